@@ -159,7 +159,7 @@ def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any]
     for key, value in line.typed.items():
         if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
             has = "a run has its own value" if plain is None else f"the run has {key}={shown(value_at(key, plain))}"
-            mistakes.append(f"{key}={shown(value)}: {has}, and its weights fit no other; leave it out")
+            mistakes.append(f"{key}={shown(value)}: {has}, and its weights do not fit any other value; leave it out")
         elif not key.startswith(reads):
             keys = ", ".join(reads)
             mistakes.append(f"{key}={shown(value)} has no effect here; keys that are read: {keys}; leave it out")

@@ -41,7 +41,7 @@ class MixedSource(SourceSection):
     """One source of a mixture."""
 
     weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
-    """Weight of this source in the training data, relative to those of the other sources."""
+    """Weight of this source in the training data, relative to the weights of the other sources."""
 
 
 @functools.cache

@@ -20,7 +20,7 @@ class RopeScaling(Section):
     """Keys that have another name in a ``config.json``."""
 
     factor: Number = Field(gt=0)
-    """Factor by which the context exceeds that of the original training."""
+    """Ratio of the context length to the context length of the original training."""
     low_freq_factor: Number = Field(gt=0)
     """Wavelengths above original length / this are scaled by the whole factor."""
     high_freq_factor: Number = Field(gt=0)

@@ -602,7 +602,7 @@ class SlurmSection(Section):
     container: str | None = None
     """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
     python: str | None = None
-    """Python on the nodes; the one that submits when null."""
+    """Python interpreter on the nodes; when null, the interpreter that submits the job."""
     interface: _Word | None = None
     """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
@@ -633,7 +633,7 @@ class PlanSection(Section):
     """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
     plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
     tokens: PositiveCount | None = None
-    """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
+    """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price per device-hour, in any currency; when null no costs are printed."""
     rates: Path | None = None

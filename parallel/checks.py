@@ -193,8 +193,8 @@ def _check_bf16_weights(config: RunConfig) -> None:
         )
     if trainer.ema_decay:
         raise UserError(
-            f"{how} with trainer.ema_decay={trainer.ema_decay:g}: an average held in bf16 would stand still; use "
-            "trainer.ema_decay=0, or optim=adamw"
+            f"{how} with trainer.ema_decay={trainer.ema_decay:g}: an average in bf16 would not change, as its "
+            "steps are too small; use trainer.ema_decay=0, or optim=adamw"
         )
 
 

@@ -40,7 +40,9 @@ def parse_event(line: bytes | str) -> dict[str, Any] | None:
 def check_metric_names(names: Iterable[str]) -> None:
     """Raise ``UserError`` if a task gives a metric the name of a value that every run records."""
     if taken := [name for name in names if name in _OURS]:
-        raise UserError(f"every run records its own {taken[0]}; give the metric {taken[0]} of the task another name")
+        raise UserError(
+            f"every run records a value named {taken[0]}; give the metric {taken[0]} of the task another name"
+        )
 
 
 def named_metrics(event: Mapping[str, Any]) -> dict[str, float]:

@@ -83,10 +83,10 @@ def test_the_plan_says_how_often_each_source_is_gone_through(sources: dict[str, 
     long = run_here(mixed(sources, tmp_path / "long", "trainer.steps=1k", "trainer.stop_at=1"))
     assert f"web (text {sources['web']}) 70 %, code (text {sources['code']}) 30 % of the tokens" in long.printed
     assert re.search(r"; web [\d.]+, code 2[\d.]+ epochs in 1,000 steps\n", long.printed), long.printed
-    assert re.search(r"WARNING    source code is gone through 2\d times in 1,000 steps", long.printed), long.printed
+    assert re.search(r"WARNING    source code is repeated 2\d times in 1,000 steps", long.printed), long.printed
     assert "source web" not in long.printed
     single = tiny_overrides(sources["code"], tmp_path / "single", "trainer.steps=10k", "trainer.stop_at=1")
-    assert re.search(r"the training data is gone through \d+ times in 10,000 steps", run_here(single).printed)
+    assert re.search(r"the training data is repeated \d+ times in 10,000 steps", run_here(single).printed)
 
 
 def test_changed_weights_and_sources_are_refused_on_resume(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_stop_in_the_middle_leaves_what_was_profiled_and_the_next_start_says_t
     argv = tiny_overrides(text, tmp_path / "run", "profile.steps=[2,3]")
     ended = run_here(argv)
     assert ended.code == 0
-    assert f"WARNING    no profile of profile.steps=[2,3]: the run goes on with step {stopped_at + 1}" in ended.printed
+    assert f"WARNING    no profile of profile.steps=[2,3]: the run resumes with step {stopped_at + 1}" in ended.printed
 
 
 @pytest.mark.slow

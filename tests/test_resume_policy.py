@@ -101,7 +101,7 @@ def test_another_run_is_taken_up_in_its_own_folder_and_left_alone(
 def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, copy: Path) -> None:
     before = tree(copy)
     line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
-    assert "step-00000003 is neither auto, never or must, nor a folder that is there" in line
+    assert "step-00000003 is neither auto, never or must, nor an existing folder" in line
     assert f"in {copy}/checkpoints there are step-00000002 step-00000004 step-00000006; use checkpoint." in line
     assert "did you mean checkpoint.resume=never?" in refusal(text, copy, "checkpoint.resume=nver")
     file = copy / "config.yaml"
@@ -471,7 +471,7 @@ def test_an_edited_config_yaml_is_said_to_have_no_effect(text: Path, stopped: Pa
     path.write_text(path.read_text().replace("seed: ", "seed: 1"))
     printed = train(text, tmp_path / "run").printed
     seed = read_yaml(path)["trainer"]["seed"]
-    assert f"config.yaml has trainer.seed={seed}, and this command has not; the file is not read" in printed
+    assert f"config.yaml has trainer.seed={seed}, which this command does not set; the file is not read" in printed
 
 
 # a checkpoint from a stranger -----------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _digest(module: nn.Module) -> str:
 def _weight_files(folder: Path, checkpoint: Path | None) -> list[str]:
     if not folder.is_dir():
         if checkpoint is None:
-            raise UserError(f"the model {folder} is not there; give the folder where it is now")
+            raise UserError(f"the model folder {folder} does not exist; give its new path")
         raise UserError(f"the base model {folder}, which {checkpoint} adapts, is not there; {_MOVED}")
     return [name for name in TensorFolder(folder).files if name.endswith(".safetensors")]
 

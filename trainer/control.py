@@ -63,8 +63,8 @@ class Control:
         self._seen = word
         if word.lower() not in ("stop", "save"):
             self._console.say(
-                f"WARNING    {path} says {word.splitlines()[0]!r}; it can say stop (save and stop) or save (save and "
-                "continue)"
+                f"WARNING    {path} contains {word.splitlines()[0]!r}; it may contain stop (save and stop) or save "
+                "(save and continue)"
             )
             return
         if word.lower() == "stop":
@@ -75,7 +75,7 @@ class Control:
             path.unlink()  # only now: who sees it gone knows that the next step does what it said
             self._seen = None
         except OSError as error:
-            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; it counts this once")
+            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request is followed once")
 
 
 def _word_in(path: Path) -> str | None:

@@ -144,7 +144,7 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
     if odd:
         entered_ = ", ".join(f"rank {rank} is in {mine}" for rank, (_, mine, _) in sorted(odd.items()))
         usual = "" if len(odd) == len(beats) else f" where the others are in {next(iter(odd.values()))[2]}"
-        return [beat for beat, *_ in odd.values()], f"{entered_}{usual}: a collective was skipped, or is one too many"
+        return [beat for beat, *_ in odd.values()], f"{entered_}{usual}: a collective was skipped or repeated"
     if is_any_pending:
         return beats, f"all {_waiting(beats).removeprefix('the others ')}: none is missing, so look at the network"
     return None

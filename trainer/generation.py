@@ -60,14 +60,12 @@ class Writer:
         if prompt_tokens >= longest:
             raise UserError(
                 f"the {'prompt' if len(said) == 1 else 'conversation'} has {prompt_tokens:,} tokens, and "
-                f"model.max_sequence_length={longest} is as far as the model goes; use a shorter one"
+                f"model.max_sequence_length={longest} is the limit of the model; use a shorter one"
             )
         model = self._model = self._model or self._load()
         tokens = min(sampling.tokens, longest - prompt_tokens)
         if prompt_tokens + tokens > trained and len(said) == 1:
-            self._note(
-                f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse"
-            )
+            self._note(f"note       it was trained on {trained:,} tokens at a time; text beyond that may be worse")
         started, made, text = time.perf_counter(), 0, ""
         if task.echoes_prompt():
             self._say(said[-1])

@@ -43,12 +43,12 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
     if result.failed_in_row >= FAILURES_THAT_STOP:
         what = "jumped" if result.is_finite else "was not finite"
         if not result.tokens:
-            what = "was not there, since no sample had anything to predict (a weight of 0),"
+            what = "was missing, because no sample had anything to predict (a weight of 0),"
             advice = "Look at the data of those steps, or at the weights that loss() returns"
         reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, to step {step}"
         if section.non_finite == "rollback":
             raise GoBack(step, reason)
-        raise TrainingFailed(f"{reason}; the weights are those from before. {advice}")
+        raise TrainingFailed(f"{reason}; the weights are as they were before. {advice}")
     if not result.is_finite and not is_overflow and section.non_finite == "stop":
         raise TrainingStopped(f"loss or gradient was not finite at step {step} (health.non_finite=stop)")
     if not result.is_spike:

@@ -206,7 +206,7 @@ def _passes(config: RunConfig, training: Dataset) -> str:
 def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
     each = passes(training, config.trainer.steps * config.trainer.global_batch)
     return [
-        f"{f'source {name}' if name else 'the training data'} is gone through {number:,.0f} times in "
+        f"{f'source {name}' if name else 'the training data'} is repeated {number:,.0f} times in "
         f"{config.trainer.steps:,} steps; beyond about {_PASSES_THAT_TEACH} a repetition teaches next to nothing "
         f"(arXiv 2305.16264): use more data{', a lower weight' if name else ''} or fewer steps"
         for name, number in each.items()
@@ -259,9 +259,9 @@ def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: Parallel
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> str:
     checkpoint = config.checkpoint
-    rest = [f"the newest {checkpoint.keep} stay"]
-    rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
-    rest += ["the best stays"] if checkpoint.keep_best else []
+    rest = [f"keeps the last {checkpoint.keep}"]
+    rest += [f"one every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
+    rest += ["the best"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
     whole = saved_bytes(config, model, plan)
     copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""

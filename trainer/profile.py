@@ -78,7 +78,7 @@ class StepProfiler:
         self._profiled: list[int] = []
         self._annotation: record_function | None = None
         if self._wanted is not None and self._wanted[1] < first_step:
-            self._warn(f"the run goes on with step {first_step}, behind them")
+            self._warn(f"the run resumes with step {first_step}, after these steps")
             self._wanted = None
 
     def __enter__(self) -> "StepProfiler":

@@ -264,7 +264,7 @@ class Report:
             if is_last:
                 raise TrainingFailed(
                     f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
-                    f"checkpoints, {last}: fix that and run the same command again"
+                    f"checkpoints, {last}. Fix the cause, then run the same command again"
                 )
             self._console.say(
                 f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training continues; {last}"

@@ -134,7 +134,7 @@ def _write_page(config: RunConfig, console: Console) -> None:
         console.log(traceback.format_exc())
         why = (str(error).splitlines() or [""])[0]
         console.say(
-            f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
+            f"WARNING    {path} was not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
         )
 
 

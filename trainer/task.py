@@ -138,8 +138,8 @@ class Task:
         """Return ``batch`` with ``part(tensor, dim)`` in place of what has one number per token along ``dim``."""
         del batch, part
         raise UserError(
-            f"{type(self).__name__} does not say what has the sequence in its batches; define slice_sequence(batch, "
-            "part), or use parallel.context=1"
+            f"{type(self).__name__} does not say which tensors of a batch contain the sequence; define "
+            "slice_sequence(batch, part), or use parallel.context=1"
         )
 
     # data ------------------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def export(
     weights: TensorFolder | Merged | Mean = saved
     if averaged_with and is_adapter:
         raise UserError(
-            f"{checkpoint} holds adapters, and their mean is not that of the models; merge each with its base model: "
-            "serried export ... merge=true"
+            f"{checkpoint} holds adapters, and a mean of adapters is not a mean of models; merge each with its "
+            "base model: serried export ... merge=true"
         )
     if averaged_with:
         for other in averaged_with:
@@ -187,7 +187,7 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
         too_large = values[converted.isinf() & values.isfinite()]
         if too_large.numel():
             raise UserError(
-                f"{spec.name} holds {too_large[0].item():g}, and {_name(spec.dtype)} ends at "
+                f"{spec.name} contains {too_large[0].item():g}, and the largest {_name(spec.dtype)} is "
                 f"{torch.finfo(spec.dtype).max:g}; use dtype=fp32" + (", or bf16" if spec.dtype.itemsize == 2 else "")
             )
     return converted

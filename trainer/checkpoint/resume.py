@@ -125,8 +125,8 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():
         raise UserError(
-            f"{path} is a checkpoint that has lost its {MANIFEST}: nothing says whether it is whole; give another, or "
-            f"remove {STATE} and optimizer* from it to begin with its weights alone"
+            f"{path} is a checkpoint that has lost its {MANIFEST}: whether it is complete cannot be checked; use "
+            f"another, or remove {STATE} and optimizer* from it to begin with its weights alone"
         )
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
@@ -138,8 +138,7 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
             there = " ".join(checkpoint.name for checkpoint in beside)
             hint = f"in {path.parent} there are {there}; use checkpoint.resume={beside[-1]}"
     raise UserError(
-        f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor a folder that is there; "
-        f"{hint}"
+        f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor an existing folder; {hint}"
     )
 
 
@@ -299,7 +298,9 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
     if not only_there:
         return []
     told = " ".join(only_there)
-    return [f"WARNING    {path} has {told}, and this command has not; the file is not read: add that to the command"]
+    return [
+        f"WARNING    {path} has {told}, which this command does not set; the file is not read: add it to the command"
+    ]
 
 
 def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:

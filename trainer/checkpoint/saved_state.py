@@ -33,7 +33,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     wrong = [key for key in _REQUIRED if key not in state]
     wrong += [key for key, fits in _KINDS.items() if key in state and not fits(state[key])]
     if wrong:
-        raise UserError(f"{path} is not as a run writes it: {', '.join(wrong)}; use another checkpoint")
+        raise UserError(f"{path} differs from what a run writes: {', '.join(wrong)}; use another checkpoint")
     return state
 
 
@@ -46,5 +46,6 @@ def taking_from(checkpoint: Path | None) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"{checkpoint}/{STATE} is not as a run writes it ({type(error).__name__}: {what}); use another checkpoint"
+            f"{checkpoint}/{STATE} differs from what a run writes ({type(error).__name__}: {what}); use "
+            "another checkpoint"
         ) from error

@@ -218,7 +218,7 @@ def _check(
             *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
         ]
         raise UserError(
-            f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
+            f"{folder.folder} holds a different model than this command describes: {'; '.join(problems)}; "
             "use the model.* keys it was trained with (see its config.json)"
         )
     for name in floats:

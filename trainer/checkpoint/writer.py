@@ -44,7 +44,9 @@ class Writer:
                 for flat in (tensor.reshape(-1) for tensor in tensors):
                     for part in flat.split(_PIECE_BYTES // flat.element_size()):
                         if not _is_finite(part):
-                            self._problem = f"{window.spec.name} is not finite: such a state is not worth resuming from"
+                            self._problem = (
+                                f"{window.spec.name} is not finite, and no run could resume from such a state"
+                            )
                             return
                         self._count(tensor_bytes(part))
                     ready.append(tensor_bytes(flat))

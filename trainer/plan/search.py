@@ -119,11 +119,11 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     lines += searched.table(fastest, is_numbered=True)
     equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
     if equal > 1:
-        lines.append(f"{'equal':<10} 1 to {equal} are within 5%, which such times cannot tell apart: choose by memory")
+        lines.append(f"{'equal':<10} 1 to {equal} are within 5%, less than the error of these times: choose by memory")
     if covered:
         lines += [f"{'covered':<10} the fastest of those that published runs cover", *searched.table(covered)]
     if frugal:
-        lines += [f"{'smaller':<10} each needs the least memory of those that are as fast", *searched.table(frugal)]
+        lines += [f"{'smaller':<10} layouts that need less memory than any faster one", *searched.table(frugal)]
     if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
         lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
     if out is not None:

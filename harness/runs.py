@@ -4,7 +4,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
 from serried.configs.declaration import BUILT_IN
+from serried.configs.errors import EXIT_MISTAKE
 from serried.parallel.held import local
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.plan import LossTerms
@@ -70,14 +71,18 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def train_small(
-    argv: list[str], ragged: bool = False, fault: dict[str, Any] | None = None, end: dict[str, Any] | None = None
+    argv: list[str],
+    ragged: bool = False,
+    fault: dict[str, Any] | None = None,
+    acts: Mapping[int, Callable[[], object]] | None = None,
+    end: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as ``argv`` says on this rank. Returns the sample ids of each micro-batch this rank trained on.
 
     ``end``: die after a step, ``how`` = kill (the last rank, by a signal that nobody can catch) or crash (all ranks).
     """
     config = compose(argv)
-    recipe = ObservedRecipe(config, ragged=ragged, fault=fault)
+    recipe = ObservedRecipe(config, ragged=ragged, fault=fault, acts=acts)
     with open_session(config.launch) as session, _dying(session, **end) if end else nullcontext():
         recipe.rank = session.rank
         try:
@@ -131,6 +136,16 @@ def metrics(run_dir: Path, event: str = "step") -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
+def losses(run_dir: Path, event: str = "step") -> list[float]:
+    """Losses of ``metrics.jsonl``."""
+    return [line["loss"] for line in metrics(run_dir, event)]
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """The content of ``status.json``."""
+    return dict(json.loads((run_dir / "status.json").read_text()))
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below ``folder``."""
     return {
@@ -151,12 +166,33 @@ def weights(run_dir: Path, stem: str = "model") -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-class ObservedRecipe(CausalLM):
-    """The product's recipe, with ragged masks where asked, samples written down, and a fault where asked."""
+def different_tensors(one: Path, other: Path, *stems: str) -> list[str]:
+    """Tensors of the newest checkpoints of two runs that differ in a bit, or that only one of them has."""
+    found = []
+    for stem in stems or ("model", "optimizer"):
+        ours, theirs = weights(one, stem), weights(other, stem)
+        assert ours, f"{one} has saved no {stem}"
+        same = (name for name in ours.keys() & theirs.keys() if ours[name].equal(theirs[name]))
+        found += sorted({*ours, *theirs} - {*same})
+    return found
 
-    def __init__(self, config: Any = None, *, ragged: bool = False, fault: dict[str, Any] | None = None) -> None:
+
+class ObservedRecipe(CausalLM):
+    """The product's recipe, with ragged masks where asked, samples written down, and a fault where asked.
+
+    ``acts``: what this rank does besides, by the number of the micro-batch that it trains on, from 1.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        ragged: bool = False,
+        fault: dict[str, Any] | None = None,
+        acts: Mapping[int, Callable[[], object]] | None = None,
+    ) -> None:
         super().__init__(config)
-        self._ragged, self._fault = ragged, fault or {}
+        self._ragged, self._fault, self._acts = ragged, fault or {}, acts or {}
         self.sample_ids: list[list[int]] = []
         self.rank = 0
         self._forwards = 0
@@ -173,6 +209,8 @@ class ObservedRecipe(CausalLM):
         terms = super().terms(output, batch)
         if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
+            if act := self._acts.get(len(self.sample_ids)):
+                act()
             if not self._fault.get("in_block"):
                 terms = terms._replace(loss_sum=self._poisoned(terms.loss_sum))
         return terms
@@ -211,9 +249,9 @@ class _Poison(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def train_reported(argv: list[str], fault: dict[str, Any] | None = None) -> int:
+def train_reported(argv: list[str], **observed: Any) -> int:
     """As ``train.py`` does it: failures are printed, the exit code is returned."""
-    return main(argv, BUILT_IN._replace(task=lambda: ObservedRecipe(fault=fault)))
+    return main(argv, BUILT_IN._replace(task=lambda: ObservedRecipe(**observed)))
 
 
 def tiny_overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
@@ -245,6 +283,14 @@ class Ended(NamedTuple):
     """Both streams."""
     sample_ids: list[int]
     """In the order of training."""
+
+    @property
+    def error(self) -> str:
+        """The one line in which the command was refused."""
+        assert self.code == EXIT_MISTAKE, self.printed
+        assert "Traceback" not in self.printed
+        (line,) = (line for line in self.printed.splitlines() if line.startswith("error: "))
+        return line
 
 
 def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None = None) -> Ended:

@@ -8,10 +8,9 @@ from torch import nn
 
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TOLERANCES, compare, run
 from harness.cluster import Cluster
-from harness.runs import metrics, weights
+from harness.runs import weights
 from serried.configs.compose import compose
 from serried.trainer.optimizer import build_optimizer
-from tests.test_any_layout import train
 from tests.test_plan import TINY, both
 
 ADAFACTOR = "optim=adafactor"
@@ -69,14 +68,3 @@ def test_the_curve_is_that_of_the_single_process(
     assert curve.losses[-1] < 0.98 * curve.losses[0], "a run that learns nothing would agree with anything"
     whole, divided = (weights(tmp_path / each, "optimizer") for each in ("single", "run"))
     assert {name: each.shape for name, each in divided.items()} == {name: each.shape for name, each in whole.items()}
-
-
-@pytest.mark.slow
-def test_rows_and_columns_resume_bitwise_and_on_another_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    train(cluster, "tensor x2", text, tmp_path / "whole", ADAFACTOR)
-    train(cluster, "tensor x2", text, tmp_path / "run", ADAFACTOR, "trainer.stop_at=2", code=75)
-    train(cluster, "fsdp x3", text, tmp_path / "other", ADAFACTOR, f"checkpoint.resume={tmp_path / 'run'}")
-    train(cluster, "tensor x2", text, tmp_path / "run", ADAFACTOR)
-    whole, resumed, moved = (metrics(tmp_path / name) for name in ("whole", "run", "other"))
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
-    assert [line["loss"] for line in moved] == pytest.approx([line["loss"] for line in whole[2:]], rel=1e-5)

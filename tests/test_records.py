@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from harness.runs import metrics, run_here, tiny_overrides
+from harness.runs import metrics, run_here, status, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
@@ -77,8 +77,8 @@ def test_a_signal_while_a_failure_is_recorded_changes_nothing(text: Path, tmp_pa
     with patch.object(RunFolder, "fail", signalled):
         ended = run_here(tiny_overrides(text, tmp_path / "run"), crash)
     assert ended.code == 70
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["step"], status["reason"]) == ("failed", 3, "ZeroDivisionError: here")
+    now = status(tmp_path / "run")
+    assert (now["state"], now["step"], now["reason"]) == ("failed", 3, "ZeroDivisionError: here")
     assert "the newest checkpoint is that of step 2; run the same command to resume from there" in ended.printed
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [2]
 
@@ -141,7 +141,7 @@ def test_flatten_names_leaves_by_dotted_name() -> None:
     [
         b"", b"[]", b"3", b'{"step": 1}', b'{"event": 3}', b'{"event": "step", "step": "1"}',
         b'{"event": "step", "step": -1}', b'{"event": "step", "step": 1, "time": "now"}', b'{"event": "step", "st',
-        b'{"event": "\xff"}', b'{"event": "step", "step": true}',
+        b'{"event": "\xff"}', b'{"event": "step", "step": true}', b"\0" * 40,
         b'{"event": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}",
     ],
 )  # fmt: skip

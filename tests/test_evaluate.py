@@ -18,7 +18,6 @@ from harness.forks import typed_on
 from harness.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose_saved
-from serried.configs.errors import UserError
 from serried.recipes.data.dataset import Batch
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
 from serried.recipes.data.text_bytes import TextBytes
@@ -195,39 +194,6 @@ def test_two_processes_print_as_one(run_dir: Path) -> None:
     assert "bits/byte" in first
     assert "36 of" in first
     assert second.startswith("more       loss 5.")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["json=yes"], "json=yes is not true or false"),
-        (["checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
-        (["model.layers=9"], "the run has model.layers=3"),
-        (["recipe=llama1b"], "the run has recipe=tiny"),
-        (["data.tokenizer=chars"], "the run has data.tokenizer=bytes"),
-        (["trainer.steps=9"], "trainer.steps=9 has no effect here"),
-        (["trainer.eval_batchs=9"], "did you mean trainer.eval_batches=9"),
-        (["launch=local"], "launch=local has no effect here"),
-        (["data=text", "data.path=nowhere.txt"], "nowhere.txt"),
-        (["data=mixture", "data.sources.a.name=stdlib"], "one at a time"),
-        (["trainer.eval_batches=0"], "trainer.eval_batches=0 (command line) is out of range"),
-        (["chekpoint=3"], "did you mean checkpoint=3"),
-        (["parallel=fsdp", "parallel.shard=2"], "the mesh needs 2 processes"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line(
-    words: list[str], expected: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = evaluate_here([f"run.dir={run_dir}", *words])
-        printed = capsys.readouterr().err
-    except UserError as error:
-        code, printed = 78, f"error: {error}\n"
-    assert code == 78
-    assert printed.startswith("error: ")
-    assert len(printed.splitlines()) == 1
-    assert expected in printed
 
 
 def test_unreadable_config_is_reported_with_its_line(

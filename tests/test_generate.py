@@ -262,38 +262,6 @@ def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
         assert "character 'Ω'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["temperature=warm"], "temperature=warm is not a number from 0 to 1000"),
-        (["temperature=-1"], "temperature=-1 is not"),
-        (["top_p=0"], "use temperature=0 for the most likely"),
-        (["top_p=1.5"], "top_p=1.5 is not"),
-        (["tokens=2.5"], "tokens=2.5 is not a whole number"),
-        (["tokens=0"], "tokens=0 is not"),
-        (["temprature=1"], "did you mean temperature=1"),
-        (["checkpoint=7"], "use checkpoint=6 or checkpoint=12"),
-        (["model.dim=64"], "the run has model.dim=32"),
-        (["optim.lr=1"], "optim.lr=1 has no effect here"),
-        (["precisoin=bf16"], "did you mean precision=bf16"),
-        (["precision=bf17"], "no precision 'bf17'"),
-        (["device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),
-        (["run.dir=nowhere"], "there is no folder nowhere"),
-        (["hello"], "hello"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line(
-    words: list[str], expected: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = [] if any(word.startswith("run.dir") for word in words) else [f"run.dir={run_dir}"]
-    assert main(["generate", *place, *words]) == 78
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert len(printed.splitlines()) == 1
-    assert expected in printed
-
-
 def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,11 +284,6 @@ def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, caps
     weights.write_bytes(content)
     assert main(["generate", f"run.dir={tmp_path / 'run'}"]) == 78
     assert "has checksum" in capsys.readouterr().err
-
-
-def test_a_model_of_plain_text_does_not_chat(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", f"run.dir={run_dir}"]) == 78
-    assert "trained on text and not on conversations; use serried generate" in capsys.readouterr().err
 
 
 def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(

@@ -131,6 +131,28 @@ MISTAKES = [
     _mistake("idle gather", "precision=bf16|precision.gather=float8", "precision.gather=float8 with precision=bf16"),
     _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),
     _mistake("idle path", "data.path=books", "add data=text"),
+    # tasks
+    _mistake("one row", "recipe=reward|parallel=fsdp|parallel.tensor=2", "=2 cannot divide the one row of"),
+    _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 with task.name=reward, which writes no text"),
+    _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
+    _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is only read with task.loss=simpo"),
+    _mistake("packed pairs", "recipe=dpo|data.packing=best_fit", "data.packing=best_fit with data.format=preference"),
+    _mistake("no pairs", "recipe=dpo|data.format=chat", "task.name=preference reads; use data.format=preference"),
+    _mistake("parts of answers", "recipe=dpo|parallel=fsdp|parallel.context=2", "=2 divides answers over ranks"),
+    _mistake("key of a task", "recipe=dpo|task.bta=1", "did you mean task.beta=1?"),
+    _mistake("beta", "recipe=dpo|task.beta=0", "task.beta=0 (command line) is out of range: it must be above 0"),
+    # model families
+    _mistake("key of gemma2", "model=gemma3_1b|model.score_soft_cap=50", "=null, or model.family=gemma2"),
+    _mistake("key of gemma3", "model=gemma2_9b|model.local_rope_theta=1e4", "=null, or model.family=gemma3"),
+    _mistake("window", "model.sliding_window=64", "model.family=mistral, phi3, gemma2, gemma3_text, and this is"),
+    _mistake("soft cap", "model=gemma2_9b|model.attn_logit_softcapping=50", "did you mean model.score_soft_cap=50?"),
+    _mistake("epsilon", "model=mistral7b|model.rms_norm_eps=1e-5", "did you mean model.norm_eps=1e-5?"),
+    # optimizers and schedules
+    _mistake("optim", "optim=lionn", "no optim 'lionn'. Did you mean optim=lion?"),
+    _mistake("optim.name", "optim.name=lionn", "no optimizer 'lionn' is registered; did you mean optim=lion?"),
+    _mistake("SGD", "optim=sgd|optim.betas=[0.9,0.95]", "by optim=adamw, adam, ", "lion, ", "this is optim=sgd"),
+    _mistake("key of a schedule", "schedule=constant|schedule.min_lr_ratio=0.2", "by schedule=cosine, linear, wsd"),
+    _mistake("betas", "optim=lion|optim.betas=[0.9,1]", "both must be at least 0 and below 1"),
     # several
     _mistake(
         "all at once",

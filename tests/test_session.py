@@ -1,7 +1,6 @@
 """Joining, sharing verdicts, patience, and leaving."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -205,29 +204,6 @@ def test_a_machine_that_does_not_fit_says_so_itself() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (
-            {"WORLD_SIZE": "4"},
-            "WORLD_SIZE=4 is set but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
-        ),
-        (
-            {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
-            "but not MASTER_ADDR, MASTER_PORT",
-        ),
-        ({"RANK": "first"}, "RANK=first: not a whole number"),
-    ],
-)
-def test_half_of_torchruns_variables_are_one_clear_line(
-    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(expected)):
-        planned_processes(LaunchSection(), dry_run=False)
-
-
 def fail_in_turn() -> list[object]:
     with open_session(LaunchSection()) as session:
         if session.rank != 1:
@@ -256,7 +232,15 @@ _ONE_OF_TWO = {
         ({**_ONE_OF_TWO, "RANK": "2"}, "RANK=2, .* contradict"),
         ({**_ONE_OF_TWO, "MASTER_PORT": "x"}, "MASTER_PORT=x: not a whole number"),
         ({**_ONE_OF_TWO, "RANK": "9" * 5000}, "not a whole number"),
-        ({"WORLD_SIZE": "2"}, "is set but not RANK"),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 is set but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        ),
+        (
+            {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+            "is set but not MASTER_ADDR, MASTER_PORT",
+        ),
+        ({"RANK": "first"}, "RANK=first: not a whole number"),
     ],
 )
 def test_variables_of_torchrun_that_cannot_be_are_refused(

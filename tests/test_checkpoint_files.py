@@ -77,12 +77,13 @@ def whole(folder: TensorFolder, name: str) -> Tensor:
     return folder.read_elements(name, 0, folder.specs[name].numel).view(folder.specs[name].shape)
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A file as a save writes it: the header, then one tensor after another."""
+def write(path: Path, tensors: dict[str, Tensor]) -> list[TensorSpec]:
+    """A file as a save writes it: the header, then one tensor after another. Returns what is in it."""
     with path.open("wb") as file:
         file.write(header(specs_of(tensors)))
         for tensor in tensors.values():
             file.write(tensor_bytes(tensor))
+    return specs_of(tensors)
 
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -403,8 +404,7 @@ def make_checkpoint(folder: Path, *, loss: Any = None, tensors: int = 2, progres
         for number in range(1, tensors + 1):
             part = {f"{stem}.{number}": random_tensor((20, 7), torch.float32, number)}
             name = f"{stem}-{number:05d}-of-{tensors:05d}.safetensors"
-            write(folder / name, part)
-            files[name] = specs_of(part)
+            files[name] = write(folder / name, part)
         if tensors:
             (folder / f"{stem}.safetensors.index.json").write_text(index_json(files))
     (folder / "config.json").write_text('{"model_type": "llama"}\n')

@@ -20,20 +20,7 @@ from serried.records.tensors import TensorFolder, TensorSpec, header, index_json
 from serried.trainer.checkpoint import export as module
 from serried.trainer.checkpoint.export import export
 from serried.trainer.checkpoint.manifest import record_of, write_manifest
-
-
-def whole(folder: TensorFolder, name: str) -> torch.Tensor:
-    """All of a tensor in a folder."""
-    return folder.read_elements(name, 0, folder.specs[name].numel).view(folder.specs[name].shape)
-
-
-def write(path: Path, tensors: dict[str, Tensor]) -> list[TensorSpec]:
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with path.open("wb") as file:
-        file.write(header(specs))
-        for tensor in tensors.values():
-            file.write(tensor_bytes(tensor))
-    return specs
+from tests.test_checkpoint_files import whole, write
 
 
 def checkpoint_of(folder: Path, state: dict[str, Tensor], config: dict[str, Any], files: int = 2) -> Path:
@@ -78,8 +65,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(checkpoint_of(folder, state, {**config.to_dict(), "dtype": None}), model)
 
 
-@pytest.mark.parametrize("shard_bytes", [10**9, 50_000, 1])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "shard_bytes"),
+    [(None, 10**9), (None, 1), (torch.float32, 50_000), (torch.bfloat16, 10**9), (torch.float16, 50_000)],
+)
 def test_transformers_opens_it_with_the_same_weights_and_logits(
     case: Case, dtype: torch.dtype | None, shard_bytes: int, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """The second family: GPT-2 as transformers computes it, trained, saved and read on parallel layouts."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import serried
 from harness.cluster import Cluster
 from harness.runs import checkpoint, metrics, overrides
 from serried.configs.families import GPT2Section
-from serried.recipes.models.cache import Cache
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
 
 
@@ -28,47 +26,6 @@ def build(config: GPT2Section) -> GPT2Model:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     return model
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_equal_those_of_transformers(tied: bool) -> None:
-    import transformers
-
-    config = section(tie_embeddings=tied)
-    model, family = build(config), GPT2(config, 131)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**family.export_config(0)))
-    state: dict[str, torch.Tensor] = {
-        name: torch.full_like(each, math.nan) for name, each in theirs.state_dict().items()
-    }
-    for name, parameter in model.named_parameters():
-        for fragment in family.exported(name, parameter.shape):
-            assert state[fragment.name].shape == fragment.shape
-            state[fragment.name][fragment.theirs.indices()] = parameter.detach()
-    if tied:
-        del state["lm_head.weight"]
-    assert not any(each.isnan().any() for each in state.values()), "every element comes from a parameter"
-    theirs.load_state_dict(state, strict=not tied)
-    tokens = torch.randint(131, (2, 40))
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_documents_do_not_see_each_other_and_start_at_position_0() -> None:
-    model, tokens = build(section()), torch.randint(131, (1, 40))
-    positions = torch.cat((torch.arange(25), torch.arange(15))).unsqueeze(0)
-    targets = tokens.roll(-1, 1)
-    targets[0, 24] = -100
-    both = model(tokens, targets, positions)
-    apart = [model(tokens[:, part], targets[:, part]) for part in (slice(25), slice(25, 40))]
-    torch.testing.assert_close(both, apart[0] + apart[1])
-
-
-def test_cached_logits_are_those_of_the_whole_text() -> None:
-    model, tokens, cache = build(section()), torch.randint(131, (1, 9)), Cache(2, 9)
-    with torch.no_grad():
-        model(tokens[:, :5], cache=cache)
-        stepwise = [model(tokens[:, place : place + 1], cache=cache) for place in range(5, 9)]
-        torch.testing.assert_close(torch.cat(stepwise, 1), model(tokens)[:, 5:])
 
 
 def test_padding_past_the_table_of_positions_changes_nothing_before_it() -> None:

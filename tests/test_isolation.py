@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
 from harness.cluster import Cluster
 from serried.recipes.data.dataset import positions_in_documents
 from serried.recipes.models.head import IGNORE
-from serried.recipes.models.transformer import Llama
 from tests.test_model import build, section
 
 LENGTHS = (40, 3, 70, 1, 25, 61)
@@ -95,29 +93,6 @@ def test_no_gradient_reaches_another_documents_tokens() -> None:
     reached = hidden[0].grad.abs().sum(-1) > 0
     assert not reached[documents != 3].any()
     assert reached[documents == 3].sum() >= 70 + 40 - 2
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_loss_equals_hugging_face_with_positions_and_mask(kv_heads: int) -> None:
-    import transformers
-
-    config = section(kv_heads=kv_heads)
-    ours = build(config)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**Llama(config, 131).export_config(None), attn_implementation="eager")
-    ).eval()
-    theirs.load_state_dict(
-        {Llama(config, 131).export_name(name): parameter for name, parameter in ours.named_parameters()}
-    )
-    documents = (POSITIONS == 0).cumsum(1)
-    allowed = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
-    with torch.no_grad():
-        mask = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-        logits = theirs(TOKENS, position_ids=POSITIONS, attention_mask=mask).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), ignore_index=IGNORE, reduction="sum")
-        torch.testing.assert_close(ours(TOKENS, positions=POSITIONS), logits, rtol=0, atol=2e-5)
-        torch.testing.assert_close(ours(TOKENS, TARGETS, POSITIONS), expected, rtol=1e-6, atol=0)
-        assert (ours(TOKENS) - logits).abs().max() > 1e-2, "without positions it is another model"
 
 
 def test_one_document_is_computed_as_without_positions() -> None:

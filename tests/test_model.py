@@ -41,10 +41,10 @@ def build(config: LlamaSection, seed: int = 0) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scaling", [None, LLAMA31_SCALING])
-@pytest.mark.parametrize("head_dim", [None, 16])
+@pytest.mark.parametrize(
+    ("kv_heads", "tied", "scaling", "head_dim"),
+    [(4, False, None, 16), (2, True, LLAMA31_SCALING, None), (1, False, LLAMA31_SCALING, 16), (1, True, None, None)],
+)
 def test_logits_equal_hugging_face(
     kv_heads: int, tied: bool, scaling: RopeScaling | None, head_dim: int | None
 ) -> None:

@@ -1,7 +1,5 @@
-"""Mixture-of-experts models are Hugging Face's: same weights, same logits, same config.json."""
+"""Mixtures of experts: the arithmetic of routers and experts; test_families.py compares whole models."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,27 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serried.configs.compose import compose
 from serried.configs.families import MoESection
-from serried.configs.schema import ParallelSection
-from serried.parallel.apply import parallelize
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.recipes.models.moe import (
-    Experts,
-    MixtureOfExperts,
-    MoE,
-    Router,
-    can_group,
-)
-from serried.trainer.checkpoint.state import load_weights
+from serried.recipes.models.moe import Experts, MixtureOfExperts, MoE, Router, can_group
 
-GLM = {
-    "shared_experts": 1, "dense_layers": 1, "attention_bias": True, "rotary_fraction": 0.5, "qk_norm": True,
-    "routed_scale": 1.5,
-}  # fmt: skip
-QWEN = {"family": "qwen3_moe", "qk_norm": True, "dense_layers": 1, "normalize_weights": False}
+GLM = {"shared_experts": 1, "dense_layers": 1, "qk_norm": True, "routed_scale": 1.5}
 
 
 def section(**changes: Any) -> MoESection:
@@ -59,79 +44,6 @@ def build(config: MoESection) -> torch.nn.Module:
         torch.nn.init.normal_(buffer, std=0.1, generator=torch.Generator().manual_seed(number))
         model.get_buffer(name).copy_(buffer)
     return model
-
-
-def exported(config: MoESection, model: torch.nn.Module) -> dict[str, Tensor]:
-    state = {}
-    for name, tensor in model.state_dict().items():
-        names = MoE(config, 131).checkpoint_names(name)
-        state |= {names[0]: tensor} if len(names) == 1 else dict(zip(names, tensor, strict=True))
-    return state
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(GLM, id="glm4_moe"),
-        pytest.param({"shared_experts": 2, "normalize_weights": False, "tie_embeddings": True}, id="glm4_moe, plain"),
-        pytest.param(QWEN, id="qwen3_moe"),
-        pytest.param({"family": "mixtral"}, id="mixtral"),
-    ],
-)
-def test_logits_and_config_equal_hugging_face(changes: dict[str, Any], tmp_path: Any) -> None:
-    import transformers
-    from safetensors.torch import save_file
-
-    config = section(**changes)
-    ours = build(config)
-    described = MoE(config, 131).export_config(None)
-    (tmp_path / "config.json").write_text(json.dumps(described))
-    state = {name: tensor.contiguous() for name, tensor in exported(config, ours).items()}
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
-    tokens = torch.randint(131, (2, 100), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = theirs.eval()(tokens).logits
-        assert expected.std() > 0.1, "a flat output would compare equal to anything"
-        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
-
-    for description in (described, theirs.config.to_dict()):
-        read = section(family=config.family, **MoESection.keys_from(description))
-        different = {key for key, value in read.model_dump().items() if getattr(config, key) != value}
-        assert different <= {"head_dim", *(["hidden_dim"] if config.family == "mixtral" else [])}  # 12 = 48 / 4
-
-
-def test_weights_of_glm_with_a_layer_for_speculative_decoding_are_read(tmp_path: Path) -> None:
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    sizes = {
-        "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 12,
-        "num_key_value_heads": 2, "intermediate_size": 40, "num_experts_per_tok": 2, "initializer_range": 0.2,
-        "max_position_embeddings": 256,
-    }  # fmt: skip
-    own: dict[str, Any] = {"n_routed_experts": 6, "moe_intermediate_size": 36, "use_qk_norm": True}
-    config = transformers.AutoConfig.for_model("glm4_moe", **sizes, **own)
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    theirs.save_pretrained(tmp_path)
-    drafts = {f"model.layers.3.{each}.weight": torch.ones(2) for each in ("eh_proj", "input_layernorm")}
-    file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | drafts, file, {"format": "pt"})
-    found = json.loads((tmp_path / "config.json").read_text())
-    family = MoE(MoESection(name="glm", family="glm4_moe", **MoESection.keys_from(found)), 131)
-    model, single = family.build(), ParallelSection(strategy="single")
-    ours = parallelize(
-        model, family.parallel_plan(model), None,
-        seed=0, layout=Layout("single"), section=single, low_dtype=None, device=torch.device("cpu"),
-    )  # fmt: skip
-    load_weights(tmp_path, ours, family.exported)
-    tokens = torch.randint(131, (2, 50))
-    with torch.no_grad():
-        torch.testing.assert_close(ours.module(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [36, 35])
@@ -178,12 +90,13 @@ def test_router_counts_on_request_and_prefers_the_first_of_equal_experts() -> No
 
 
 def test_gradients_of_a_router_in_fp16_may_be_larger_than_fp16_holds() -> None:
+    torch.manual_seed(1)
     router = Router(section())
     torch.nn.init.normal_(router.weight)
     rows, gradients = torch.randn(5, 48).half(), []
     for each in (rows.float(), rows):
         _, weights, _ = router(each)
-        (weights[:, 0].sum() * 1e7).backward()
+        (weights[:, 0].sum() * 1e8).backward()
         gradients.append(router.weight.grad)
         router.weight.grad = None
     assert gradients[0].abs().max() > torch.finfo(torch.float16).max

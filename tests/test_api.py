@@ -1,7 +1,6 @@
 """``serried.fit``, ``serried.load_model`` and a user's own task, from a folder outside the checkout."""
 
 import importlib.util
-import json
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ from torch import nn
 import serried
 from harness.cluster import ROOT, Cluster
 from harness.forks import typed
-from harness.runs import metrics, steps_saved, weights
+from harness.runs import different_tensors, losses, metrics, status, steps_saved
 from serried import cli, program
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
@@ -62,10 +61,6 @@ def fit(script: str, name: str, argv: list[str]) -> dict[str, Any]:
     return {"state": result.state, "step": result.step, "metrics": result.metrics, "called": task.called}
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run_dir)]
-
-
 # A user's task --------------------------------------------------------------------------------------------------------
 
 
@@ -83,10 +78,7 @@ def test_task_with_two_losses_dict_batches_and_dropout_resumes_bitwise_and_has_o
     (resumed,) = run(1, "parts")
     assert resumed["state"] == "finished"
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    for stem in ("model", "optimizer"):
-        expected = weights(tmp_path / "whole", stem)
-        for name, tensor in weights(tmp_path / "parts", stem).items():
-            assert tensor.equal(expected[name]), name
+    assert not different_tensors(tmp_path / "parts", tmp_path / "whole")
     first, second = run(2, "ddp", "parallel=ddp")
     assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     for kind in ("step", "eval"):
@@ -137,7 +129,7 @@ def test_early_stopping_and_keep_best_follow_a_metric(
     printed = capsys.readouterr().out
     assert "; the best: checkpoints/step-00000004 (accuracy 0.9)\n" in printed
     assert "finished   8 steps, 96 samples" in printed
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    assert status(tmp_path)["state"] == "finished"
     capsys.readouterr()
     assert serried.fit(task, argv).step == 8
     assert "Nothing to do" in capsys.readouterr().out
@@ -148,7 +140,6 @@ def test_early_stopping_and_keep_best_follow_a_metric(
 TWICE = """
 import gc, signal, sys
 import serried
-assert "torch" not in sys.modules
 import torch, torch.distributed as dist
 from own_task import Points
 from serried.runtime.signals import ASKING
@@ -176,11 +167,9 @@ print("all equal")
 """
 
 
-def test_fit_twice_in_a_fresh_process_gives_one_result_and_leaves_its_settings(script: Path, tmp_path: Path) -> None:
+def test_fit_twice_in_a_process_gives_one_result_and_leaves_its_settings(script: Path, tmp_path: Path) -> None:
     shutil.copy(script, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = typed("-c", TWICE, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all equal\n")
 

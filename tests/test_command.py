@@ -10,7 +10,7 @@ import pytest
 
 from harness.cluster import ROOT
 from harness.forks import torchruns_variables, typed, typed_on
-from harness.runs import checkpoint, metrics, overrides, run_here
+from harness.runs import checkpoint, metrics, overrides, run_here, status
 from serried.program import main
 from tests.test_mistakes import MISTAKES, Mistake
 
@@ -135,8 +135,7 @@ def test_main_job_under_torchrun_then_again_then_from_scratch(text: Path, tmp_pa
     assert any(line.startswith("  | ") for line in lines)
     assert "\r" not in done.stdout
 
-    status = json.loads((run_dir / "status.json").read_text())
-    assert status == {"state": "finished", "step": 10, "reason": "all steps done", "exit_code": 0}
+    assert status(run_dir) == {"state": "finished", "step": 10, "reason": "all steps done", "exit_code": 0}
     assert metrics(run_dir, "start")[0]["world_size"] == 2
     steps = metrics(run_dir)
     assert steps[-1]["samples"] == 360
@@ -205,26 +204,37 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
     assert ["Traceback" in text for text in printed] == [False, True], "the other rank's is only an echo"
     assert printed[1].count("Traceback (most recent call last)") == 1
     assert "ZeroDivisionError: here" in printed[1]
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: here"), "the cause, not its echo"
+    now = status(tmp_path / "run")
+    assert (now["state"], now["reason"]) == ("failed", "ZeroDivisionError: here"), "the cause, not its echo"
     assert metrics(tmp_path / "run", "stop")[-1]["reason"] == "ZeroDivisionError: here"
 
 
-def modules_after(*argv: str) -> set[str]:
-    code = (
-        f"import sys, serried.program;serried.program.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(done.stderr.splitlines())
+WITHOUT_TORCH = """
+import sys
+import serried
+from serried import cli, program
+from serried.configs.compose import compose
+
+assert program.main(["--help"]) == cli.main(["generate", "--help"]) == 0
+assert not {"torch", "numpy", "safetensors"} & sys.modules.keys(), "for help"
+compose(["recipe=llama8b", "trainer.steps=10k"])
+assert cli.main(["report", sys.argv[1]]) == 0
+import serried.records.trackers.__main__, serried.records.trackers.tensorboard_tracker
+assert program.main(["launch=local", "launch.processes=3"]) == 78
+assert "torch" not in sys.modules
+assert program.main(["recipe=llama8b", "launch.processes=8", "dry_run=true"]) == 0
+assert not {"transformers", "datasets", "wandb"} & sys.modules.keys(), "for a plan"
+assert not {"torch._dynamo", "torch.distributed.tensor", "sympy"} & sys.modules.keys(), "as long as torch itself"
+"""
 
 
-def test_help_and_plans_import_nothing_they_do_not_use() -> None:
-    helped = modules_after("--help")
-    assert not {"torch", "numpy", "safetensors"} & helped
-    planned = modules_after("recipe=llama8b", "launch.processes=8", "dry_run=true")
-    assert "torch" in planned
-    assert not {"transformers", "datasets", "wandb"} & planned
-    assert not {"torch._dynamo", "torch.distributed.tensor", "sympy"} & planned, "as long as torch itself"
+def test_help_config_report_trackers_mistake_and_plan_import_nothing_they_do_not_use(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 1, "reason": null, "exit_code": null}')
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("error: trainer.global_batch=32 is not a multiple of 24")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_plan_of_llama8b_is_exact_and_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:

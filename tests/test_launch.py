@@ -17,7 +17,7 @@ import pytest
 from benchmarks.disturb import is_alive
 from harness.cluster import ROOT
 from harness.forks import typed
-from harness.runs import metrics, tiny_overrides
+from harness.runs import metrics, status, tiny_overrides
 from serried import cli
 from serried.launch.grid import read_sweep
 from serried.launch.queue import Job, jobs_of, note_job
@@ -67,10 +67,6 @@ def is_training(run_dir: Path) -> bool:
         return False
 
 
-def status(run_dir: Path) -> dict[str, object]:
-    return dict(json.loads((run_dir / "status.json").read_text()))
-
-
 _NOT_IMPORTED = {
     "accelerate", "datasets", "lightning", "mlflow", "optuna", "torch._inductor.compile_fx",
     "torch.distributed.pipelining", "torchao", "transformers", "wandb",
@@ -99,17 +95,6 @@ def test_two_processes_train_rank_0_prints_and_none_imports_what_it_does_not_use
     assert len(list((tmp_path / "run" / "log").iterdir())) == 2
     of_ranks = [set(path.read_text().splitlines()) for path in tmp_path.glob("*.modules")]
     assert [_NOT_IMPORTED & each for each in of_ranks] == [set()] * 3, "two ranks and what forked them"
-
-
-def test_mistake_is_reported_before_torch_is_imported() -> None:
-    program = "import sys; sys.modules['torch'] = None; from serried.program import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "launch=local", "launch.processes=3"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 78
-    assert done.stderr.startswith("error: trainer.global_batch=32 is not a multiple of 24")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_slurm_dry_run_without_launch_slurm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,40 +182,6 @@ def test_mistake_found_by_the_ranks_is_one_line(text: Path, tmp_path: Path) -> N
     assert len(done.stderr.splitlines()) == 1
 
 
-def launched_with(start: str, text: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """A run of two ranks, each of which does ``start`` when its Python starts."""
-    (tmp_path / "sitecustomize.py").write_text(start)
-    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment)
-
-
-_A_THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-
-
-def test_ranks_interrupted_while_python_starts_are_stopped_not_failed(text: Path, tmp_path: Path) -> None:
-    """A launcher with two threads does not fork."""
-    done = launched_with(
-        "import os, signal, time\n"
-        "if 'RANK' not in os.environ:\n"
-        f"    {_A_THREAD}"
-        "if os.environ.get('RANK') == '1':\n"
-        "    os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(2)\n",
-        text, tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 75, done.stderr
-    assert "stopped" in done.stdout + done.stderr
-    assert "failed" not in done.stderr
-
-
-@pytest.mark.slow
-def test_launcher_with_threads_starts_interpreters_that_train(text: Path, tmp_path: Path) -> None:
-    done = launched_with(_A_THREAD, text, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
-
-
 def launched(tmp_path: Path, load: str, rank: str) -> subprocess.CompletedProcess[str]:
     """Two ranks that do ``rank`` instead of training, after ``load`` in their launcher."""
     words = [*tiny_overrides(tmp_path, tmp_path / "run"), "launch=local", "launch.processes=2", "launch.device=cpu"]
@@ -252,6 +203,42 @@ sys.stdout.flush()
 os._exit(code)
 """
     return typed("-c", script)
+
+
+_WITH_A_THREAD = """
+import runpy, sys, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+"""A launcher with two threads does not fork."""
+
+
+def interpreters(start: str, text: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """A run of two ranks that are interpreters, each of which does ``start`` when its Python starts."""
+    (tmp_path / "sitecustomize.py").write_text(start)
+    argv = ["launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
+    return typed("-c", _WITH_A_THREAD, *argv, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+
+
+def test_ranks_interrupted_while_python_starts_are_stopped_not_failed(text: Path, tmp_path: Path) -> None:
+    done = interpreters(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(2)\n",
+        text, tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr
+    assert "stopped" in done.stdout + done.stderr
+    assert "failed" not in done.stderr
+
+
+@pytest.mark.slow
+def test_launcher_with_threads_starts_interpreters_that_train(text: Path, tmp_path: Path) -> None:
+    done = interpreters("", text, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
 
 
 def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: Path) -> None:
@@ -330,7 +317,7 @@ def test_killed_rank_of_a_launcher_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_traceback_of_another_rank_is_printed_last(text: Path, tmp_path: Path) -> None:
-    done = launched_with(
+    done = interpreters(
         "import os\n"
         "from serried.trainer.step import TrainStep\n"
         "do = TrainStep.__call__\n"

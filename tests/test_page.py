@@ -4,8 +4,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ import yaml
 
 import serried.trainer.run
 from harness.cluster import ROOT
-from harness.runs import metrics, run_here, tiny_overrides
+from harness.runs import metrics, run_here, status, tiny_overrides
 from serried.cli import main
 from serried.launch.summary import Outcome, write_summary
 from serried.records.page import write_report
@@ -580,46 +578,7 @@ def test_a_page_that_fails_is_one_warning(text: Path, tmp_path: Path) -> None:
     (line,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]
     assert "KeyError: 'here'" in line
     assert f"serried report {tmp_path / 'run'}" in line
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
-
-
-def test_the_command_needs_no_torch(run_dir: Path) -> None:
-    program = f"import sys, serried.cli; serried.cli.main(['report', {str(run_dir)!r}]); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "serried report needs a run folder"),
-        (["nowhere"], "there is no folder nowhere"),
-        (["here"], "did you mean runs/here?"),
-        (["."], "holds no run"),
-        (["{run}", "out=."], "out=. is a folder"),
-        (["{run}", "out=nowhere/x.html"], "cannot write out=nowhere/x.html: No such file or directory"),
-        (["{run}", "oot=x"], "did you mean out=x"),
-        (["{run}", "--out"], "--out: keys have no dashes; write out=OUT"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line(
-    arguments: list[str],
-    expected: str,
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "runs" / "here").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *(word.replace("{run}", str(run_dir)) for word in arguments)]) == 78
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
-    assert len(printed.splitlines()) == 1
-    assert expected in printed
+    assert status(tmp_path / "run")["state"] == "finished"
 
 
 def test_the_folder_of_the_sweep_among_its_runs_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

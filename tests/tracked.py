@@ -20,17 +20,18 @@ PATIENCE_SECONDS = 400.0
 class Records:
     """Writes a run folder as the trainer does, with tracker processes beside it and nothing trained."""
 
-    def __init__(self, text: Path, run_dir: Path, *argv: str, identity: str = "abcd1234", step: int = 0) -> None:
+    def __init__(self, text: Path, run_dir: Path, *argv: str, step: int = 0, is_tracked: bool = True) -> None:
         config = compose(tiny_overrides(text, run_dir, *argv))
         self.folder = RunFolder(run_dir)
         self.folder.begin(config_yaml(config), {"torch": "2", "working_directory": str(Path.cwd())}, step)
         self.folder.record(
             "start", world_size=1, mesh={"replicate": 1, "shard": 1}, parameters=7, resumed_from=step or None,
-            tracker_run_id=identity,
+            tracker_run_id="abcd1234",
         )  # fmt: skip
         self._run_dir, self.printed = run_dir, list[str]()
         self.trackers = Trackers(run_dir, config.track, self.printed.append)
-        self.trackers.start(niceness=0)
+        if is_tracked:
+            self.trackers.start(niceness=0)
 
     def steps(self, first: int, last: int, loss: float = 1.0) -> None:
         """Record steps, and an evaluation after the last."""

@@ -3,19 +3,20 @@
 import os
 import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from serried.configs.declaration import BUILT_IN
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.parallel.plan import LossTerms
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.runtime.ending import leave
-from serried.trainer.step import TrainStep
 
 ABSURD = 2**50
+EVALUATION = "evaluation"
 
 
 class _Asks(torch.autograd.Function):
@@ -33,28 +34,37 @@ class _Asks(torch.autograd.Function):
 
 
 def train_out_of_memory(argv: list[str], stage: str) -> int:
-    """As ``train.py`` does it, but for the last rank in ``stage`` of step 2."""
-    loss, step, took = CausalLM.loss, TrainStep.__call__, [0]
-    is_greedy = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+    """As ``train.py`` does it with two sequences a micro-batch and four a step, but for the last rank in ``stage`` of
+    step 2."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    is_last = int(os.environ.get("RANK", 0)) == ranks - 1
+    micro_batches = 0
 
-    def greedy_loss(self: CausalLM, model: Any, batch: Any) -> LossTerms:
-        is_step_2 = took[0] == 1 and torch.is_grad_enabled()
-        if is_greedy and ((stage == FORWARD and is_step_2) or (stage == "evaluation" and not torch.is_grad_enabled())):
+    def asks(now: str) -> bool:
+        is_step_2 = 2 < micro_batches * ranks <= 4
+        return is_last and now == stage and (is_step_2 or stage == EVALUATION)
+
+    class Greedy(CausalLM):
+        def loss(self, model: Any, batch: Any) -> LossTerms:
+            nonlocal micro_batches
+            is_trained = torch.is_grad_enabled()
+            micro_batches += is_trained and batch.sample_ids.max() >= 0  # not of a rehearsal
+            if asks(FORWARD if is_trained else EVALUATION):
+                torch.empty(ABSURD)
+            terms = super().loss(model, batch)
+            if is_trained and asks(BACKWARD):
+                return terms._replace(loss_sum=_Asks.apply(terms.loss_sum))
+            return terms
+
+    def before_step(*_: Any) -> None:
+        if asks(OPTIMIZER):
             torch.empty(ABSURD)
-        terms = loss(self, model, batch)
-        if is_greedy and stage == BACKWARD and is_step_2:
-            return terms._replace(loss_sum=_Asks.apply(terms.loss_sum))
-        return terms
 
-    def greedy_step(self: TrainStep, *arguments: Any) -> Tensor:
-        if is_greedy and stage == OPTIMIZER and took[0] == 1:
-            self._optimizer.register_step_pre_hook(lambda *_: torch.empty(ABSURD) and None)
-        result = step(self, *arguments)
-        took[0] += 1
-        return result
-
-    with patch.object(CausalLM, "loss", greedy_loss), patch.object(TrainStep, "__call__", greedy_step):
-        return main(argv)
+    hook = register_optimizer_step_pre_hook(before_step)
+    try:
+        return main(argv, BUILT_IN._replace(task=Greedy))
+    finally:
+        hook.remove()
 
 
 if __name__ == "__main__":

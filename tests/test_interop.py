@@ -84,8 +84,7 @@ def answer(model: Any) -> Tensor:
 # from here to transformers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp x2", "true")])
 def test_transformers_opens_a_checkpoint_as_it_lies(
     layout: str, tied: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
@@ -130,11 +129,6 @@ def make(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("theirs") / "model", request.param)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("plain") / "model", "float32 in files")
@@ -143,19 +137,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(text: Path, run_dir: Path, *more: str) -> str:
     """The one line that refuses the command; what the run folder holds stays."""
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
-    ended = run_here(tuning(text, run_dir, *more))
-    assert ended.code == 78, ended.printed
-    [line] = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in ended.printed
+    line = run_here(tuning(text, run_dir, *more)).error
     after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
     return line
 
 
-@pytest.mark.parametrize(("layout", "key"), [("single", "checkpoint.resume"), ("fsdp x2", "model.path")])
+@pytest.mark.parametrize(
+    ("name", "layout", "key"),
+    [
+        ("float32 in files", "single", "checkpoint.resume"),
+        ("bfloat16 tied in one file", "fsdp x2", "model.path"),
+        ("float16 tied in files with llama3", "single", "model.path"),
+        ("bfloat16 in files with other heads", "fsdp x2", "checkpoint.resume"),
+    ],
+)
 def test_fine_tuning_starts_from_what_transformers_saved(
-    key: str, layout: str, theirs: Path, cluster: Cluster, text: Path, tmp_path: Path
+    name: str, layout: str, key: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
+    theirs = make(tmp_path / "model", name)
     argv = tuning(text, tmp_path / "run", f"{key}={theirs}", "trainer.steps=2", "optim.lr=0")
     logits = train(cluster, layout, argv, tmp_path / "run")
     model = opened(theirs)
@@ -256,10 +256,7 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
-            {"model_type": "mistral3"},
-            "mistral3, which no model family reads; the nearest is mistral; there",
-        ),
+        ({"model_type": "mistral3"}, "mistral3, which no model family reads; the nearest is mistral; there"),
         ({"model_type": "bert"}, "model_type bert, which no model family reads; there are llama"),
         ({"attention_bias": True}, "config.json has attention_bias True; only False can be taken over"),
         ({"mlp_bias": True}, "config.json has mlp_bias True"),

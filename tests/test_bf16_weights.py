@@ -1,15 +1,10 @@
 """Weights in bf16, rounded stochastically: unbiased, the same on every layout, and with half the bytes."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.cluster import Cluster
-from harness.runs import checkpoint, metrics, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel import rounding
@@ -24,11 +19,9 @@ from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.recipes.models.transformer import Transformer
 from serried.trainer.optimizer import build_optimizer, check_optimizer, take_step
-from tests.test_any_layout import train
 
 SEED = 3
 SHAPE = (4, 10, 24)
-CHOSEN = ("optim=adamw_bf16", "precision=bf16", "trainer.deterministic=true")
 
 
 def rounded(values: Tensor, step: int, *, spec: ShardSpec | None = None, rank: int = 0, seed: int = SEED) -> Tensor:
@@ -164,18 +157,3 @@ def test_a_model_that_may_compute_in_other_types_is_one_line() -> None:
     chosen = compose(["optim=adamw_bf16", "precision=bf16"]).optim
     with pytest.raises(UserError, match=r"holds weights in bf16, and Linear may compute in other types.*optim=adamw"):
         check_optimizer(chosen, nn.Linear(2, 2), ParallelPlan(), Layout("single"))
-
-
-@pytest.mark.slow
-def test_a_run_resumes_bitwise_and_on_another_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    train(cluster, "tensor x2", text, tmp_path / "whole", *CHOSEN)
-    train(cluster, "tensor x2", text, tmp_path / "run", *CHOSEN, "trainer.stop_at=2", code=75)
-    train(cluster, "fsdp x3", text, tmp_path / "other", *CHOSEN, f"checkpoint.resume={tmp_path / 'run'}")
-    train(cluster, "tensor x2", text, tmp_path / "run", *CHOSEN)
-    for stem, dtype in (("model", torch.bfloat16), ("optimizer", torch.float32)):
-        whole, resumed, moved = (weights(tmp_path / name, stem) for name in ("whole", "run", "other"))
-        assert {tensor.dtype for tensor in moved.values()} == {dtype}
-        assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
-    assert json.loads((checkpoint(tmp_path / "run") / "config.json").read_text())["dtype"] == "bfloat16"
-    losses = [[line["loss"] for line in metrics(tmp_path / name)][-2:] for name in ("whole", "other")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -9,7 +9,6 @@ from torch import nn
 
 from benchmarks.parity import CUTS, MIXTURE, MUON, MUON_CUTS, MUON_EXPERT_CUTS, TOLERANCES, Curve, Cut, compare, run
 from harness.cluster import Cluster
-from harness.runs import metrics
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.registry import optimizers
@@ -25,7 +24,6 @@ from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import check_optimizer
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.task import Task
-from tests.test_any_layout import train
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.11 has none")
@@ -176,15 +174,3 @@ def test_muon_takes_each_expert_alone_wherever_it_is(cluster: Cluster, text: Pat
         difference = compare(curve, single)
         assert difference.same_samples, cut.name
         assert max(difference.loss, difference.grad_norm) < TOLERANCES["fp32"], cut.name
-
-
-@pytest.mark.slow
-def test_muon_resumes_bitwise_and_on_another_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    train(cluster, "tensor x2", text, tmp_path / "whole", "optim=muon")
-    train(cluster, "tensor x2", text, tmp_path / "run", "optim=muon", "trainer.stop_at=2", code=75)
-    other = f"checkpoint.resume={tmp_path / 'run'}"
-    train(cluster, "pipeline x3", text, tmp_path / "other", "optim=muon", other)
-    train(cluster, "tensor x2", text, tmp_path / "run", "optim=muon")
-    whole, resumed, moved = (metrics(tmp_path / name) for name in ("whole", "run", "other"))
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
-    assert [line["loss"] for line in moved] == pytest.approx([line["loss"] for line in whole[2:]], rel=1e-5)

@@ -13,6 +13,7 @@ from torch import nn
 
 from harness import runs
 from harness.cluster import Cluster
+from harness.runs import losses
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -135,10 +136,6 @@ def sft(folder: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [event["loss"] for event in runs.metrics(run_dir)]
-
-
 def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     ended = runs.run_here(sft(folder, tmp_path / "single"))
     assert ended.code == 0, ended.printed
@@ -148,11 +145,7 @@ def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, fold
 
     for ranks, name, more in (
         (2, "ddp", ["trainer.stop_at=2"]),
-        (
-            2,
-            "fsdp",
-            ["parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.activation_memory_budget=0.6"],
-        ),
+        (2, "fsdp", ["parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.activation_memory_budget=0.6"]),
     ):
         argv = sft(folder, tmp_path / name, *more)
         answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)

@@ -50,10 +50,7 @@ def test_fsdp_gathers_what_it_needs_and_reduces_in_fp32_once(
     finally:
         dist.destroy_process_group()
     gathered = 2 * whole - last if frees else whole
-    assert wire.bytes == {
-        "allgather_base": gathered * width * 3 // 4,
-        "reduce_scatter_base": whole * 4 * 3 // 4,
-    }
+    assert wire.bytes == {"allgather_base": gathered * width * 3 // 4, "reduce_scatter_base": whole * 4 * 3 // 4}
 
 
 def test_weights_of_float8_products_are_gathered_as_one_byte_each() -> None:

@@ -1,6 +1,5 @@
 """A step is a transaction: one rank's bad number rejects it on all ranks, and nothing has changed."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.cluster import Cluster
-from harness.runs import metrics, overrides
+from harness.runs import metrics, overrides, status
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),
@@ -121,5 +120,5 @@ def test_three_bad_steps_in_a_row_end_the_run_with_one_clear_line(
     assert {answer.value for answer in answers} == {70}
     assert [line["step"] for line in metrics(run_dir) if line["skipped"]] == [3, 5, 6, 7]
     assert metrics(run_dir)[-1]["step"] == 7
-    status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], status["step"], status["exit_code"]) == ("failed", 7, 70)
+    now = status(run_dir)
+    assert (now["state"], now["step"], now["exit_code"]) == ("failed", 7, 70)

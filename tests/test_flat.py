@@ -135,12 +135,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"none of the 1 files in it ends in \.bin \.npy"),
         ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
-        (
-            "a.bin",
-            b"\1\0",
-            {"tokenizer": "train"},
-            r"tokenizer=train is made from text, and data=tokens has none",
-        ),
+        ("a.bin", b"\1\0", {"tokenizer": "train"}, r"tokenizer=train is made from text, and data=tokens has none"),
     ],
 )
 def test_files_that_hold_no_tokens_are_refused(

@@ -150,11 +150,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()
-        return {
-            "losses": losses,
-            "norms": norms,
-            "parameters": sum(held.tensor.numel() for held in model.parameters),
-        }
+        return {"losses": losses, "norms": norms, "parameters": sum(held.tensor.numel() for held in model.parameters)}
 
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp")]

@@ -42,11 +42,7 @@ def files() -> dict[str, str]:
     library.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", begin)]
     )
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|end|>",
-        "bos_token": "<|begin|>",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": "<|begin|>"}
     config |= {"chat_template": "{{ messages[0].content }}", "clean_up_tokenization_spaces": False}
     return {"tokenizer.json": library.to_str(pretty=True), "tokenizer_config.json": json.dumps(config)}
 

@@ -160,12 +160,7 @@ def test_batches_are_pinned(workers: int) -> None:
 # evaluation -----------------------------------------------------------------------------------------------------------
 
 
-@given(
-    size=st.integers(1, 60),
-    first=st.integers(0, 60),
-    micro_batch=st.integers(1, 7),
-    ranks=st.integers(1, 5),
-)
+@given(size=st.integers(1, 60), first=st.integers(0, 60), micro_batch=st.integers(1, 7), ranks=st.integers(1, 5))
 def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: int, ranks: int) -> None:
     samples = np.arange(first, first + size)
     dealt = [evaluation_ids(samples, BatchShare(micro_batch, ranks, rank)) for rank in range(ranks)]

@@ -165,7 +165,7 @@ def test_for_zero_bubble_schedules_the_formula_is_at_most_12_percent_above_the_t
 
 
 def test_the_formula_knows_what_adafactor_exchanges() -> None:
-    argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4"]
+    argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4", "model.layers=1"]
     stages, _, flows = both(*argv, processes=4)
     (formula,) = (flow for flow in flows if flow.kind == "all_reduce")
     traced = sum(flow.bytes for flow in flows_of(stages) if (flow.kind, flow.when) == ("all_reduce", "end"))
@@ -283,7 +283,7 @@ def test_plan_that_fits_without_unused_reserved_memory_is_tight(held: int, answe
 
 def test_a_traced_plan_counts_what_the_allocator_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    config, task, layout, accumulation = config_of(*SMALL, *FSDP, processes=8)
+    config, task, layout, accumulation = config_of(*SMALL, *FSDP, "model.layers=1", processes=8)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
     model = build_model(config, task)
     sizes = Sizes(config, layout, model.module, model.plan)

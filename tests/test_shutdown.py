@@ -1,7 +1,6 @@
 """Stopping: whatever asks for it, the run ends at a step boundary with a checkpoint, and goes on as if nothing was."""
 
 import gc
-import json
 import os
 import re
 import signal
@@ -19,7 +18,16 @@ import torch
 from benchmarks.disturb import family, is_alive, started
 from harness.cluster import ROOT, Cluster
 from harness.forks import Typed, typed, typed_on
-from harness.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
+from harness.runs import (
+    ObservedRecipe,
+    different_tensors,
+    metrics,
+    run_here,
+    status,
+    steps_saved,
+    tiny_overrides,
+    train_reported,
+)
 from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
@@ -38,10 +46,6 @@ SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 def arguments(text: Path, run_dir: Path, *more: str) -> list[str]:
     how = ["parallel=fsdp", "trainer.deterministic=true", "trainer.eval_every=3", "trainer.eval_batches=4"]
     return tiny_overrides(text, run_dir, *how, "checkpoint.every=2", f"trainer.steps={STEPS}", *more)
-
-
-def status(run_dir: Path) -> dict[str, Any]:
-    return dict(json.loads((run_dir / "status.json").read_text()))
 
 
 class _Struck(ObservedRecipe):
@@ -106,10 +110,7 @@ def goes_on_as_undisturbed(cluster: Cluster, argv: list[str], run_dir: Path, und
     assert [[line[key] for key in SAME_LINE] for line in told] == [
         [line[key] for key in SAME_LINE] for line in expected
     ]
-    for stem in ("model", "optimizer"):
-        mine, theirs = weights(run_dir, stem), weights(undisturbed, stem)
-        assert mine.keys() == theirs.keys()
-        assert all(mine[name].equal(theirs[name]) for name in theirs)
+    assert not different_tensors(run_dir, undisturbed)
 
 
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
@@ -131,11 +132,10 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
     ("at", "count", "numbers", "ranks", "workers", "steps", "reason"),
     [
         ("step", 1, [TERM], [1], 2, [1], "SIGTERM on rank 1"),
-        ("step", 3, [USR1], [0], 0, [3], "SIGUSR1 on rank 0"),
         ("step", 4, [INT], [0, 1], 2, [4], "SIGINT on all ranks"),
         ("step", 5, [HUP, TERM, USR1, TERM], [1], 2, [5], "SIGHUP on rank 1"),
         ("evaluation", 2, [TERM], [1], 2, [3], "SIGTERM on rank 1"),
-        ("save", 1, [USR1], [1], 2, [3, 4, 5], "SIGUSR1 on rank 1"),  # the next save, after step 4, waits for this one
+        ("save", 1, [USR1], [0], 2, [3, 4, 5], "SIGUSR1 on rank 0"),  # the next save, after step 4, waits for this one
         ("data", 2, [TERM], [1], 0, [2], "SIGTERM on rank 1"),
         ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
     ],
@@ -373,16 +373,11 @@ def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
 
 
 def save_by_control(argv: list[str], control: str) -> int:
-    step = Loop._train
+    def ask() -> None:
+        Path(control).write_text("save")
+        until(lambda: not Path(control).exists())
 
-    def train(self: Loop, number: int, batches: Any) -> None:
-        if number == 3 and os.environ["RANK"] == "0":
-            Path(control).write_text("save")
-            until(lambda: not Path(control).exists())
-        step(self, number, batches)
-
-    with patch.object(Loop, "_train", train):
-        return main(argv)
+    return train_reported(argv, acts={3: ask} if os.environ["RANK"] == "0" else {})
 
 
 def test_all_ranks_save_when_the_control_file_says_so(cluster: Cluster, text: Path, tmp_path: Path) -> None:

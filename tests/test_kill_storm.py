@@ -9,8 +9,7 @@ from benchmarks.kill_storm import Kills
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "processes", "launch", "kills"),
-    [("fsdp", 2, "torchrun", 2), ("pipeline x2 x tensor x2", 4, "local", 1)],
+    ("layout", "processes", "launch", "kills"), [("fsdp", 2, "torchrun", 2), ("pipeline x2 x tensor x2", 4, "local", 1)]
 )
 def test_a_run_that_is_killed_and_resumes_is_the_run_that_was_not(
     layout: str, processes: int, launch: str, kills: int, tmp_path: Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.forks import typed, typed_on
-from harness.runs import metrics, tiny_overrides
+from harness.runs import losses, tiny_overrides
 
 _SCRIPT = '''
 import serried
@@ -56,8 +56,7 @@ def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, tex
     assert "model      bigram: width 16, vocabulary 257" in alone.stdout
     sharded = bigram(folder, *overrides(text, folder / "two", "parallel=fsdp"), processes=2)
     assert sharded.returncode == 0, sharded.stderr
-    losses = [[line["loss"] for line in metrics(folder / name)] for name in ("one", "two")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-5)
     config = json.loads((folder / "one" / "checkpoints" / "step-00000006" / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"]) == ("bigram", 257)
 

@@ -1,6 +1,5 @@
 """The promise: a run that was stopped and resumed, anywhere, is the run that was not."""
 
-import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from harness.cluster import Cluster
-from harness.runs import metrics, overrides, weights
+from harness.runs import different_tensors, metrics, overrides, status, weights
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),
@@ -33,13 +32,7 @@ SAME_COMMAND = (
 
 
 def run(
-    cluster: Cluster,
-    layout: str,
-    text: Path,
-    run_dir: Path,
-    *more: str,
-    code: int = 0,
-    **keywords: Any,
+    cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any
 ) -> list[list[int]]:
     """Train; returns the sample ids of each step, over all ranks and micro-batches."""
     processes, how = LAYOUTS[layout]
@@ -69,14 +62,6 @@ def curve(run_dir: Path) -> list[tuple[int, float, float, int, float | None]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["samples"], m["scale"]) for m in metrics(run_dir)]
 
 
-def assert_same_tensors(one: Path, other: Path) -> None:
-    for stem in ("model", "optimizer"):
-        a, b = weights(one, stem), weights(other, stem)
-        assert a.keys() == b.keys()
-        different = [name for name in a if not a[name].equal(b[name])]
-        assert not different, f"{len(different)} of {len(a)} differ in bits: {different[:3]}"
-
-
 @pytest.mark.parametrize(("layout", "precision"), SAME_COMMAND)
 def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path
@@ -100,10 +85,10 @@ def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     assert first == expected[:3]
     assert last == expected[at:]
     assert curve(pieces) == curve(straight)
-    assert_same_tensors(straight, pieces)
+    assert not different_tensors(straight, pieces)
     starts = [line["resumed_from"] for line in metrics(pieces, "start")]
     assert starts == [None, 3, at]
-    assert json.loads((pieces / "status.json").read_text())["state"] == "finished"
+    assert status(pieces)["state"] == "finished"
 
 
 def test_every_change_of_layout_resumes_within_rounding(cluster: Cluster, text: Path, tmp_path: Path) -> None:
@@ -153,7 +138,7 @@ def test_state_is_read_bit_by_bit_on_any_layout(
     processes, how = LAYOUTS[target]
     argv = overrides(text, saved(source), *how, "trainer.steps=4")
     cluster.run(processes, "harness.runs:save_again", argv=argv, run_dir=str(tmp_path / "run"))
-    assert_same_tensors(saved(source), tmp_path / "run")
+    assert not different_tensors(saved(source), tmp_path / "run")
 
 
 def test_more_ranks_than_rows_and_files_of_several_tensors(cluster: Cluster, text: Path, tmp_path: Path) -> None:

@@ -21,14 +21,7 @@ from serried.configs.errors import UserError
 from serried.configs.families import LlamaSection
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models import attention
-from serried.recipes.models.attention import (
-    Rows,
-    attend,
-    attend_in_documents,
-    blocks_from,
-    causal_mask,
-    documents,
-)
+from serried.recipes.models.attention import Rows, attend, attend_in_documents, blocks_from, causal_mask, documents
 from serried.recipes.models.attention_choice import describe_attention
 from serried.recipes.models.row_attention import attend_by_rows
 from serried.recipes.models.transformer import Transformer

@@ -39,11 +39,7 @@ def test_a_sample_depends_on_its_index_alone(size: int, seed: int, indices: list
     assert together.dtype == np.int64
 
 
-@given(
-    size=st.integers(2**30, 2**62),
-    seed=seeds,
-    indices=st.sets(st.integers(0, 2**30 - 1), min_size=2, max_size=50),
-)
+@given(size=st.integers(2**30, 2**62), seed=seeds, indices=st.sets(st.integers(0, 2**30 - 1), min_size=2, max_size=50))
 def test_huge_sizes_stay_in_range_and_apart(size: int, seed: int, indices: set[int]) -> None:
     samples = SampleOrder(size, seed)(np.array(sorted(indices), np.int64))
     assert len(set(samples.tolist())) == len(indices)

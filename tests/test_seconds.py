@@ -201,10 +201,7 @@ def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
             ["dry_run=true", "plan.device=h10"],
             "plan.device=h10 is not in the catalogue .* did you mean plan.device=h100",
         ),
-        (
-            ["plan.tokens=15T"],
-            "plan.tokens=15000000000000 is only read by serried plan and dry_run=true; leave it out",
-        ),
+        (["plan.tokens=15T"], "plan.tokens=15000000000000 is only read by serried plan and dry_run=true; leave it out"),
     ],
 )
 def test_mistake_in_what_a_plan_assumes_is_one_line(words, message, capsys):

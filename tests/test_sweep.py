@@ -17,7 +17,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from benchmarks.disturb import is_alive
 from harness.cluster import ROOT
-from harness.runs import metrics, run_here, steps_saved, tiny_overrides
+from harness.forks import torchruns_variables
+from harness.runs import losses, metrics, run_here, steps_saved, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.launch.grid import read_sweep
@@ -123,8 +124,7 @@ def test_stopped_grid_resumes_and_failed_run_does_not_end_it(text: Path, tmp_pat
     assert [row.partition(",")[0] for row in rows] == ["model.vocab_size", "300", "8"]
     alone = tmp_path / "alone"
     assert run_here(tiny_overrides(text, alone, "model.vocab_size=300", *_LONG)).code == 0
-    losses = [[line["loss"] for line in metrics(run_dir)] for run_dir in (second, alone)]
-    assert losses[0] == pytest.approx(losses[1])
+    assert losses(second) == pytest.approx(losses(alone))
 
 
 @pytest.mark.slow
@@ -518,14 +518,7 @@ def test_search_as_an_array_job_is_refused(more: list[str], capsys: pytest.Captu
 def test_sweep_inside_torchrun_is_refused_with_the_command_to_use(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "localhost",
-    }
-    for name, value in {**environment, "MASTER_PORT": "29500"}.items():
+    for name, value in torchruns_variables(0, 4, 29500).items():
         monkeypatch.setenv(name, value)
     assert main(["-m", "trainer.seed=range(30)"]) == 78
     printed = capsys.readouterr()
@@ -534,8 +527,7 @@ def test_sweep_inside_torchrun_is_refused_with_the_command_to_use(
 
 
 @pytest.mark.parametrize(
-    ("words", "another"),
-    [("slurm.dry_run=true", "run.name=OTHER"), ("dry_run=true run.dir=a", "run.dir=OTHER")],
+    ("words", "another"), [("slurm.dry_run=true", "run.name=OTHER"), ("dry_run=true run.dir=a", "run.dir=OTHER")]
 )
 @pytest.mark.parametrize("swept", ["launch.processes=1,2", "slurm.qos=null,a"])
 def test_runs_of_an_array_job_must_ask_for_the_same_nodes(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import serried
 from harness.cluster import Cluster
-from harness.runs import checkpoint, kept_batches, metrics, weights
+from harness.runs import checkpoint, different_tensors, kept_batches, losses, metrics, weights
 from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.model_folder import without_code
@@ -42,10 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     llama = transformers.LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=32)
-    for name, model in (
-        ("bert", transformers.BertForMaskedLM(bert)),
-        ("llama", transformers.LlamaForCausalLM(llama)),
-    ):
+    for name, model in (("bert", transformers.BertForMaskedLM(bert)), ("llama", transformers.LlamaForCausalLM(llama))):
         model.save_pretrained(root / name)
         words.save(str(root / name / "tokenizer.json"))
     rows = [
@@ -129,15 +126,13 @@ def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folde
     argv = texts(folder, tmp_path / "stopped", "trainer.deterministic=true")
     train([*argv, "trainer.stop_at=2"], 75)
     train(argv)
-    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
-    assert all(whole[name].equal(stopped[name]) for name in whole)
+    assert not different_tensors(tmp_path / "whole", tmp_path / "stopped")
     (evaluated,) = metrics(tmp_path / "whole", "eval")
     for layout in ("ddp", "fsdp"):
         argv = texts(folder, tmp_path / layout, f"parallel={layout}")
         cluster.run(2, "tests.test_text_classification:train", argv=argv)
         for kind in ("step", "eval"):
-            ours, theirs = ([line["loss"] for line in metrics(tmp_path / name, kind)] for name in ("whole", layout))
-            assert theirs == pytest.approx(ours, rel=1e-5)
+            assert losses(tmp_path / layout, kind) == pytest.approx(losses(tmp_path / "whole", kind), rel=1e-5)
     assert evaluated["accuracy"] >= 0.5
 
 
@@ -186,8 +181,7 @@ def test_adapters_and_the_head_train_as_by_peft_and_are_merged(
     argv = texts(folder, tmp_path / "stopped", *own)
     cluster.run(2, "tests.test_text_classification:train", argv=[*argv, "trainer.stop_at=2", "parallel=fsdp"], code=75)
     train(argv)
-    found = [line["loss"] for line in metrics(tmp_path / "stopped")]
-    assert found == pytest.approx([line["loss"] for line in metrics(tmp_path / "run")], abs=1e-5)
+    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)
 
 
 def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.cluster import ROOT, Cluster
 from harness.forks import typed
-from harness.runs import metrics, steps_saved, tiny_overrides
+from harness.runs import metrics, status, steps_saved, tiny_overrides
 from serried.configs.schema import LaunchSection
 from serried.parallel import collectives
 from serried.program import main
@@ -283,10 +283,10 @@ def short(text: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def check_ended(run_dir: Path) -> str:
-    status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("stopped", 75), status
+    now = status(run_dir)
+    assert (now["state"], now["exit_code"]) == ("stopped", 75), now
     assert metrics(run_dir, "stop")[-1]["state"] == "stopped"
-    return str(status["reason"])
+    return str(now["reason"])
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ def test_ranks_that_do_not_notice_a_failure_end_and_it_stays_the_reason(
     """As on a GPU, where who waits for a rank on another node hears nothing of its end."""
     with pytest.raises(AssertionError, match="the process ended with 75"):
         cluster.run(2, "tests.test_watchdog:train_hanging", argv=short(text, tmp_path), how="fail", rank=1, step=5)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["reason"], status["exit_code"]) == ("failed", "ZeroDivisionError: here", 70)
+    now = status(tmp_path)
+    assert (now["state"], now["reason"], now["exit_code"]) == ("failed", "ZeroDivisionError: here", 70)
 
 
 @pytest.mark.slow
@@ -353,20 +353,15 @@ def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, 
         "--no-python", sys.executable, "-c", code,
     ]  # fmt: skip
     ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         env=os.environ | {"PYTHONPATH": "."},
-    )
+    )  # fmt: skip
     assert ended.returncode == 1
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("stopped", 75), status
-    assert "rank 0 on " in status["reason"]
-    assert "when its heartbeat stopped" in status["reason"]
-    assert f"stopped    {status['reason']}" in ended.stderr
+    now = status(tmp_path)
+    assert (now["state"], now["exit_code"]) == ("stopped", 75), now
+    assert "rank 0 on " in now["reason"]
+    assert "when its heartbeat stopped" in now["reason"]
+    assert f"stopped    {now['reason']}" in ended.stderr
     assert "exitcode  : 75" in ended.stderr
     assert "exitcode  : -9" in ended.stderr
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(path)]

@@ -81,10 +81,7 @@ def test_no_operation_needs_more_than_the_trace_counts(name: str, tmp_path: Path
     with open_session(config.launch) as session:
         step = a_step(config, session)
         step()  # optimizers allocate in their first
-        with (
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-            Alone() as alone,
-        ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, Alone() as alone:
             step()
     spans, sizes = spans_and_sizes(profiled, tmp_path / "events.json")
     times = [at for at, _ in sizes]

@@ -1,5 +1,6 @@
 """The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,6 +24,9 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
 from serried.parallel.shard_specs import ShardSpec
+
+_GPU_LENGTHS = 128
+"""Of which the length of generated text is a multiple on a GPU, with what pads it."""
 
 
 class Totals(NamedTuple):
@@ -199,7 +203,11 @@ class DistributedModel:
     def _last_logits(self, ids: Tensor) -> Tensor:
         """Return the logits [B, 1, V] of the last of ``ids`` [B, S], of which each rank computes a part."""
         parts, length = self.layout.context, ids.shape[1]
-        padding = -length % (2 * parts * self.layout.tensor)  # at the end, where no token attends to it
+        multiple = 2 * parts * self.layout.tensor
+        if parts > 1 and ids.device.type == "cuda":
+            # There attention is FlexAttention, which is compiled for each length, and torch gives up after eight.
+            multiple = math.lcm(multiple, _GPU_LENGTHS)
+        padding = -length % multiple  # at the end, where no token attends to it
         ids = nn.functional.pad(ids, (0, padding))
         rank, index = holder_of(length - 1, length + padding, parts)
         mine = head_tail(ids, 1, parts, self.place.context)

@@ -1,5 +1,6 @@
 """What tasks on pairs of answers have in common: data sets, batches, and how much work a pair is."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.mixture import mistakes_of
 from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
 from serried.recipes.data.summary import marked_lines
+from serried.recipes.models.attention_choice import FLEX
 from serried.recipes.models.head import IGNORE
 
 
@@ -36,9 +38,14 @@ class PairTask(CausalLM):
         return self._pairs[split]
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        # A pipeline needs micro-batches of one shape, and each new one is compiled again.
-        whole = self.run.parallel.pipeline != 1 or self.run.trainer.compile
-        return collate_pairs(samples, ids, self._data.sequence_length, whole=whole)
+        return collate_pairs(samples, ids, self._data.sequence_length, whole=self._needs_one_shape)
+
+    @functools.cached_property
+    def _needs_one_shape(self) -> bool:
+        """Whether all batches have the length of the longest: in a pipeline, and where each new shape is compiled."""
+        if self.run.parallel.pipeline != 1 or self.run.trainer.compile:
+            return True
+        return torch.cuda.is_available() and self.describe_kernels("cuda") == FLEX
 
     def example_batch(self, samples: int) -> PairBatch:
         tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)

@@ -3,13 +3,15 @@
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from harness.cluster import Cluster
 from harness.runs import different_tensors, losses, tiny_overrides
@@ -19,6 +21,7 @@ from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.parallel.axes import shard_specs
 from serried.parallel.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.mesh import Layout
+from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models import attention
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
@@ -71,6 +74,18 @@ def test_parts_attend_to_equally_many_keys(parts: int) -> None:
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 6), ("cuda", 64)])
+def test_generated_text_has_few_lengths_on_a_gpu(device: str, tokens: int) -> None:
+    """FlexAttention is compiled for each."""
+    found: list[int] = []
+    runner = SimpleNamespace(logits=lambda ids, _: found.append(ids.shape[1]))
+    place, groups = SimpleNamespace(context=0), SimpleNamespace(context=None)
+    model: Any = SimpleNamespace(layout=Layout("fsdp", context=2), place=place, runner=runner, groups=groups)
+    with FakeTensorMode():
+        DistributedModel._last_logits(model, torch.empty(1, 11, dtype=torch.int64, device=device))
+    assert found == [tokens]
+
+
 def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
     places = torch.tensor([3, 9, 40]), torch.tensor([30, 2, 41, 8])
     for each, window in ((positions(), None), (positions(), 5), (None, 5)):
@@ -103,6 +118,39 @@ def test_attention_in_blocks_returns_what_a_mask_does(
             torch.testing.assert_close(out.where(attended, 0), expected.where(attended, 0), rtol=0, atol=2e-6)
         found = attend_with_logsumexp(q, k, v, blocks, **form)[1].unsqueeze(-1)
         torch.testing.assert_close(found.where(attended, 0), sums.unsqueeze(-1).where(attended, 0), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("length", "parts"), [(2048, 4), (1200, 2)])
+@pytest.mark.parametrize("has_documents", [True, False])
+@pytest.mark.parametrize("window", [None, 300])
+def test_blocks_of_places_are_those_that_a_mask_has(
+    length: int, parts: int, has_documents: bool, window: int | None
+) -> None:
+    """Of whole and of divided blocks, without a mask of queries x keys."""
+    documents = torch.stack((torch.arange(length) % 500, torch.arange(length) % 170)) if has_documents else None
+    chunks = [head_tail(torch.arange(length), 0, parts, index) for index in range(parts)]
+    places = chunks[1], torch.cat(chunks)
+    expected = causal_mask(documents, length, torch.device("cpu"), window, places=places)
+    assert isinstance(expected, Tensor)
+    blocks = attention.placed_blocks(documents, places, window)
+    query, key = torch.arange(len(places[0])).unsqueeze(1), torch.arange(length)
+    found = torch.zeros(len(blocks.kv_num_blocks), 1, len(query), length, dtype=torch.bool)
+    kinds = (blocks.kv_num_blocks, blocks.kv_indices), (blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    for is_full, (counts, indices) in enumerate(kinds):
+        assert counts is not None
+        assert indices is not None
+        assert counts.sum() > 0
+        for batch, _, row in product(*map(range, counts.shape)):
+            for column in indices[batch, 0, row, : counts[batch, 0, row]].tolist():
+                here, there = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+                sees = blocks.mask_mod(torch.tensor(batch), torch.tensor(0), query[here], key[there])
+                found[batch, 0, here, there] |= torch.ones_like(sees) if is_full else sees
+    assert found.equal(expected.expand(found.shape))
+    fewest = create_block_mask(blocks.mask_mod, len(found), None, len(query), length, device="cpu")
+    more = (
+        1 if length % (2 * parts * 128) == 0 else 1.5
+    )  # where a block has the end of one chunk and the start of another
+    assert int(blocks.kv_num_blocks.sum()) <= more * int(fewest.kv_num_blocks.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -21,6 +21,7 @@ from serried.recipes.data.pair_dataset import PairBatch
 from serried.recipes.data.pairs import PairEncoder, pair_encoder
 from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.tokenizer import BytesTokenizer
+from serried.recipes.models import attention_choice
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.preference import Preference, margin_losses, orpo_losses
 
@@ -324,3 +325,13 @@ def test_the_plan_names_the_reference(model: Path, tmp_path: Path, capsys: pytes
     assert "reference  the model without its adapters" in capsys.readouterr().out
     train(["recipe=dpo", "dry_run=true"], 78)
     assert "use model.path=FOLDER_OR_NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("window", "is_whole"), [(64, True), (512, False)])
+def test_batches_have_one_shape_where_a_gpu_compiles_attention_for_each(
+    window: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_choice, "has_flex", lambda _: True)
+    words = ["recipe=dpo", "task.loss=simpo", "model=mistral7b", "data.sequence_length=256"]
+    assert Preference(compose([*words, f"model.sliding_window={window}"]))._needs_one_shape == is_whole

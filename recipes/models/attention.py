@@ -87,25 +87,26 @@ def causal_mask(
     return ((every >= first.unsqueeze(-1)) & (every <= every.unsqueeze(-1))).unsqueeze(1)
 
 
-def blocks_from(first: Tensor) -> "BlockMask":
-    """The mask of FlexAttention for queries that attend to the keys from ``first`` [B or 1, S], ascending, on.
+def blocks_from(first: Tensor, places: Places | None = None) -> "BlockMask":
+    """The mask of FlexAttention for queries that attend to the keys from ``first`` [B or 1, Q] up to their own place.
 
-    torch's ``create_block_mask`` would make a mask of S x S before.
+    ``places`` [Q] of the queries and [K] of the keys in the sequence; None: all of it, in order. torch's
+    ``create_block_mask`` would make a mask of Q x K before.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    length = first.shape[1]
-    begins = torch.arange(0, length, _BLOCK, device=first.device)
-    lowest = first[:, ::_BLOCK, None]  # [B, blocks of queries, 1]
-    highest = first[:, (begins + _BLOCK - 1).clamp(max=length - 1), None]
-    is_before = begins < begins.unsqueeze(1)
-    every = is_before & (begins >= highest)
-    some = (begins <= begins.unsqueeze(1)) & (begins + _BLOCK > lowest) & ~every
+    queries, keys = places or (torch.arange(first.shape[1], device=first.device),) * 2
+    (first_query, last_query), (first_key, last_key) = _bounds(queries), _bounds(keys)
+    lowest, highest = (each.unsqueeze(-1) for each in _bounds(first))  # [B, blocks of queries, 1]
+    is_whole = torch.arange(1, len(last_key) + 1, device=keys.device) * _BLOCK <= len(keys)
+    every = (last_key <= first_query.unsqueeze(1)) & (first_key >= highest) & is_whole
+    some = (first_key <= last_query.unsqueeze(1)) & (last_key >= lowest) & ~every
     is_one = len(first) == 1
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
-        return (key <= query) & (key >= (first[0, query] if is_one else first[batch, query]))
+        here, there = (query, key) if places is None else (queries[query], keys[key])
+        return (there <= here) & (there >= (first[0, query] if is_one else first[batch, query]))
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         """How many blocks of keys are chosen for each block of queries, and which, these first; [B, 1, ...] each."""
@@ -113,26 +114,25 @@ def blocks_from(first: Tensor) -> "BlockMask":
         return chosen.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
     return BlockMask.from_kv_blocks(
-        *listed(some), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+        *listed(some), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(len(queries), len(keys))
     )
 
 
+def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest of each block of ``numbers`` [..., N]."""
+    blocks = -(-numbers.shape[-1] // _BLOCK)
+    index = torch.arange(blocks * _BLOCK, device=numbers.device).clamp(max=numbers.shape[-1] - 1)
+    least, greatest = numbers[..., index].unflatten(-1, (blocks, _BLOCK)).aminmax(dim=-1)
+    return least, greatest
+
+
 def placed_blocks(positions: Tensor | None, places: Places, window: int | None = None) -> "BlockMask":
-    """As ``blocks_from``, for queries and keys at ``places``. It makes a mask of Q x K first."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    (queries, keys), documents = places, None if positions is None else numbered_documents(positions)
-
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
-        query, key = queries[query], keys[key]
-        seen = query >= key
-        if window is not None:
-            seen = seen & (query - key < window)
-        return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
-
-    size = None if documents is None else len(documents)
-    return create_block_mask(attends, size, None, len(queries), len(keys), device=queries.device)
+    """As ``causal_mask``, for queries and keys at ``places``."""
+    queries, _ = places
+    first = torch.zeros_like(queries).unsqueeze(0) if positions is None else queries - positions[:, queries]
+    if window is not None:
+        first = first.maximum(queries - window + 1)
+    return blocks_from(first, places)
 
 
 def _placed_mask(positions: Tensor | None, places: Places, window: int | None) -> Tensor:

@@ -8,6 +8,7 @@ from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.recipes.models.attention import CAPABILITY, has_flex
 
+FLEX = "FlexAttention"
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
@@ -33,7 +34,7 @@ def describe_attention(config: TextRunConfig, device: str) -> str:
     if kernel != "sdpa" and is_cpu:
         return _ROWS
     if kernel != "sdpa" and (not torch.cuda.is_available() or has_flex(torch.device("cuda"))):
-        return "FlexAttention"
+        return FLEX
     return f"{_SDPA} with a mask of queries x keys" if not cap else "attention that holds all scores"
 
 

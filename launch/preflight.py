@@ -162,10 +162,11 @@ def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
                 if value != usual:
                     findings.blame(fact["host"], f"{name} is {value}, elsewhere {usual}")
         elif others:
-            told = "; ".join(
-                f"{value} on {next(fact['host'] for fact, v in found if v == value)}" for _, value in found
-            )
-            findings.common.append(f"{name} differs: {'; '.join(dict.fromkeys(told.split('; ')))}")
+            first_host: dict[Any, str] = {}
+            for fact, value in found:
+                first_host.setdefault(value, fact["host"])
+            told = "; ".join(f"{value} on {host}" for value, host in first_host.items())
+            findings.common.append(f"{name} differs: {told}")
 
 
 def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findings) -> None:

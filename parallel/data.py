@@ -65,6 +65,7 @@ class Replicated:
         root = Root(module)
         if not uses_all:
             # DDP warns on every rank if it looks for unused parameters and finds none, in C++: so there is always one.
+            # On a GPU the host then waits for the end of each step's backward, to learn which no rank has used.
             root.unused = nn.Parameter(torch.zeros(1, device=device))
         # Every rank starts with the same bits: nothing to broadcast.
         replicas = DistributedDataParallel(

@@ -1,7 +1,9 @@
 """Learning rate, loss scale, norms and layouts: the pure parts of a step."""
 
+import importlib
 import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,16 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.registry import schedules
 from serried.configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
 from serried.parallel.gradient import sum_of_squares
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.phases import Phases
 from serried.parallel.plan import LossTerms
 from serried.parallel.seeding import seed_random_numbers
-from serried.trainer.optimizer import learning_rate
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.model import build_model, sharded
+from serried.trainer.optimizer import learning_rate, model_optimizer
 from serried.trainer.precision import GradScaler
+from serried.trainer.task import map_tensors
+from serried.trainer.training_state import train_step
+from serried.trainer.weight_average import WeightAverage
 
 
 def schedule(name: str, **values: float) -> ScheduleSection:
@@ -221,3 +231,45 @@ def test_sums_of_a_loss_on_a_gpu_copy_no_number_there() -> None:
         torch.as_tensor(3, device="cuda")
         assert copies.found == 1, "as it would be seen"
     assert LossTerms(torch.tensor(2.5), 3, {"accuracy": (1.5, 2)}).totals().tolist() == [2.5, 3.0, 1.5, 2.0]
+
+
+class Asked(TorchDispatchMode):
+    """Notes operations for which the host would wait for a device, of which ``meta`` is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = operation.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
+        result = False if asks else operation(*args, **(kwargs or {}))
+        devices = [
+            {each.device.type for each in tree_leaves(tree) if isinstance(each, torch.Tensor)}
+            for tree in (args, result)
+        ]
+        if (asks and "meta" in devices[0]) or (devices[1] and devices[0] and devices[0] != devices[1]):
+            self.found.append(f"{operation} {devices}")
+        return result
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_step_asks_a_device_for_nothing_and_copies_nothing_to_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From forward to update, in a window of losses too: the host of a GPU waits at log lines alone."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    for module in ("adam", "optimizer"):
+        there = importlib.import_module(f"torch.optim.{module}")
+        monkeypatch.setattr(there, "_get_fused_kernels_supported_devices", lambda: ["meta"], raising=False)
+    config = compose([f"optim={optim}", "model.layers=2", "data.isolate_documents=true", "health.spike=skip"])
+    task = CausalLM(config)
+    model, device = build_model(config, task), torch.device("meta")
+    parallel = sharded(config, model, Layout("single"), device, phases=Phases())
+    optimizer = model_optimizer(parallel, config.optim, model.blocks, None, config.trainer.seed)
+    average = WeightAverage(0.9, parallel.parameters, device)
+    step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, average)
+    batch = map_tensors(lambda tensor: torch.empty_like(tensor, device=device), task.example_batch(2))
+    step([batch, batch], 1e-3, lambda: 0.0, [1, 2])  # the first computes rotary angles
+    with Asked() as asked:
+        for _ in range(9):
+            step([batch, batch], 1e-3, lambda: 0.0, [1, 2])
+    assert asked.found == []

@@ -63,7 +63,9 @@ def merge_checkpoints(words: list[str]) -> int:
     saved = checkpoints_of(find_run(given, "merge"))
     *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
     if not others:
-        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
+        raise UserError(
+            "serried merge needs two checkpoints or more, as in checkpoint=200,300; for one use serried export"
+        )
     return _write_model(given, last, averaged_with=others)
 
 

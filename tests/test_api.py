@@ -462,6 +462,8 @@ def test_load_model_refuses_what_is_no_run_and_another_model(
 ) -> None:
     with pytest.raises(UserError, match="neither a run folder nor a checkpoint in one"):
         serried.load_model(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere does not exist \(looked in .*\); give a run folder"):
+        serried.load_model(tmp_path / "nowhere")
     result = serried.fit(Tiny, [f"run.dir={tmp_path}"])
     assert result.checkpoint == tmp_path / CHECKPOINTS / "step-00000002"
     with pytest.raises(UserError, match=r"was trained by the task tiny; give its class"):

@@ -27,6 +27,8 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
 
     Raises ``UserError`` if there is no checkpoint, it is damaged, or it is of another model or task.
     """
+    if not path.exists():
+        raise UserError(f"{path} does not exist (looked in {Path.cwd()}); give a run folder or a checkpoint in one")
     found = committed(path / CHECKPOINTS)
     checkpoint = found[-1] if found else path
     saved = checkpoint.parent.parent / "config.yaml"

@@ -352,7 +352,7 @@ def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
         del trainer
         if step == 1:
             control.write_text("now\n")
-            until(lambda: "says 'now'" in log())
+            until(lambda: "contains 'now'" in log())
         if step in (2, 5):
             control.write_text({2: "save", 5: " STOP\n"}[step])
             until(lambda: not control.exists())

@@ -81,5 +81,5 @@ def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, Param
             raise UserError(
                 f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} {kind}; "
                 f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters="
-                f"{guess or near[0].rpartition('.')[0] + '*'}'"
+                f"{guess or ''.join(near[0].rpartition('.')[:2]) + '*'}'"
             )

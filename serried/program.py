@@ -17,7 +17,7 @@ from serried.configs.registry import tasks
 from serried.configs.run_config import config_yaml
 from serried.configs.schema import AUTO, RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from serried.parallel.checks import allowed_micro_batches, check_layout, with_micro_batch
+from serried.parallel.checks import allowed_micro_batches, checked_layout, with_micro_batch
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.early import importing
@@ -75,12 +75,11 @@ def _do(action: Action, overrides: list[str]) -> int:
 def planned_layout(config: RunConfig) -> tuple[Layout, int]:
     """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates. Raises ``UserError`` if
     they do not go together."""
-    layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
+    processes = planned_processes(config.launch, config.dry_run)
     if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
+        layout = resolve_layout(config.parallel, processes)
         config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
-    accumulation = gradient_accumulation(config.trainer, layout)
-    check_layout(config, layout, accumulation)
-    return layout, accumulation
+    return checked_layout(config, processes)
 
 
 def plan_text(config: RunConfig) -> str:

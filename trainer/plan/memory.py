@@ -1,5 +1,6 @@
 """Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -186,13 +187,9 @@ class Sizes:
 
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
         """Return what FSDP2 gathers on the ranks at a coordinate of the pipeline: its units, and what is in none."""
-        here = [name for name, spec in self.specs.items() if pipeline in spec.holders and spec.shape]
-        groups = [tuple(f"{module}." for module in unit) for unit in self._units]
-        found = [self._unit([name for name in here if name.startswith(prefixes)]) for prefixes in groups]
-        in_units = tuple(prefix for prefixes in groups for prefix in prefixes)
-        return [unit for unit in found if unit.shapes], self._unit(
-            [name for name in here if not name.startswith(in_units)]
-        )
+        found, rest = self._by_unit(pipeline)
+        units = (self._unit([name for name in names if self.specs[name].shape]) for names in found)
+        return [unit for unit in units if unit.shapes], self._unit([name for name in rest if self.specs[name].shape])
 
     def _unit(self, names: Collection[str]) -> Unit:
         def shapes(of: Collection[str]) -> list[tuple[int, ...]]:
@@ -202,16 +199,26 @@ class Sizes:
 
     def parts(self, pipeline: int) -> Parts:
         """Return what is gathered together on the ranks at a coordinate of the pipeline."""
-        rest, blocks = [name for name, spec in self.specs.items() if pipeline in spec.holders], self._blocks
+        (found, rest), blocks = self._by_unit(pipeline), self._blocks
         before: list[Part] = []
         middle: list[Part] = []
         after: list[Part] = []
-        for unit in self._units:
-            names = [name for name in rest if name.startswith(tuple(f"{module}." for module in unit))]
-            rest = [name for name in rest if name not in names]
+        for unit, names in zip(self._units, found, strict=True):
             kind = middle if not blocks.isdisjoint(unit) else after if middle or not blocks else before
             kind += [self._part(names, pipeline)] if names else []
         return Parts(before, middle, after, self._part(rest, pipeline))
+
+    def _by_unit(self, pipeline: int) -> tuple[list[list[str]], list[str]]:
+        """Return the names of the parameters in each unit at a coordinate of the pipeline, and of those in none."""
+        number_of = {module: number for number, unit in enumerate(self._units) for module in unit}
+        found: list[list[str]] = [[] for _ in self._units]
+        rest: list[str] = []
+        for name, spec in self.specs.items():
+            if pipeline in spec.holders:
+                above = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+                number = next((number_of[module] for module in above if module in number_of), None)
+                (rest if number is None else found[number]).append(name)
+        return found, rest
 
     def _part(self, names: Sequence[str], pipeline: int) -> Part:
         copies = {name: self.specs[name].holders.count(pipeline) for name in names}

@@ -195,7 +195,7 @@ def test_a_weight_that_the_dtype_cannot_hold_is_named(
     small: Path, dtype: torch.dtype, value: str, tmp_path: Path
 ) -> None:
     message = refusal(small, tmp_path / "out", dtype)
-    assert message.startswith(f"b holds {value}") and "dtype=fp32" in message
+    assert message.startswith(f"b contains {value}") and "dtype=fp32" in message
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", "tokenizer.json", "MANIFEST.json"])

@@ -263,6 +263,6 @@ def test_steps_without_a_target_are_reported() -> None:
     nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3, 0)
     with pytest.raises(
         TrainingFailed,
-        match=r"since no sample had anything to predict .* in 3 steps in a row, to step 5; .* Look at the data",
+        match=r"because no sample had anything to predict .* in 3 steps in a row, to step 5; .* Look at the data",
     ):
         respond(HealthSection(), 5, nothing, "advice")

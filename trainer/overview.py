@@ -282,8 +282,9 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     if name == "fp32":
         return f"fp32{rounded}"
     is_on_cpu = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
-    is_slow = is_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"  # oneDNN takes 16-bit types from AVX-512
-    products = f"{name} products{' (many times slower than precision=fp32 on this CPU)' * is_slow}{rounded}"
+    products = f"{name} products{rounded}"
+    if is_on_cpu and not is_eight_bits(name) and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN takes 16-bit types from AVX-512 on
     if chosen and is_eight_bits(name):
         recipe = [config.precision.recipe, *["gathered in float8"] * (config.precision.gather == "float8")]
         how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_on_cpu)

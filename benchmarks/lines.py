@@ -18,7 +18,12 @@ BEFORE = {
 PYTHON_BEFORE = 23064
 TO_ADD = (
     ("a task: model, data, loss", "6 or more", "none: the user's script"),
-    ("a model family", "8 or 9", "none: the user's script and a YAML. Built in: 1 + YAML, `recipes/models/`"),
+    (
+        "a model family",
+        "8 or 9",
+        "none: the user's script and a YAML. Built in: `recipes/models/`, its section in `configs/families.py`, its "
+        "line in `configs/registry.py`, YAML",
+    ),
     ("an optimizer", "7", "none: the user's script. Built in: 1 + YAML, `trainer/optim/`"),
     ("a schedule", "not counted", "none: the user's script. Built in: 1 + YAML, `trainer/schedules/`"),
     ("a data source", "not counted", "none: the user's script. Built in: 1 + YAML, `recipes/data/sources/`"),

@@ -99,9 +99,14 @@ def _kept_by(group: str, choice: str) -> set[str]:
 
 def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
     """Return the keys that the user's own recipe sets, which the defaults of their task must not override."""
-    name = dict(word.partition("=")[::2] for word in argv).get("recipe")
-    files = (folder / "recipe" / f"{name}.yaml" for folder in declared().config_dirs)
-    return {key for file in files for key in flatten(read_if_there(file))}
+    keys: set[str] = set()
+    names = [dict(word.partition("=")[::2] for word in argv).get("recipe")]
+    for name in names:  # grows by the recipes that it starts from
+        for folder in declared().config_dirs:
+            content = read_if_there(folder / "recipe" / f"{name}.yaml")
+            keys |= flatten(content).keys()
+            names += [each for each in content.get("defaults") or [] if isinstance(each, str) and each not in names]
+    return keys
 
 
 def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> TextRunConfig:

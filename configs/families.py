@@ -261,6 +261,11 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
 """Further ``names``, by family."""
 
 
+def _names_of_experts(family: str) -> Mapping[str, str]:
+    """Return our key -> the name in a ``config.json``; a family registered elsewhere uses those of GLM."""
+    return _EXPERTS.get(family, _EXPERTS["glm4_moe"])
+
+
 class MoESection(LlamaSection):
     """Architecture of a decoder-only transformer with a mixture of experts in place of most feed-forwards."""
 
@@ -298,7 +303,7 @@ class MoESection(LlamaSection):
     than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
 
     def described(self) -> dict[str, Any]:
-        names = _EXPERTS.get(self.family, _EXPERTS["glm4_moe"])
+        names = _names_of_experts(self.family)
         return super().described() | {theirs: getattr(self, ours) for ours, theirs in names.items()}
 
     @property
@@ -326,7 +331,7 @@ class MoESection(LlamaSection):
         family = found["model_type"]
         rope, dense = found.get("rope_parameters") or {}, found.get("mlp_only_layers") or []
         values = {
-            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": family == "glm4_moe",
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": family not in _FORMS,
             "use_qk_norm": False, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
         }  # fmt: skip
         values |= _given(found) | _given({"partial_rotary_factor": rope.get("partial_rotary_factor")})
@@ -340,7 +345,7 @@ class MoESection(LlamaSection):
         else:
             refuse_unless(found, n_group=1, topk_group=1)
         keys = super().keys_from(found) | {"dense_layers": len(dense)}
-        return keys | dict(_FORMS.get(family, {})) | _named(_EXPERTS[family], values)
+        return keys | dict(_FORMS.get(family, {})) | _named(_names_of_experts(family), values)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

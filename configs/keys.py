@@ -217,8 +217,10 @@ def _keys_of(model: type[Section], above: str) -> Keys:
             alternatives = field.get("anyOf", [field])
             nullable = {"type": "null"} in alternatives
             field = next(alternative for alternative in alternatives if alternative != {"type": "null"})
-            path, below = prefix + name, _section_in(declaring.model_fields[name].annotation)
-            if below and "$ref" in field.get("additionalProperties", {}):
+            path, is_named = prefix + name, "$ref" in field.get("additionalProperties", {})
+            is_section = is_named or "$ref" in field
+            below = _section_in(declaring.model_fields[name].annotation) if is_section else None
+            if below and is_named:
                 inner = description["$defs"][field["additionalProperties"]["$ref"].rpartition("/")[2]]
                 named: dict[str, Key] = {}
                 walk(below, inner["properties"], f"{path}.{NAME}.", named)

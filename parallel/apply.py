@@ -75,6 +75,7 @@ def parallelize(
     axes are in place and before it is sharded: for what changes how blocks run and not their parameters. ``groups``:
     those that exist already. Build the optimizer after this: sharding replaces parameters.
     """
+    model.zero_grad()  # a model that was trained elsewhere before may still have gradients
     set_types(model, trained_dtype, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), shared_buffers(persistent_buffers(model), plan)

@@ -289,6 +289,8 @@ class DistributedModel:
             for batch, counts in batches:
                 terms = self.runner.predict(self._of_this_rank(batch, objective), objective)
                 if self._evaluation_names is None:
+                    if terms is not None:
+                        same_names(None, terms)
                     self._evaluation_names, _ = self.agreed(terms)
                 if names is None:
                     totals = totals.new_zeros(2 + 2 * len(self._evaluation_names))

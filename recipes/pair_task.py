@@ -45,7 +45,8 @@ class PairTask(CausalLM):
         """Whether all batches have the length of the longest: in a pipeline, and where each new shape is compiled."""
         if self.run.parallel.pipeline != 1 or self.run.trainer.compile:
             return True
-        return torch.cuda.is_available() and self.describe_kernels("cuda") == FLEX
+        is_on_gpu = self.run.launch.device != "cpu" and torch.cuda.is_available()
+        return is_on_gpu and self.describe_kernels("cuda") == FLEX
 
     def example_batch(self, samples: int) -> PairBatch:
         tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)

@@ -39,7 +39,7 @@ class Preference(PairTask):
         super().configure(run)
         if self.config.loss == "dpo" and not (self._model.path and self._model.pretrained):
             raise UserError(
-                "task.loss=dpo compares with the initial model of the run, and random weights are no model to compare "
+                "task.loss=dpo compares with the initial model of the run, and random weights are not worth comparing "
                 f"with; use {'model.pretrained=true' if self._model.path else 'model.path=FOLDER_OR_NAME'}"
             )
 

@@ -457,6 +457,21 @@ def test_a_mistake_is_one_clear_error(task: Any, overrides: Any, expected: str, 
     assert len(str(raised.value).splitlines()) == 1
 
 
+class TrainedBefore(Tiny):
+    """Its model comes out of a plain loop, with a frozen bias and gradients of everything."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        model(torch.ones(1, 4)).sum().backward()
+        model.bias.requires_grad_(False)
+        return model
+
+
+def test_gradients_that_a_model_has_before_a_run_are_dropped(tmp_path: Path) -> None:
+    overrides = ["trainer.steps=1", "optim=sgd", f"run.dir={tmp_path}"]
+    assert serried.fit(TrainedBefore(), overrides).state == "finished"
+
+
 def test_load_model_refuses_what_is_no_run_and_another_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

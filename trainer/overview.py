@@ -260,7 +260,7 @@ def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: Parallel
 def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> str:
     checkpoint = config.checkpoint
     rest = [f"keeps the last {checkpoint.keep}"]
-    rest += [f"one every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
+    rest += [f"one every {checkpoint.keep_every} steps permanently"] if checkpoint.keep_every else []
     rest += ["the best"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
     whole = saved_bytes(config, model, plan)

@@ -216,7 +216,7 @@ class Sizes:
         for name, spec in self.specs.items():
             if pipeline in spec.holders:
                 above = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
-                number = next((number_of[module] for module in above if module in number_of), None)
+                number = min((number_of[module] for module in above if module in number_of), default=None)
                 (rest if number is None else found[number]).append(name)
         return found, rest
 

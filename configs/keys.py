@@ -7,9 +7,11 @@ import shlex
 from dataclasses import dataclass, replace
 from inspect import isclass
 from pathlib import Path
-from typing import Any, get_args
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from pydantic import create_model
+from pydantic.json_schema import SkipJsonSchema
 
 from serried.configs.data_section import names_of_singles
 from serried.configs.errors import UserError
@@ -29,6 +31,9 @@ _WORDS = {
 }
 
 
+_NULL = {"type": "null"}
+
+
 @functools.cache
 def key_notes() -> dict[str, Any]:
     """Return the content of ``key_notes.yaml``: names that other frameworks use, and examples of values."""
@@ -37,29 +42,51 @@ def key_notes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """One value of the config."""
+    """One value of the config. What the schema says of it is read when something asks: that takes pydantic as long as
+    composing a config, and most runs ask for a few keys."""
 
     path: str
     """Full dotted name, such as ``trainer.steps``."""
-    kind: str
-    """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
-    object: a section that may be null."""
-    choices: tuple[str, ...]
-    """The values it may take, if they are few; else empty."""
-    nullable: bool
-    bounds: str
-    """The range in words, such as ``at least 1``; empty when there is none."""
     section: type[Section]
     """The class that declares it."""
-    description: str
-    """Of its ``Field``, if it has one."""
-    word: str = ""
-    """What it may be in place of a number; empty: nothing."""
+    one_of: tuple[str, ...] = ()
+    """The values it may take, if the schema does not know them; else empty."""
+
+    @property
+    def kind(self) -> str:
+        """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
+        object: a section that may be null."""
+        if "$ref" in self._field:
+            return "object"
+        lists = {"string": "texts", "integer": "integers"}
+        return lists.get(self._field.get("items", {}).get("type"), str(self._field["type"]))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values it may take, if they are few; else empty."""
+        const = [self._field["const"]] if "const" in self._field else []
+        return self.one_of or tuple(self._field.get("enum", const))
+
+    @property
+    def nullable(self) -> bool:
+        return _NULL in self._alternatives
+
+    @property
+    def bounds(self) -> str:
+        """The range in words, such as ``at least 1``; empty when there is none."""
+        return _bounds(self._field)
+
+    @property
+    def word(self) -> str:
+        """What it may be in place of a number; empty: nothing."""
+        others = (each for each in self._alternatives if each is not self._field)
+        return next((each["const"] for each in others if "const" in each), "")
 
     @property
     def purpose(self) -> str:
-        """Its description or its docstring, on one line."""
-        return self.description or self.section.purposes().get(self.path.rpartition(".")[2], "")
+        """The description of its ``Field`` or its docstring, on one line."""
+        description = self.section.model_fields[self._name].description or ""
+        return " ".join(description.split()) or self.section.purposes().get(self._name, "")
 
     @property
     def is_free_text(self) -> bool:
@@ -96,6 +123,27 @@ class Key:
         values = str(key_notes()["examples"].get(self.path, made_up))
         first, *others = values.split(", ")
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
+
+    @property
+    def _name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def _field(self) -> dict[str, Any]:
+        return next(each for each in self._alternatives if each != _NULL)
+
+    @property
+    def _alternatives(self) -> list[dict[str, Any]]:
+        """What JSON Schema says of it: each type that it may have."""
+        return _types(self.section, self._name)
+
+
+@functools.cache
+def _types(section: type[Section], name: str) -> list[dict[str, Any]]:
+    field = section.model_fields[name]
+    alone: dict[str, Any] = {name: (field.annotation, field)}
+    described = create_model("Config", __base__=Section, **alone).model_json_schema()["properties"][name]
+    return list(described.get("anyOf", [described]))
 
 
 _NAMED_SOURCES = {"data.sources", "data.validation"}
@@ -149,24 +197,16 @@ def own_keys(group: str, name: str) -> dict[str, Key]:
 
 def check_fields(section: type[Section], name: str) -> None:
     """Raise ``UserError`` if a field of the ``section`` of a user, which they know as ``name``, cannot be a key."""
-    for field_name, field in section.model_fields.items():
-        alone: dict[str, Any] = {field_name: (field.annotation, field)}
+    for path, key in _keys_of(section, "").items():
         try:
-            _keys_of(create_model("Config", __base__=Section, **alone), "")
+            _ = key.kind
         except Exception as error:
-            kind = getattr(field.annotation, "__forward_arg__", getattr(field.annotation, "__name__", field.annotation))
+            annotation = key.section.model_fields[path.rpartition(".")[2]].annotation
+            kind = getattr(annotation, "__forward_arg__", getattr(annotation, "__name__", annotation))
             raise UserError(
-                f"{name}.{field_name}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
+                f"{name}.{path}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
                 "Literal, a list of numbers or texts, or a serried.Section"
             ) from error
-
-
-def _keys_of_entry(section: type[Section], above: str) -> Keys:
-    try:
-        return _keys_of(section, above)
-    except Exception:
-        check_fields(section, section.__name__)
-        raise
 
 
 def readers(path: str) -> list[str]:
@@ -186,7 +226,10 @@ def is_source(path: str) -> bool:
 
 @functools.cache
 def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
-    own, registered = _keys_of(schema, ""), [_keys_of_entry(section, f"{group}.") for group, section in sections]
+    for _, section in sections:
+        if not section.__module__.startswith("serried."):  # those are known to be right
+            check_fields(section, section.__name__)
+    own, registered = _keys_of(schema, ""), [_keys_of(section, f"{group}.") for group, section in sections]
     of_group: dict[str, dict[str, Key]] = {}
     for path, key in itertools.chain.from_iterable(found.items() for found in registered):
         of_group.setdefault(path.partition(".")[0], {}).setdefault(path, key)
@@ -202,46 +245,30 @@ def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Sectio
         for name in names_of_singles():
             for key in _keys_of(CHOSEN["data"].get(name).own, f"{named}.{NAME}.").values():
                 inner.setdefault(key.path.rpartition(".")[2], key)
-        inner["name"] = replace(inner["name"], choices=tuple(names_of_singles()))
+        inner["name"] = replace(inner["name"], one_of=tuple(names_of_singles()))
     return keys
 
 
 @functools.cache
 def _keys_of(model: type[Section], above: str) -> Keys:
-    description = model.model_json_schema()
     keys = Keys()
 
-    def walk(declaring: type[Section], properties: dict[str, Any], prefix: str, found: dict[str, Key]) -> None:
-        for name, field in properties.items():
-            text = field.get("description", "")
-            alternatives = field.get("anyOf", [field])
-            nullable = {"type": "null"} in alternatives
-            field = next(alternative for alternative in alternatives if alternative != {"type": "null"})
-            path, is_named = prefix + name, "$ref" in field.get("additionalProperties", {})
-            is_section = is_named or "$ref" in field
-            below = _section_in(declaring.model_fields[name].annotation) if is_section else None
-            if below and is_named:
-                inner = description["$defs"][field["additionalProperties"]["$ref"].rpartition("/")[2]]
+    def walk(declaring: type[Section], prefix: str, found: dict[str, Key]) -> None:
+        for name, field in declaring.model_fields.items():
+            if any(type(each) is SkipJsonSchema for each in field.metadata):
+                continue
+            path, below = prefix + name, _section_in(field.annotation)
+            if below and get_origin(field.annotation) is dict:
                 named: dict[str, Key] = {}
-                walk(below, inner["properties"], f"{path}.{NAME}.", named)
+                walk(below, f"{path}.{NAME}.", named)
                 keys.named[path] = {key.rpartition(".")[2]: each for key, each in named.items()}
                 continue
-            if below is None or nullable:
-                found[path] = Key(
-                    path=path,
-                    kind="object" if below else _kind(field),
-                    choices=tuple(field.get("enum", [field["const"]] if "const" in field else [])),
-                    nullable=nullable,
-                    bounds=_bounds(field),
-                    section=declaring,
-                    description=" ".join(text.split()),
-                    word=next((each["const"] for each in alternatives if each is not field and "const" in each), ""),
-                )
+            if below is None or NoneType in get_args(field.annotation):
+                found[path] = Key(path, declaring)
             if below is not None:
-                section = description["$defs"][field["$ref"].rpartition("/")[2]]
-                walk(below, section["properties"], f"{path}.", found)
+                walk(below, f"{path}.", found)
 
-    walk(model, description["properties"], above, keys)
+    walk(model, above, keys)
     return keys
 
 
@@ -250,11 +277,6 @@ def _section_in(annotation: Any) -> type[Section] | None:
     if isclass(annotation) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
-
-
-def _kind(field: dict[str, Any]) -> str:
-    lists = {"string": "texts", "integer": "integers"}
-    return lists.get(field.get("items", {}).get("type"), str(field["type"]))
 
 
 def all_sections() -> list[str]:

@@ -470,8 +470,9 @@ class CheckpointSection(Section):
     """Resume even if settings that change the loss curve (schedule, seed, data, global batch, ...) have changed."""
 
     def _mistakes(self) -> Iterator[str]:
-        if self.resume.lower() in ("auto", "must", "never") and self.resume != self.resume.lower():
-            yield f"checkpoint.resume={self.resume}: use checkpoint.resume={self.resume.lower()}"
+        word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())
+        if word in ("auto", "must", "never") and self.resume != word:
+            yield f"checkpoint.resume={self.resume}: use checkpoint.resume={word}"
 
 
 class ProfileSection(Section):

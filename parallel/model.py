@@ -151,7 +151,7 @@ class DistributedModel:
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
-        self.agreed = same_sums_everywhere
+        self.agree_on_sums = same_sums_everywhere
         """Returns the sums that all ranks add up, from this one's. A plan, which has no other ranks, replaces it."""
         self._evaluation_names: tuple[str, ...] | None = None
 
@@ -253,7 +253,7 @@ class DistributedModel:
             nonlocal sums, names, seen
             names, seen = same_names(names, terms), terms
             if early and self.metric_names is None:
-                self.metric_names, self._sources = self.agreed(terms)
+                self.metric_names, self._sources = self.agree_on_sums(terms)
             mine = terms.totals()
             sums = mine if sums is None else sums + mine
             if early and index == len(batches) - 1:
@@ -266,7 +266,7 @@ class DistributedModel:
         self.runner.train(mine, objective, seeds, ended)
         if not early:
             if self.metric_names is None:
-                self.metric_names, self._sources = self.agreed(seen)
+                self.metric_names, self._sources = self.agree_on_sums(seen)
             travel()
             sum_tied_gradients(self.parameters, self.groups.ends)
         if self.groups.tensor is not None:
@@ -291,7 +291,7 @@ class DistributedModel:
                 if self._evaluation_names is None:
                     if terms is not None:
                         same_names(None, terms)
-                    self._evaluation_names, _ = self.agreed(terms)
+                    self._evaluation_names, _ = self.agree_on_sums(terms)
                 if names is None:
                     totals = totals.new_zeros(2 + 2 * len(self._evaluation_names))
                 names = self._evaluation_names if terms is None else same_names(names, terms)

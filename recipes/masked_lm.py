@@ -17,7 +17,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig
 from serried.configs.tasks import MaskedLMSection
-from serried.recipes.data.labelled import Changed, LabelledData
+from serried.recipes.data.labelled import MappedSamples, LabelledData
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.head import IGNORE
 from serried.recipes.text_classification import TextBatch, TextClassification
@@ -107,7 +107,7 @@ class MaskedLM(TextClassification):
         if split == "train" or texts is None:
             return texts
         masking = self._masking
-        return Changed(texts, lambda sample, index: masking(sample.tokens, index))  # the same in each evaluation
+        return MappedSamples(texts, lambda sample, index: masking(sample.tokens, index))  # the same in each evaluation
 
     def augment(self, sample: Any, seed: int) -> MaskedText:
         return self._masking(sample.tokens, seed)

@@ -14,7 +14,7 @@ _VALIDATION = ("val", "validation", "test")
 _SHOWN = 5
 
 
-class Changed:
+class MappedSamples:
     """A split whose samples a function of sample and number changes."""
 
     def __init__(self, samples: Dataset, change: Callable[[Any, int], Any]) -> None:
@@ -44,8 +44,8 @@ class LabelledData(NamedTuple):
         def renumbered(sample: Any, _: int) -> Any:
             return sample._replace(label=numbers[sample.label])
 
-        validation = self.validation and Changed(self.validation, renumbered)
-        return LabelledData(names, Changed(self.training, renumbered), validation)
+        validation = self.validation and MappedSamples(self.validation, renumbered)
+        return LabelledData(names, MappedSamples(self.training, renumbered), validation)
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:

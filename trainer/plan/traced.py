@@ -331,7 +331,7 @@ def _answer_what_needs_data(
 ) -> None:
     """Tell the model what its ranks would ask each other for: sums, shapes in a pipeline, and how many tokens go
     where."""
-    parallel.agreed = own_sums
+    parallel.agree_on_sums = own_sums
     if layout.pipeline > 1:
         runner: Any = parallel.runner
         runner.borders = _Borders({} if border is None else {None: border})

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -214,6 +215,19 @@ class Tiny(serried.Task):
 
     def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
         return serried.LossTerms(model(batch).square().sum(), len(batch))
+
+
+class FromNumPy(Tiny):
+    """Its samples have the dtype that NumPy and pandas give."""
+
+    def dataset(self, split: str) -> list | None:
+        return [numpy.full(4, float(i)) for i in range(20)] if split == "train" else None
+
+
+def test_an_error_of_float64_samples_says_what_to_return(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Double") as error:
+        serried.fit(FromNumPy, {"run.dir": tmp_path / "run"})
+    assert "return .float() samples" in error.value.__notes__[0]
 
 
 class WithValidation(Tiny):

@@ -87,6 +87,8 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         return code
     except BaseException as error:
         session.shield()
+        if isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
+            error.add_note("float64, the default of NumPy and pandas, meets float32 weights: return .float() samples")
         told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
         told = compilation.explained(told, session.signals.received)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -23,6 +24,7 @@ KEPT, WORKING = "kept for backward", "working memory"
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
 """Operations that hold a copy of their input while they run, which no result shows."""
+_DEVICE = torch.ops.prim.device.default
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
     "wait_tensor", "_unsafe_view", "lift_fresh", "device",
@@ -237,6 +239,8 @@ class StepTrace(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _DEVICE:  # of a fake tensor, which torch asks for more often than it computes
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else operation(*args)
         name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else str(operation)
         if name == "equal" or (name == "_local_scalar_dense" and args[0].dtype in self._flags):
             return self.phase != OPTIMIZER  # no check fails, no mask hides everything, and no step is rejected

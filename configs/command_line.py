@@ -186,6 +186,8 @@ class CommandLine:
                 # Would change the label, and no key that belongs to the choice.
                 return f"{key}={value} is only the label of a choice; write {section}={value}"
             return None
+        if leaf in all_keys().named.get(section, ()):
+            return f"{key}={shown(value)}: {section} needs a name of your choice; e.g. {section}.web.{leaf}={shown(value)}"
         if is_section(key) and squeezed(key) not in other_names().advice:
             return f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}"
         return _Unknown("", key, value)

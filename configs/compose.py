@@ -284,12 +284,17 @@ def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder}")
     found = re.match(r"In '(.+?)': *(.*)", str(error).strip(), re.DOTALL)
-    file, text = (f"{folder}/{found[1]}.yaml", found[2]) if found else (f"a file in {folder}", str(error))
+    file, text = f"a file in {folder}", str(error)
+    if found:
+        own = (each / f"{found[1]}.yaml" for each in declared().config_dirs)
+        file, text = str(next((each for each in own if each.is_file()), f"{folder}/{found[1]}.yaml")), found[2]
     if group_name := re.match(r"Could not override '(.+?)'", text):
         near = nearest(group_name[1], list(groups)) or groups
         return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"
     if not text.strip() or "Cannot merge" in text:
-        return f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
+        return (
+            f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
+        )
     return f"{file} does not fit: {text.strip().splitlines()[0]}"
 
 

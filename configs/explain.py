@@ -37,7 +37,7 @@ class Origins:
             if inside and (line := _line_of(inside, file)):
                 above = next((each for each in (self.root, Path.cwd()) if file.is_relative_to(each)), None)
                 return f"{file.relative_to(above) if above else file}:{line}"
-        return ""
+        return "command line" if any(key.startswith(f"{path}.") for key in self.typed) else ""
 
 
 def _line_of(parts: Sequence[str], file: Path) -> int | None:

@@ -22,16 +22,20 @@ def last_of_each(words: Sequence[str]) -> list[str]:
 
 
 def repeated(words: Sequence[str]) -> list[str]:
-    """A note for each key in ``words`` that has two values."""
+    """A note for each key in ``words`` that has two values, and for steps that epochs replace."""
     values: dict[str, list[str]] = {}
     for word in words:
         if key := _key(word):
             values.setdefault(key, []).append(word.partition("=")[2].strip())
-    return [
+    notes = [
         f"{key} is given {len(given)} times; the last one counts: {key}={shown(given[-1])}"
         for key, given in values.items()
         if len({*given}) > 1
     ]
+    steps, epochs = (values.get(f"trainer.{name}", ["null"])[-1] for name in ("steps", "epochs"))
+    if "null" not in (steps, epochs):
+        notes.append(f"trainer.steps={shown(steps)} has no effect: trainer.epochs={shown(epochs)} sets the steps")
+    return notes
 
 
 def _key(word: str) -> str:

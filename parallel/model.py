@@ -386,6 +386,8 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
         raise UserError(
             f"loss() returned a weight of shape {[*terms.weight.shape]}; return one number, such as mask.sum()"
         )
+    if isinstance(terms.weight, int | float) and terms.weight < 0:
+        raise UserError(f"loss() returned the weight {terms.weight}; return how much the batch counts, such as len(x)")
     for name, metric in terms.metrics.items():
         if not isinstance(name, str):
             raise UserError(f"loss() returned a metric with the name {name!r}; use text")

@@ -136,9 +136,11 @@ class CausalLM(TextTask):
 
     def describe_data(self) -> str:
         sources = describe_sources(self._data)
-        line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        tokenizer = self._data.tokenizer
+        tokens = f"{tokenizer} as tokens" if tokenizer in ("bytes", "chars") else f"tokenizer {tokenizer}"
+        line = f"{sources}, {tokens}, {self._data.sequence_length} a sequence"
         if self._data.format == "chat":
-            line += ", conversations, of which the assistant's words are learned"
+            line += ", conversations, trained on the assistant's messages only"
         if self._prepared is None:
             return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]

@@ -17,7 +17,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig
 from serried.configs.tasks import MaskedLMSection
-from serried.recipes.data.labelled import MappedSamples, LabelledData
+from serried.recipes.data.labelled import LabelledData, MappedSamples
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.head import IGNORE
 from serried.recipes.text_classification import TextBatch, TextClassification

@@ -28,6 +28,7 @@ SWEEP = "SERRIED_SWEEP"
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _UNHEARD_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
+_ACKNOWLEDGED_SECONDS = 0.5
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 
@@ -59,6 +60,8 @@ class Signals:
     """
 
     def __init__(self) -> None:
+        self.acknowledge: Callable[[], None] | None = None
+        """Called, in another thread, if the training loop has not acted upon a first Ctrl-C after half a second."""
         self.last_words: Callable[[], int | None] | None = None
         """Called before the process is ended at once. Returns the exit code if that is decided."""
         self.last_words_unheard: Callable[[], int] | None = None
@@ -191,7 +194,11 @@ class Signals:
                 if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:
                     time.sleep(_TWICE_SECONDS)  # the main thread would have ended the process by now
                     self._end_at_once()
-                first_interrupt = first_interrupt or now
+                if first_interrupt is None:
+                    first_interrupt = now
+                    time.sleep(_ACKNOWLEDGED_SECONDS)
+                    if self.acknowledge is not None:
+                        self.acknowledge()
         os.close(pipe)
 
     def _end_unheard(self, number: int) -> NoReturn:

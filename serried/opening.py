@@ -106,6 +106,7 @@ def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     longest = keys_of_model(path, family).get("max_sequence_length", 2048)
     choice = [f"model={family}"] if family else []
     config = compose([*choice, *words(keys), f"data.sequence_length={longest}", *overrides])
-    if (folder / "chat_template.jinja").is_file():
+    is_chosen = any(word.startswith("data.format=") for word in overrides)
+    if (folder / "chat_template.jinja").is_file() and not is_chosen:
         config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
     return config

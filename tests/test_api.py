@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -308,6 +309,20 @@ class NoTerms(Tiny):
         return super().loss(model, batch).loss_sum
 
 
+class NegativeWeight(Tiny):
+    """Would train away from the minimum."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)._replace(weight=-1)
+
+
+class Frame(Tiny):
+    """Its data is a table of pandas, which has numbers for columns."""
+
+    def dataset(self, split: str) -> Any:
+        return pandas.DataFrame([[1.0, 2.0, 3.0, 4.0]] * 20) if split == "train" else None
+
+
 class FloatLoss(Tiny):
     """The loss is a number, as for a log."""
 
@@ -444,6 +459,12 @@ class TakenName(Tiny):
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
         (NoSection, [], r"NoSection.Config is not a section; write: class Config\(serried.Section\)"),
         (NoTerms, [], r"must return serried.LossTerms\(loss_sum, weight\), .*; it returned Tensor of shape \[\]"),
+        (NegativeWeight, [], r"loss\(\) returned the weight -1; return how much the batch counts"),
+        (
+            Frame,
+            [],
+            r"returned a DataFrame; return its rows: torch.tensor\(frame.to_numpy\(\)",
+        ),
         (FloatLoss, [], "with loss_sum a scalar tensor; it returned a loss_sum of type float"),
         (DetachedLoss, [], r"loss\(\) returned a loss_sum without a gradient"),
         (PlainMetric, [], r"loss\(\) returned the metric accuracy as 0.5; return it as \(sum, weight\)"),

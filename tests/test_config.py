@@ -152,6 +152,9 @@ def test_last_value_of_a_repeated_key_counts_with_one_note():
     words = ["trainer.steps=50", "optim.lr=1", "+trainer.steps=60", "optim.lr=1"]
     assert compose(words).trainer.steps == 60
     assert repeated(words) == ["trainer.steps is given 2 times; the last one counts: trainer.steps=60"]
+    both = ["trainer.steps=10", "trainer.epochs=2"]
+    assert repeated(both) == ["trainer.steps=10 has no effect: trainer.epochs=2 sets the steps"]
+    assert repeated([*both, "trainer.epochs=null"])[1:] == []
 
 
 def test_references_and_null_and_repetition():

@@ -268,7 +268,7 @@ def test_special_ids_and_settings_for_generation_are_those_of_the_base_model(fol
 def test_a_dry_run_needs_no_tokenizer_where_the_model_knows_its_size(tmp_path: Path) -> None:
     known = CausalLM(compose(["recipe=llama1b"]))
     assert known.vocab_size() == 128256
-    assert "HuggingFaceFW/fineweb-edu sample-100BT, meta-llama/Llama-3.1-8B as tokens" in known.describe_data()
+    assert "HuggingFaceFW/fineweb-edu sample-100BT, tokenizer meta-llama/Llama-3.1-8B" in known.describe_data()
     learned = CausalLM(compose(["data.tokenizer=train", "data.vocab_size=1000", f"data.cache_dir={tmp_path}"]))
     assert learned.vocab_size() == 1000
     assert not list(tmp_path.iterdir())

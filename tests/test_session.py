@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -264,6 +265,16 @@ def test_a_single_process_speaks_whatever_rank_is_left_over(monkeypatch: pytest.
     for name, value in _ONE_OF_TWO.items():
         monkeypatch.setenv(name, value if name != "RANK" else "1")
     assert not speaks()
+
+
+def test_a_first_interrupt_in_a_long_step_is_acknowledged_while_it_runs() -> None:
+    is_heard = threading.Event()
+    with Signals() as signals:
+        signals.hold()
+        signals.acknowledge = is_heard.set
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_heard.wait(20)
+        assert signals.received == "SIGINT"
 
 
 def test_a_note_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

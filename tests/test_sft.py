@@ -56,7 +56,7 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
     lines = ended.printed.splitlines()
     assert f"with the weights of {model}" in ended.printed
     assert "random weights" not in ended.printed
-    assert "conversations, of which the assistant's words are learned" in ended.printed
+    assert "conversations, trained on the assistant's messages only" in ended.printed
     assert "% filled, isolated" in ended.printed
     first = lines.index("sample     the first sequence; trained on: lines with >")
     assert lines[first + 1 : first + 7] == [

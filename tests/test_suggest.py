@@ -143,6 +143,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("load_best_model_at_end=true", "did you mean checkpoint.keep_best=true?"),
         ("resume_from_checkpoint=true", "did you mean checkpoint.resume=auto?"),
         ("checkpoint.resume=False", "use checkpoint.resume=never"),
+        ("--resume", "write checkpoint.resume=auto"),
     ],
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:

@@ -129,6 +129,11 @@ def training_data(task: Task) -> Dataset:
             f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} with the keys "
             f"{', '.join(map(str, [*training][:4]))}; return a data set, whose samples have the numbers 0, 1, ..."
         )
+    if hasattr(training, "iloc"):  # of pandas: [i] is a column
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__}; return its rows: "
+            "torch.tensor(frame.to_numpy(), dtype=torch.float32)"
+        )
     if training is not None and not hasattr(training, "__len__"):
         raise UserError(
             f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "

@@ -304,7 +304,7 @@ class Report:
         """
         config, progress = self._config, self.progress
         is_finished = self.is_finished(step)
-        validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
+        validation = f", validation {_loss(progress.validation_loss)}" if progress.validated_step else ""
         validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
         tokens = f"{short(progress.tokens)} {self._task.unit}"

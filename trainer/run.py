@@ -82,7 +82,11 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
+        session.signals.acknowledge = partial(
+            console.say, "stopping   SIGINT: the current step ends first (Ctrl-C again: end without saving)"
+        )
         code = trainer.run()
+        session.signals.acknowledge = None
         session.signals.last_words = partial(_settled, console, code)
         return code
     except BaseException as error:

@@ -173,6 +173,7 @@ class Shutdown:
     def _settle(self) -> None:
         """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
         self.reason = _in_words(gather_plain(self._mine()))
+        self._session.signals.acknowledge = None
         self._console.say(f"stopping   {self.reason}: saving, then the run ends")
 
 

@@ -292,9 +292,7 @@ def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
         near = nearest(group_name[1], list(groups)) or groups
         return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"
     if not text.strip() or "Cannot merge" in text:
-        return (
-            f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
-        )
+        return f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
     return f"{file} does not fit: {text.strip().splitlines()[0]}"
 
 

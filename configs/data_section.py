@@ -144,8 +144,8 @@ class DataSection(SourceSection):
             )
         if len(self.mixed) > 1 and self.tokenizer in made:
             yield (
-                f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; use "
-                "data.tokenizer=bytes, or an existing tokenizer"
+                f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; "
+                "use data.tokenizer=bytes, or an existing tokenizer"
             )
         if not self.is_chat and self.chat_template is not None:
             yield "data.chat_template is only read with data.format=chat; add data.format=chat"

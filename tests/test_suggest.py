@@ -144,6 +144,8 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("resume_from_checkpoint=true", "did you mean checkpoint.resume=auto?"),
         ("checkpoint.resume=False", "use checkpoint.resume=never"),
         ("--resume", "write checkpoint.resume=auto"),
+        ("data.validation.path=a.txt", "needs a name of your choice; e.g. data.validation.web.path=a.txt"),
+        ("data=text data.path=. data.sources.a.name=text", "(command line) is read by data=mixture"),
     ],
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:

@@ -187,8 +187,7 @@ class CommandLine:
                 return f"{key}={value} is only the label of a choice; write {section}={value}"
             return None
         if leaf in all_keys().named.get(section, ()):
-            given, example = f"{key}={shown(value)}", f"{section}.web.{leaf}={shown(value)}"
-            return f"{given}: {section} needs a name of your choice; e.g. {example}"
+            return f"{key}={shown(value)}: write {section}.NAME.{leaf}, with a name of your choice"
         if is_section(key) and squeezed(key) not in other_names().advice:
             return f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}"
         return _Unknown("", key, value)

@@ -4,11 +4,12 @@ import functools
 import itertools
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from inspect import isclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import create_model
 from pydantic.json_schema import SkipJsonSchema
@@ -49,6 +50,8 @@ class Key:
     """Full dotted name, such as ``trainer.steps``."""
     section: type[Section]
     """The class that declares it."""
+    field_name: str
+    """Of that class: another than the last part of ``path``, if the field has an alias."""
     one_of: tuple[str, ...] = ()
     """The values it may take, if the schema does not know them; else empty."""
 
@@ -56,7 +59,7 @@ class Key:
     def kind(self) -> str:
         """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
         object: a section that may be null."""
-        if "$ref" in self._field:
+        if "$ref" in self._field and _section_in(self._annotation)[0]:
             return "object"
         lists = {"string": "texts", "integer": "integers"}
         return lists.get(self._field.get("items", {}).get("type"), str(self._field["type"]))
@@ -85,8 +88,8 @@ class Key:
     @property
     def purpose(self) -> str:
         """The description of its ``Field`` or its docstring, on one line."""
-        description = self.section.model_fields[self._name].description or ""
-        return " ".join(description.split()) or self.section.purposes().get(self._name, "")
+        description = self.section.model_fields[self.field_name].description or ""
+        return " ".join(description.split()) or self.section.purposes().get(self.field_name, "")
 
     @property
     def is_free_text(self) -> bool:
@@ -125,8 +128,8 @@ class Key:
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 
     @property
-    def _name(self) -> str:
-        return self.path.rpartition(".")[2]
+    def _annotation(self) -> Any:
+        return self.section.model_fields[self.field_name].annotation
 
     @property
     def _field(self) -> dict[str, Any]:
@@ -135,14 +138,14 @@ class Key:
     @property
     def _alternatives(self) -> list[dict[str, Any]]:
         """What JSON Schema says of it: each type that it may have."""
-        return _types(self.section, self._name)
+        return _types(self.section, self.field_name)
 
 
 @functools.cache
 def _types(section: type[Section], name: str) -> list[dict[str, Any]]:
     field = section.model_fields[name]
     alone: dict[str, Any] = {name: (field.annotation, field)}
-    described = create_model("Config", __base__=Section, **alone).model_json_schema()["properties"][name]
+    (described,) = create_model("Config", __base__=Section, **alone).model_json_schema()["properties"].values()
     return list(described.get("anyOf", [described]))
 
 
@@ -197,14 +200,14 @@ def own_keys(group: str, name: str) -> dict[str, Key]:
 
 def check_fields(section: type[Section], name: str) -> None:
     """Raise ``UserError`` if a field of the ``section`` of a user, which they know as ``name``, cannot be a key."""
-    for path, key in _keys_of(section, "").items():
+    keys = _keys_of(section, "")
+    for key in itertools.chain(keys.values(), *(each.values() for each in keys.named.values())):
         try:
             _ = key.kind
         except Exception as error:
-            annotation = key.section.model_fields[path.rpartition(".")[2]].annotation
-            kind = getattr(annotation, "__forward_arg__", getattr(annotation, "__name__", annotation))
+            kind = getattr(key._annotation, "__forward_arg__", getattr(key._annotation, "__name__", key._annotation))
             raise UserError(
-                f"{name}.{path}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
+                f"{name}.{key.path}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
                 "Literal, a list of numbers or texts, or a serried.Section"
             ) from error
 
@@ -257,14 +260,15 @@ def _keys_of(model: type[Section], above: str) -> Keys:
         for name, field in declaring.model_fields.items():
             if any(type(each) is SkipJsonSchema for each in field.metadata):
                 continue
-            path, below = prefix + name, _section_in(field.annotation)
-            if below and get_origin(field.annotation) is dict:
+            alias = field.validation_alias if isinstance(field.validation_alias, str) else name
+            path, (below, is_named) = prefix + alias, _section_in(field.annotation)
+            if below and is_named:
                 named: dict[str, Key] = {}
                 walk(below, f"{path}.{NAME}.", named)
                 keys.named[path] = {key.rpartition(".")[2]: each for key, each in named.items()}
                 continue
             if below is None or NoneType in get_args(field.annotation):
-                found[path] = Key(path, declaring)
+                found[path] = Key(path, declaring, name)
             if below is not None:
                 walk(below, f"{path}.", found)
 
@@ -272,11 +276,16 @@ def _keys_of(model: type[Section], above: str) -> Keys:
     return keys
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
-    """Return the section that a field of this type holds: itself, or null, or under names that the user chooses."""
-    if isclass(annotation) and issubclass(annotation, Section):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)
+def _section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """Return the section that a field of this type holds, and whether it holds several, under names that the user
+    chooses. Of a union, the first type but null decides."""
+    origin, types = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return _section_in(next(each for each in types if each is not NoneType))
+    is_named = origin in (dict, Mapping)
+    kind = types[1] if is_named else annotation
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return (kind, is_named) if isclass(kind) and issubclass(kind, Section) else (None, False)
 
 
 def all_sections() -> list[str]:

@@ -95,7 +95,7 @@ Seconds = Annotated[Number, Field(gt=0, le=10**7)]
 class Section(BaseModel):
     """Base of all sections: frozen, and a key that is not declared here is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     free: ClassVar[Sequence[str]] = ()
     """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""

@@ -197,8 +197,9 @@ class Signals:
                 if first_interrupt is None:
                     first_interrupt = now
                     time.sleep(_ACKNOWLEDGED_SECONDS)
-                    if self.acknowledge is not None:
-                        self.acknowledge()
+                    if (acknowledge := self.acknowledge) is not None:
+                        with suppress(Exception):
+                            acknowledge()
         os.close(pipe)
 
     def _end_unheard(self, number: int) -> NoReturn:

@@ -228,7 +228,7 @@ class FromNumPy(Tiny):
 def test_an_error_of_float64_samples_says_what_to_return(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Double") as error:
         serried.fit(FromNumPy, {"run.dir": tmp_path / "run"})
-    assert "return .float() samples" in error.value.__notes__[0]
+    assert "return samples with .float()" in error.value.__notes__[0]
 
 
 class WithValidation(Tiny):

@@ -4,13 +4,15 @@ import itertools
 import re
 import shutil
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from benchmarks.key_tables import key_tables
 from serried.configs.command_line import parse_arguments
@@ -20,8 +22,9 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.families import LlamaSection
 from serried.configs.help import choices_of, help_text
-from serried.configs.keys import all_keys
+from serried.configs.keys import _keys_of, all_keys, check_fields
 from serried.configs.run_config import check, config_yaml
+from serried.configs.schema import Section
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
 from serried.configs.words import repeated
@@ -552,3 +555,48 @@ def test_the_tables_in_the_documentation_are_what_the_command_prints():
     page = (FOLDER.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
     committed = page.partition("<!-- python -m benchmarks.key_tables -->\n")[2].partition("\n<!-- end -->")[0]
     assert committed == key_tables(), "put the output of `python -m benchmarks.key_tables` into docs/configuration.md"
+
+
+class Part(Section):
+    """A section in a section."""
+
+    a: int = 1
+
+
+class Colour(Enum):
+    """No type of a key."""
+
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (Part, {"x.a": "integer"}),
+        (Part | None, {"x": "object", "x.a": "integer"}),
+        (dict[str, Part] | None, {}),
+        (list[Part], {"x": "array"}),
+        (bool | Part, {"x": "boolean"}),
+        (Literal["off"] | Part, {"x": "string"}),
+        (list[str] | None, {"x": "texts"}),
+        (Annotated[int, Field(gt=0)] | None, {"x": "integer"}),
+    ],
+    ids=str,
+)
+def test_a_field_of_a_users_section_is_a_key_or_a_section_by_its_type(annotation: Any, expected: dict[str, str]):
+    own = create_model("Own", __base__=Section, x=(annotation, None))
+    check_fields(own, "Own")
+    keys = _keys_of(own, "")
+    assert {path: key.kind for path, key in keys.items()} == expected
+    assert list(keys.named) == ([] if expected else ["x"])
+
+
+def test_a_key_has_the_alias_of_its_field():
+    own = create_model("Own", __base__=Section, x=(int, Field(1, alias="lambda")))
+    assert {path: key.kind for path, key in _keys_of(own, "").items()} == {"lambda": "integer"}
+
+
+@pytest.mark.parametrize("annotation", [Colour, dict[str, create_model("Other", __base__=Section, f=(Any, None))]])
+def test_a_field_that_cannot_be_a_key_is_refused_before_it_is_used(annotation: Any):
+    with pytest.raises(UserError, match="cannot be the type of a key"):
+        check_fields(create_model("Own", __base__=Section, x=(annotation, None)), "Own")

@@ -144,7 +144,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("resume_from_checkpoint=true", "did you mean checkpoint.resume=auto?"),
         ("checkpoint.resume=False", "use checkpoint.resume=never"),
         ("--resume", "write checkpoint.resume=auto"),
-        ("data.validation.path=a.txt", "needs a name of your choice; e.g. data.validation.web.path=a.txt"),
+        ("data.validation.path=a.txt", "write data.validation.NAME.path, with a name of your choice"),
         ("data=text data.path=. data.sources.a.name=text", "(command line) is read by data=mixture"),
     ],
 )

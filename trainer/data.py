@@ -33,6 +33,8 @@ class Data:
         self.training = training_data(task)
         names = (DEFAULT_VALIDATION, *task.further_validation())
         found = {name: task.dataset(name) for name in names}
+        for name, dataset in found.items():
+            _refuse_table(task, name, dataset)
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.fingerprint = fingerprint(self.training)
         session.same_everywhere("the training data", self.fingerprint)
@@ -116,6 +118,15 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
     return with_values(config, {"trainer.steps": steps})
 
 
+def _refuse_table(task: Task, split: str, dataset: Any) -> None:
+    """Raise ``UserError`` if ``dataset`` is a table of pandas, where [i] is a column."""
+    if hasattr(dataset, "iloc") and getattr(dataset, "ndim", 0) == 2:
+        raise UserError(
+            f"{type(task).__name__}.dataset({split!r}) returned a {type(dataset).__name__}; return its rows: "
+            "torch.tensor(frame.to_numpy(), dtype=torch.float32)"
+        )
+
+
 def training_data(task: Task) -> Dataset:
     """Return the training data of ``task``. Raises ``UserError`` if there is none."""
     training = task.dataset(TRAINING)
@@ -129,11 +140,7 @@ def training_data(task: Task) -> Dataset:
             f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} with the keys "
             f"{', '.join(map(str, [*training][:4]))}; return a data set, whose samples have the numbers 0, 1, ..."
         )
-    if hasattr(training, "iloc"):  # of pandas: [i] is a column
-        raise UserError(
-            f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__}; return its rows: "
-            "torch.tensor(frame.to_numpy(), dtype=torch.float32)"
-        )
+    _refuse_table(task, TRAINING, training)
     if training is not None and not hasattr(training, "__len__"):
         raise UserError(
             f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "

@@ -1,5 +1,6 @@
 """A run from start to end: choose where to start, train, and record how it ended."""
 
+import re
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -82,17 +83,16 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
-        session.signals.acknowledge = partial(
-            console.say, "stopping   SIGINT: the current step ends first (Ctrl-C again: end without saving)"
-        )
         code = trainer.run()
-        session.signals.acknowledge = None
         session.signals.last_words = partial(_settled, console, code)
         return code
     except BaseException as error:
         session.shield()
-        if isinstance(error, RuntimeError) and "Double" in str(error) and "Float" in str(error):
-            error.add_note("float64, the default of NumPy and pandas, meets float32 weights: return .float() samples")
+        if isinstance(error, RuntimeError) and re.search("Double (and|but expected) Float", str(error)):
+            error.add_note(
+                "the samples are float64, as NumPy and pandas make them, and the weights are not: "
+                "return samples with .float()"
+            )
         told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
         told = compilation.explained(told, session.signals.received)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)

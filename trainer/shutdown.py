@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -59,11 +60,15 @@ class Shutdown:
 
     def __enter__(self) -> "Shutdown":
         self._session.signals.hold()
+        self._session.signals.acknowledge = partial(
+            self._console.say, "stopping   SIGINT: the current step ends first (Ctrl-C again: end without saving)"
+        )
         if self._control is not None:
             self._control.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._session.signals.acknowledge = None
         if self._control is not None:
             self._control.end()
 

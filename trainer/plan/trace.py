@@ -27,7 +27,7 @@ _COPY_THEIR_INPUT = {"logsumexp"}
 _DEVICE = torch.ops.prim.device.default
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
-    "wait_tensor", "_unsafe_view", "lift_fresh", "device",
+    "wait_tensor", "_unsafe_view", "lift_fresh",
 }  # fmt: skip
 """Operations that move no bytes, besides views."""
 _COLLECTIVES = {

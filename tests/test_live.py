@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,9 @@ def on_terminal(argv: list[str], *, term: str = "xterm", until: Callable[[str], 
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ |= {"TERM": term, "COLUMNS": str(SCREEN_COLUMNS)}
+        modes = termios.tcgetattr(0)
+        modes[3] |= termios.NOFLSH  # or Ctrl-C discards what has been written and not yet read (termios(3))
+        termios.tcsetattr(0, termios.TCSANOW, modes)
         os.chdir(ROOT)
         os.execv(argv[0], argv)
     arrived, deadline = b"", time.monotonic() + 240

@@ -179,15 +179,15 @@ class CausalLM(TextTask):
         if self._data.is_streamed and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(self._data, self._sources[""], lanes=lanes, seed=seed, workers=self._trainer.workers)
-        sources = dict(self._sources)
-        if split == WHOLE:
+        sources, is_whole = dict(self._sources), split == WHOLE
+        if is_whole:
             sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"
         elif split == DEFAULT_VALIDATION:
             sources = {name: self._held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
         datasets = {}
         for name, prepared in sources.items():
             with mistakes_of(key_of_source(name)):
-                datasets[name] = open_dataset(prepared, split, self._data)
+                datasets[name] = open_dataset(prepared, split, self._data, to_end=is_whole)
         if not self._data.mixed:
             return datasets[""]
         weights = {name: source.weight for name, source in self._data.mixed.items()}

@@ -35,6 +35,22 @@ def test_samples_are_the_windows_of_the_stream(prepared: Prepared, name: str, le
             dataset[i]
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 500, 10**6])
+def test_to_the_end_every_token_but_the_first_is_a_target_once(prepared: Prepared, length: int, isolate: bool) -> None:
+    stream = everything(prepared.whole(), "validation")
+    dataset = TokenDataset(prepared.whole(), "validation", length, isolate_documents=isolate, to_end=True)
+    samples = [dataset[i] for i in range(len(dataset))]
+    assert all(len(sample.tokens) == len(sample.targets) == length for sample in samples)
+    targets = np.concatenate([sample.targets for sample in samples])
+    begins = prepared.whole().stream("validation").document_starts(1, len(stream)) if isolate else np.array([], int)
+    expected = stream[1:].astype(np.int64)
+    expected[begins - 1] = IGNORE  # predicted from another document
+    assert np.array_equal(targets[: len(expected)], expected)
+    assert (targets[len(expected) :] == IGNORE).all()
+    assert np.array_equal(np.concatenate([sample.tokens for sample in samples])[: len(expected)], stream[:-1])
+
+
 def test_no_validation_window_is_in_the_training_text(prepared: Prepared) -> None:
     training = everything(prepared, "train").astype("<u2").tobytes()
     dataset = TokenDataset(prepared, "validation", 64)

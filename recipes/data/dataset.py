@@ -48,18 +48,26 @@ class TokenDataset:
     """Split of prepared text as windows: sample i is tokens [i x S, i x S + S], the targets shifted by one.
 
     Windows share their border token only, as the last target of one and the first input of the next. The tokens left
-    over at the end, fewer than S + 1, are not used. ``dataset[i]`` is a pure function of i and may be called from any
-    number of threads.
+    over at the end, fewer than S + 1, are not used, unless the dataset is ``to_end``: then they are a last window,
+    filled up with padding. ``dataset[i]`` is a pure function of i and may be called from any number of threads.
     """
 
     def __init__(
-        self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool = False
+        self,
+        prepared: Prepared,
+        split: str,
+        sequence_length: int,
+        *,
+        isolate_documents: bool = False,
+        to_end: bool = False,
     ) -> None:
         """``split`` is ``train`` or ``validation``; raises ``UserError`` if it has less than one window."""
         self._stream = prepared.stream(split)
-        if self._stream.tokens <= sequence_length:
-            raise _too_short(prepared, split, sequence_length)
+        if self._stream.tokens <= (1 if to_end else sequence_length):
+            raise _nothing_to_predict(split) if to_end else _too_short(prepared, split, sequence_length)
         self._length = (self._stream.tokens - 1) // sequence_length
+        if to_end:
+            self._length = -(-(self._stream.tokens - 1) // sequence_length)
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
         self._all_learned = not self._stream.is_supervised
@@ -73,14 +81,17 @@ class TokenDataset:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         start = index * self._sequence_length
-        stop = start + self._sequence_length + 1
+        stop = min(start + self._sequence_length + 1, self._stream.tokens)
         window = self._stream.read(start, stop).astype(np.int64)
+        missing = self._sequence_length + 1 - len(window)
+        window = np.pad(window, (0, missing))
         tokens, targets = window[:-1], window[1:]
-        if self._all_learned and not self._isolate:
+        if self._all_learned and not self._isolate and not missing:
             return Sample(tokens, targets)
         targets = targets.copy()
+        targets[len(targets) - missing :] = IGNORE
         if not self._all_learned:
-            targets[self._stream.supervised(start + 1, stop) == 0] = IGNORE
+            targets[: stop - start - 1][self._stream.supervised(start + 1, stop) == 0] = IGNORE
         if not self._isolate:
             return Sample(tokens, targets)
         begins = self._stream.document_starts(start + 1, stop) - start
@@ -107,10 +118,7 @@ class PackedDataset:
         self._isolate = isolate_documents
         pieces = find_pieces(self._stream, sequence_length, truncate=self._stream.is_supervised)
         if not len(pieces.starts):
-            raise UserError(
-                f"the {split} split has no document of two tokens or more, so there is nothing to predict; give more "
-                "text in data.path"
-            )
+            raise _nothing_to_predict(split)
         if self._stream.is_supervised and pieces.cut_documents:
             _check_cut(prepared, self._stream, split, pieces, sequence_length)
         packing = best_fit(pieces.lengths, sequence_length + 1)
@@ -159,12 +167,15 @@ class PackedDataset:
         return text
 
 
-def open_dataset(prepared: Prepared, split: str, section: DataSection) -> TokenDataset | PackedDataset:
+def open_dataset(
+    prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
+) -> TokenDataset | PackedDataset:
     """Return the split ``train`` or ``validation`` as a dataset, as ``data.packing`` and ``data.isolate_documents``
-    say."""
+    say. ``to_end``: no token is left over, as in measuring a text, where sequences need not be full."""
+    length, isolate = section.sequence_length, section.isolate_documents
     if section.packing == "best_fit":
-        return PackedDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
-    return TokenDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
+        return PackedDataset(prepared, split, length, isolate_documents=isolate)
+    return TokenDataset(prepared, split, length, isolate_documents=isolate, to_end=to_end)
 
 
 def positions_in_documents(begins: np.ndarray, length: int) -> np.ndarray:
@@ -200,6 +211,13 @@ def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Piec
             f"{sequence_length}: data.sequence_length={sequence_length} cuts off what the assistant says. It begins "
             f"{quoted!r}; use data.sequence_length={whole - 1}, or leave it out"
         )
+
+
+def _nothing_to_predict(split: str) -> UserError:
+    return UserError(
+        f"the {split} split has no document of two tokens or more, so there is nothing to predict; give more text in "
+        "data.path"
+    )
 
 
 def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:

@@ -79,8 +79,11 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     from serried.trainer.run import train
 
     given, folders = config_dirs(words(overrides))
-    with declaring(declaration(task)._replace(config_dirs=folders)):
-        config = compose(given)
+    try:
+        with declaring(declaration(task)._replace(config_dirs=folders)):
+            config = compose(given)
+    except UserError as error:
+        raise UserError(*(str(each).replace("(command line)", "(overrides)") for each in error.args)) from None
     if config.launch.name != "torchrun" or config.dry_run:
         asked = "dry_run=true trains nothing" if config.dry_run else f"launch={config.launch.name} starts processes"
         raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")

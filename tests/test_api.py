@@ -479,6 +479,7 @@ class TakenName(Tiny):
         (Unlike, ["task.second=text"], r"sample\['x'\] is .*a str .*or define Unlike.collate\(samples\)"),
         (Unlike, ["task.second=tuple"], r"sample is .*a tuple of 1 .*or define Unlike.collate\(samples\)"),
         (Nested, [], r"sample\[0\]\[0\]\['y'\] is missing in"),
+        (NoModel, ["trainer.steps=many"], r"trainer.steps=many \(overrides\) is not a whole number"),
         (NoModel, [], r"NoModel.build_model\(\) returned None"),
         (ChangingNames, [], "return the same names from every batch"),
         (TakenName, [], "give the metric lr of the task another name"),

@@ -2,6 +2,7 @@
 backward."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,9 @@ def is_eight_bits(precision: str) -> bool:
     return precision in _CAPABILITIES
 
 
-def check_eight_bits(precision: str, recipe: str, device: torch.device) -> None:
-    """Raise ``UserError`` if this ``precision``, with this ``recipe`` of float8, cannot be used here."""
+def check_eight_bits(precision: str, device: torch.device) -> None:
+    """Raise ``UserError`` if this ``precision`` cannot be used here."""
     check_torchao(f"precision={precision}", "precision=bf16")
-    if precision == "float8" and device.type == "cpu":
-        refuse_old_torch(recipe, torch.__version__)
     if device.type == "cuda" and torch.version.hip is None:
         refuse_old(precision, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
@@ -39,15 +38,6 @@ def refuse_old(precision: str, name: str, capability: tuple[int, int]) -> None:
         )
 
 
-def refuse_old_torch(recipe: str, version: str) -> None:
-    """Raise ``UserError`` if this torch multiplies no matrices on a CPU with the scales of ``recipe``."""
-    if recipe != "tensorwise" and tuple(map(int, version.split(".")[:2])) < (2, 12):
-        raise UserError(
-            f"precision.recipe={recipe} on a CPU needs torch 2.12 or newer, and this is {version}; use "
-            "precision.recipe=tensorwise, or precision=bf16"
-        )
-
-
 class Float8:
     """``F.linear`` with products in float8, and everything else in bf16.
 
@@ -55,24 +45,31 @@ class Float8:
     numbers that are too small for the type beside the largest with the same scale.
     """
 
-    def __init__(self, recipe: str, *, gathers: bool = False) -> None:
-        """``recipe``: a name of torchao's. ``gathers``: see ``Float8Gather``."""
+    def __init__(self, recipe: str, *, gathers: bool = False, emulates: bool = False) -> None:
+        """``recipe``: a name of torchao's. ``gathers``: see ``Float8Gather``. ``emulates``: multiply in fp32 what was
+        rounded, as on CPUs, for which torch's products in float8 are thousands of times slower."""
         import_torchao()
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         # No module is public whose weights keep their place: so its function is taken, with what it is called with.
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-        self.gathers = gathers
+        self.gathers, self.emulates = gathers, emulates
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(recipe),
             round_scales_to_power_of_2=True,
             pad_inner_dim=True,  # where a micro-batch has a number of tokens that is not a multiple of 16
         )
+        self._config, self._multiply = config, matmul_with_hp_or_float8_args.apply
         # It also repairs a fault of torch.compile on GPUs that torchao knows of.
-        layer = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)
-        self._config, self._products = config, layer.linear_mm_config
-        self._multiply = matmul_with_hp_or_float8_args.apply
+        convert = partial(convert_to_float8_training, nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"))
+        self._native, self._emulated = (
+            convert(config=dataclasses.replace(config, emulate=each)).linear_mm_config for each in (False, True)
+        )
+
+    @property
+    def _products(self) -> Any:
+        return self._emulated if self.emulates else self._native
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         # Rounded to bf16 first, as FSDP2 gathers it.

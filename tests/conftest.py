@@ -39,7 +39,7 @@ LONGEST = (
 )  # fmt: skip
 
 
-REFUSED_ON_TORCH_2_11 = ("zbv", "dualpipev", "zero_bubble", "rowwise")
+REFUSED_ON_TORCH_2_11 = ("zbv", "dualpipev", "zero_bubble")
 """In the names of tests: one of a refusal must not have them."""
 
 

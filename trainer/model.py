@@ -183,7 +183,7 @@ def sharded(
     section = config.trainer if phases is not None else None
     if section is not None and mix is None:
         mix = chosen_mix(config, model.task, layout, model.plan, model.module)
-    set_products(config, model.module, model.plan, layout)
+    set_products(config, model.module, model.plan, layout, device)
     return parallelize(
         model.module,
         model.plan,

@@ -69,17 +69,17 @@ def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, 
 def check_products(config: RunConfig, device: torch.device) -> None:
     """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
     if is_eight_bits(config.precision.name):
-        check_eight_bits(config.precision.name, config.precision.recipe, device)
+        check_eight_bits(config.precision.name, device)
     elif config.trainer.quantize_aware != "none":
         check_torchao(*_setting(config))
 
 
-def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
+def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
     """Let the layers of ``model`` compute as ``config`` says. Call it before the model is sharded."""
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
         check_torchao(*_setting(config))
-        set_product(model, chosen.names, product_of_torchao(*_setting(config), partial(_product, config)))
+        set_product(model, chosen.names, product_of_torchao(*_setting(config), partial(_product, config, device)))
 
 
 def _setting(config: RunConfig) -> tuple[str, str]:
@@ -89,9 +89,10 @@ def _setting(config: RunConfig) -> tuple[str, str]:
     return f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none"
 
 
-def _product(config: RunConfig) -> Product:
+def _product(config: RunConfig, device: torch.device) -> Product:
     if config.precision.name == "float8":
-        return Float8(config.precision.recipe, gathers=config.precision.gather == "float8")
+        gathers = config.precision.gather == "float8"
+        return Float8(config.precision.recipe, gathers=gathers, emulates=device.type == "cpu")
     return Int8() if config.precision.name == "int8" else FakeQuantized(config.trainer.quantize_aware)
 
 

@@ -12,7 +12,8 @@ from serried.configs.errors import UserError
 from serried.recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
 from serried.recipes.data.encode import Encoded
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from serried.recipes.data.source import Row
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.source import Row, open_source
 from serried.recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section
 
@@ -189,6 +190,56 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: Hugging
         '{"name": "add", "arguments": {"a": 2, "b": "<2>"}}<|im_end|>',
         "Four, señor.<|im_end|>",
     ]
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer", "default": None}}}}
+SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}" + TOOLS
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_row_are_seen_as_by_transformers(
+    as_text: bool, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    messages = [
+        PLAIN[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]},
+        {"role": "tool", "content": "4"},
+        PLAIN[1],
+    ]
+    rows = [{"messages": messages, "tools": json.dumps([ADD]) if as_text else [ADD]}, {"messages": PLAIN, "tools": []}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(section(tmp_path / "rows.jsonl", format="chat"))
+    source.fingerprint(Progress(None, 1))
+    (unit,) = source.units()
+    with_tools, without = ChatEncoder(tokenizer, SHOWN, "the template")(list(unit.rows()), unit.name)
+    assert learned(tokenizer, with_tools)[0] == '{"name": "add", "arguments": {"a": 2}}<|im_end|>'
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
+    library = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
+    theirs = library.apply_chat_template(messages, tools=[schema], chat_template=SHOWN)["input_ids"]
+    assert with_tools.tokens.tolist() == [*theirs, tokenizer.end_id]
+    assert without.tokens.tolist() == encode(tokenizer, TOOLS, PLAIN).tokens.tolist()
+
+
+@pytest.mark.parametrize("said", [None, "", "Let me add."])
+def test_calls_and_tools_that_a_template_leaves_out_are_refused(
+    said: str | None, tokenizer: HuggingFaceTokenizer
+) -> None:
+    calling = {"role": "assistant", "content": said, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(UserError, match=r"the template leaves out the tool_calls of message 2 \(assistant\); use a "):
+        encode(tokenizer, CHATML, [PLAIN[0], calling, *PLAIN[:2]])
+    with pytest.raises(UserError, match=r"the template shows no tools, .* or remove the column 'tools'"):
+        encode(tokenizer, TOOLS, {"messages": [PLAIN[0], calling], "tools": [ADD]})
+
+
+def test_parts_of_text_are_one_text_and_others_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "two and two?"}]
+    whole = encode(tokenizer, CHATML, [{"role": "user", "content": parts}, PLAIN[1]])
+    assert whole.tokens.tolist() == encode(tokenizer, CHATML, PLAIN[:2]).tokens.tolist()
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(UserError, match=r"message 1 \(user\) has a part of type 'image_url' in its content, and only"):
+        encode(tokenizer, CHATML, [{"role": "user", "content": [*parts, image]}, PLAIN[1]])
 
 
 def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer) -> None:

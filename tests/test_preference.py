@@ -296,8 +296,8 @@ def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "?", "chosen": "A"}, "pairs.jsonl line 2 has no columns chosen and rejected; its columns are pro"),
-        ({"chosen": "A", "rejected": "B"}, "line 2: what these answers reply to is null, not text or a list of mess"),
+        ({"prompt": "?", "chosen": "A"}, "pairs.jsonl line 2 has no column rejected; its columns are prompt, chosen"),
+        ({"chosen": "A", "rejected": "B"}, "line 2: it has two answers and no prompt; give what both reply to in the "),
         ({"prompt": "?", "chosen": "A", "rejected": 3}, "line 2: column 'rejected' is a number (3), not text or a li"),
         ({"prompt": "?", "chosen": "A", "rejected": None}, "line 2: column 'rejected' is null, not text or a list"),
         ({"prompt": "?", "chosen": "A", "rejected": [YES]}, "line 2: one of 'chosen' and 'rejected' is text and the"),
@@ -305,6 +305,8 @@ def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]
         ({"prompt": "?", "chosen": "A", "rejected": ""}, "row 2 of pairs.jsonl: rejected is empty; fix or remove the "),
         ({"chosen": [ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl: chosen is empty"),
         ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "row 2 of pairs.jsonl: its prompt has 250 tokens, and"),
+        ({"chosen": [ASK, YES], "rejected": [YES, NO]}, "line 2: chosen and rejected begin with different messages"),
+        ({"prompt": 3, "chosen": "A", "rejected": "B"}, "line 2: what these answers reply to is a number (3)"),
         ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl, chosen: it has nothing to train on: no"),
     ],
 )  # fmt: skip

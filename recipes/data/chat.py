@@ -7,8 +7,9 @@ does.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.recipes.data.encode import Encoded, row_of_unit
 from serried.recipes.data.files import library
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from serried.recipes.data.rows import without_nulls
 from serried.recipes.data.source import Row
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
@@ -30,7 +32,7 @@ CHATML = (
 )
 """Default template for tokenizers without one."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of rendering and finding replies, which the spec does not contain."""
 
 _NOW = datetime(2024, 7, 26)
@@ -52,6 +54,9 @@ _CURE = "use another template, data.chat_template=FILE, or fix the row"
 
 Message = dict[str, Any]
 
+Render = Callable[..., str]
+"""``Template.render`` with its tools."""
+
 
 class ChatEncoder:
     """Encoder of rows that are lists of messages, {role, content} or {from, value}."""
@@ -68,14 +73,27 @@ class ChatEncoder:
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        return [self.conversation(row.content, row_of_unit(row, unit)) for row in rows]
+        found = []
+        for row in rows:
+            content: Any = row.content
+            messages, tools = (content["messages"], content["tools"]) if isinstance(content, dict) else (content, ())
+            found.append(self.conversation(messages, row_of_unit(row, unit), tools=tools))
+        return found
 
-    def conversation(self, content: Any, where: str, first: int = 0) -> Encoded:
-        """Return the tokens of the messages ``content``; only replies from message ``first`` on are trained on. Raises
-        ``UserError`` if they are none, or cannot be trained on; says ``where`` they are."""
+    def conversation(self, content: Any, where: str, first: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Encoded:
+        """Return the tokens of the messages ``content``, with the ``tools`` they may call; only replies from message
+        ``first`` on are trained on. Raises ``UserError`` if they are none, or cannot be trained on; says ``where`` they
+        are."""
         messages = _messages(content, where)
         try:
-            text, replies = _replies(self._template, messages, first)
+            render = partial(self._template.render, tools=tools)
+            _check_calls(render, self._template.name, messages)
+            text, replies = _replies(render, messages, first)
+            if tools and self._template.render(messages) == text:
+                raise _Unlearnable(
+                    f"{self._template.name} shows no tools, so training would not see which may be called; use a "
+                    "template that does, data.chat_template=FILE, or remove the column 'tools'"
+                )
             text.encode()  # tokenizers fail in other ways if it is not text
             ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
@@ -128,11 +146,14 @@ class Template:
 
     def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
         """``special_tokens``: variables of the template, such as ``bos_token``."""
-        self.text, self._name, self._special_tokens = text, name, special_tokens
+        self.text, self.name, self._special_tokens = text, name, special_tokens
         self._compiled = _compile(text, name)
 
-    def render(self, messages: Sequence[Message], *, ask_for_reply: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], *, ask_for_reply: bool = False, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         """The text of ``messages``; with ``ask_for_reply``, and of what comes before a reply of the assistant.
+        ``tools``: what it may call.
 
         Raises:
             _Unlearnable: the template refuses them, or fails.
@@ -141,15 +162,15 @@ class Template:
 
         try:
             pieces = self._compiled.generate(
-                messages=messages, tools=None, documents=None, add_generation_prompt=ask_for_reply,
+                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=ask_for_reply,
                 **self._special_tokens,
             )  # fmt: skip
             return _joined(pieces)
         except jinja2.TemplateError as error:
-            raise _Unlearnable(f"{self._name} refuses it: {error}; {_CURE}") from error
+            raise _Unlearnable(f"{self.name} refuses it: {error}; {_CURE}") from error
         except Exception as error:  # a template can fail in any way
             reason = f"{type(error).__name__}: {error}"
-            raise _Unlearnable(f"{self._name} fails with {reason}; {_CURE}") from error
+            raise _Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
 
 
 class _Unlearnable(Exception):
@@ -260,25 +281,53 @@ def _message(message: Message, where: str) -> Message:
         has = ", ".join(message) or "nothing"
         raise UserError(f"{where} has no role (it has {has}); messages are {{role, content}} or {{from, value}}")
     said = message.get("content")
-    if said is None and message.get("tool_calls"):
-        return {**message, "content": None}
-    if not isinstance(said, str | list):
+    if message.get("tool_calls"):
+        message = {**message, "content": said, "tool_calls": without_nulls(message["tool_calls"])}
+        if said is None:
+            return message
+    if isinstance(said, list):  # parts, as of messages with images
+        texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in said]
+        other = next((part for part, text in zip(said, texts, strict=True) if not isinstance(text, str)), None)
+        if other is not None:
+            kind = f"type {other['type']!r}" if isinstance(other, dict) and "type" in other else repr(other)
+            raise UserError(
+                f"{where} ({message['role']}) has a part of {kind} in its content, and only text is trained on; fix or "
+                "remove the row"
+            )
+        return {**message, "content": "".join(texts)}
+    if not isinstance(said, str):
         raise UserError(
             f"{where} ({message['role']}) has {said!r} in place of text as its content; fix or remove the row"
         )
     return message
 
 
-def _replies(template: Template, messages: Sequence[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+def _check_calls(render: Render, template: str, messages: Sequence[Message]) -> None:
+    """Raise ``_Unlearnable`` if calls of tools are not rendered."""
+    said = [{**message, "content": message["content"] or ""} for message in messages]
+    for number, message in enumerate(said):
+        if not message.get("tool_calls"):
+            continue
+        silent = {key: value for key, value in message.items() if key != "tool_calls"}
+        try:
+            is_dropped = render(said) == render([*said[:number], silent, *said[number + 1 :]])
+        except _Unlearnable:
+            continue  # the template wants the calls, or the caller finds out
+        if is_dropped:
+            raise _Unlearnable(
+                f"{template} leaves out the tool_calls of message {number + 1} (assistant); use a template that shows "
+                "them: data.chat_template=FILE"
+            )
+
+
+def _replies(render: Render, messages: Sequence[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and start and stop of each reply of the assistant from message ``first`` on.
 
     A reply includes the mark that ends a turn, and not the header before it.
     """
-    text = template.render(messages)
+    text = render(messages)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
-    replies = [
-        _by_prefix(template, messages, turn, text) or _by_stand_in(template, messages, turn, text) for turn in turns
-    ]
+    replies = [_by_prefix(render, messages, turn, text) or _by_stand_in(render, messages, turn, text) for turn in turns]
     for turn, reply in zip(turns, replies, strict=True):
         if reply is None:
             raise _Unlearnable(
@@ -289,11 +338,11 @@ def _replies(template: Template, messages: Sequence[Message], first: int) -> tup
     return text, [reply for reply in replies if reply is not None]
 
 
-def _by_prefix(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+def _by_prefix(render: Render, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
     """Find the reply as the text that it adds to the conversation before it."""
     try:
-        before = template.render(messages[:turn], ask_for_reply=True)
-        through = template.render(messages[: turn + 1]) if turn + 1 < len(messages) else text
+        before = render(messages[:turn], ask_for_reply=True)
+        through = render(messages[: turn + 1]) if turn + 1 < len(messages) else text
     except _Unlearnable:  # some templates want a user's message in everything
         return None
     if not through.startswith(before) or not text.startswith(through):
@@ -301,20 +350,20 @@ def _by_prefix(template: Template, messages: Sequence[Message], turn: int, text:
     start, said = len(before), _text_of(messages[turn])
     if said in through[start:]:
         header = through[start : through.index(said, start)]
-        if header.strip() and before == template.render(messages[:turn]):
+        if header.strip() and before == render(messages[:turn]):
             start += len(header)  # of a template that does not know how to ask for a reply
     return start, start + len(_without_blank_end(through[start:], said))
 
 
-def _by_stand_in(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+def _by_stand_in(render: Render, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
     """Find the reply at the place of a stand-in, if the template renders it unchanged.
 
     For templates that render the last reply differently from earlier ones.
     """
     changed = [*messages[:turn], {**messages[turn], "content": _STAND_IN}]
     try:
-        whole = template.render([*changed, *messages[turn + 1 :]]).split(_STAND_IN)
-        alone = template.render(changed).split(_STAND_IN)
+        whole = render([*changed, *messages[turn + 1 :]]).split(_STAND_IN)
+        alone = render(changed).split(_STAND_IN)
     except _Unlearnable:
         return None
     if len(whole) != 2 or len(alone) != 2:

@@ -62,7 +62,7 @@ class PairEncoder:
         prompt, answer = pair["prompt"], pair[name]
         if not any(message.get("content") or message.get("value") or message.get("tool_calls") for message in answer):
             raise UserError(f"{where}: {name} is empty; fix or remove the row")
-        encoded = self._chat.conversation([*prompt, *answer], f"{where}, {name}", len(prompt))
+        encoded = self._chat.conversation([*prompt, *answer], f"{where}, {name}", len(prompt), pair.get("tools", ()))
         assert encoded.supervised is not None
         if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
             raise UserError(

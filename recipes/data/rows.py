@@ -44,6 +44,10 @@ _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "ans
 """Columns of common data sets of questions and answers, such as Alpaca."""
 _BESIDE = ("input", "system")
 """Columns that they may have beside these."""
+_TOOLS = "tools"
+"""Column of the tools that a conversation may call, as JSON schemas."""
+_SHARED = "conversations"
+"""The column of a conversation, as ShareGPT calls it."""
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
 """Columns of pairs of answers, and one of which may be beside them."""
@@ -71,16 +75,20 @@ class Column:
 
     def found(self, names: Collection[str]) -> list[str]:
         """Return which of the columns ``names`` hold the document: this one, or for a conversation a question and its
-        answer, or two; [] if none do."""
-        if self.format == "preference":
-            prompts = [name for name in _PROMPTS if name in names][:1]
-            return [*_SIDES, *prompts, *(["system"] if "system" in names else [])] if {*_SIDES} <= {*names} else []
-        if self.name in names or self.format == "text":
+        answer, or two, and its tools; [] if none do."""
+        if self.format == "text":
             return [self.name] if self.name in names else []
-        if self.name == "messages" and "conversations" in names:  # as ShareGPT calls it
-            return ["conversations"]
-        pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), ())
-        return [*pair, *(name for name in _BESIDE if pair and name in names)]
+        beside: Sequence[str] = ()
+        if self.format == "preference":
+            held: Sequence[str] = _SIDES if {*_SIDES} <= {*names} else ()
+            beside = (*[name for name in _PROMPTS if name in names][:1], "system")
+        elif self.name in names:
+            held = (self.name,)
+        elif self.name == "messages" and _SHARED in names:
+            held = (_SHARED,)
+        else:
+            held, beside = next((pair for pair in _PAIRS if {*pair} <= {*names}), ()), _BESIDE
+        return [*held, *(name for name in (*beside, _TOOLS) if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
         """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do."""
@@ -88,8 +96,9 @@ class Column:
             return found
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
         if self.format == "preference":
+            missing = [name for name in _SIDES if name not in names]
             raise UserError(
-                f"{where} has no columns chosen and rejected; {there}; name them so, as in "
+                f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; name them so: "
                 '{"prompt": "...", "chosen": "...", "rejected": "..."}'
             )
         use = f"use {self.key}={names[0] if names else 'NAME'}"
@@ -111,9 +120,13 @@ class Column:
         if self.format == "preference":
             return _pair(value, where)
         if self.format == "chat":
-            value = _conversation(value) if isinstance(value, dict) else value
+            tools: list[dict[str, Any]] = []
+            if isinstance(value, dict):
+                tools, value = _tools(value.get(_TOOLS), where), self._conversation(value)
+            if value is None:
+                return ""
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-                return value
+                return {"messages": value, _TOOLS: tools} if tools and value else value
             wanted = "a list of messages such as {role: user, content: ...}"
         else:
             if isinstance(value, str | bytes):
@@ -124,16 +137,45 @@ class Column:
             f"column: {self.key}=NAME"
         )
 
+    def _conversation(self, row: Mapping[str, Any]) -> Any:
+        """Return the messages of a row: its column, or a question and its answer, each a text or a list of messages."""
+        for name in (self.name, _SHARED):
+            if name in row:
+                return row[name]
+        pair = next((pair for pair in _PAIRS if {*pair} <= row.keys()), None)
+        if pair is None:
+            return row
+        asked, said = (row[name] for name in pair)
+        if isinstance(asked, str) and row.get("input"):
+            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
+        parts = [("system", row.get("system") or []), ("user", asked), ("assistant", said)]
+        messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
+        return [message for each in messages for message in each]
 
-def _conversation(row: Mapping[str, Any]) -> Any:
-    """Return the messages of a row with a question and its answer, each a text or a list of messages."""
-    question, answer = next(pair for pair in _PAIRS if {*pair} <= row.keys())
-    asked, said = row[question], row[answer]
-    if isinstance(asked, str) and row.get("input"):
-        asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
-    parts = [("system", row.get("system") or []), ("user", asked), ("assistant", said)]
-    messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
-    return [message for each in messages for message in each]
+
+def _tools(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
+    """Return the tools in a column, a list or its JSON text; [] if it is empty. Raises ``UserError`` for all else."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value or "[]")
+        except ValueError:
+            found = value
+    if found is None or found == []:
+        return []
+    if not _is_conversation(found):
+        raise UserError(
+            f"{where()}: column {_TOOLS!r} is {_described(value)}, not a list of JSON schemas; fix the row, or "
+            "give the column another name"
+        )
+    return without_nulls(found)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return plain data without the keys that are null: columns of tables are never absent."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _pair(row: Mapping[str, Any], where: Callable[[], str]) -> dict[str, list[dict[str, Any]]]:
@@ -156,12 +198,17 @@ def _pair(row: Mapping[str, Any], where: Callable[[], str]) -> dict[str, list[di
     if not asked and isinstance(prompt, str | list) and (isinstance(prompt, str) or _is_conversation(prompt)):
         asked = _as_messages("user", prompt)
     if not asked:
-        raise UserError(
-            f"{where()}: what these answers reply to is {_described(prompt)}, not text or a list of messages; give it "
-            f"in the column {_PROMPTS[0]!r}"
-        )
-    system = row.get("system")
-    return {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
+        need = f"give what both reply to in the column {_PROMPTS[0]!r}"
+        if prompt is not None:
+            reason = f"what these answers reply to is {_described(prompt)}, not text or a list of messages"
+        elif isinstance(row["chosen"], str):
+            reason, need = "it has two answers and no prompt", f"{need}, apart from the answers"
+        else:
+            reason = "chosen and rejected begin with different messages"
+        raise UserError(f"{where()}: {reason}; {need}")
+    system, tools = row.get("system"), _tools(row.get(_TOOLS), where)
+    prompted = {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
+    return {**prompted, _TOOLS: tools} if tools else prompted
 
 
 def _is_conversation(value: Any) -> bool:

@@ -13,7 +13,8 @@ from serried.recipes.data.progress import Progress
 SPLITS = ("train", "validation")
 
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
-"""A document: text, the messages of a conversation, or those of ``prompt``, ``chosen`` and ``rejected``."""
+"""A document: text; the messages of a conversation, as ``messages`` beside ``tools`` if it may call any; or those of
+``prompt``, ``chosen`` and ``rejected``, and such ``tools``."""
 
 
 class Row(NamedTuple):

@@ -215,7 +215,11 @@ def _composed(line: CommandLine) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key = str(error.full_key).partition("[")[0]
         given = f"{key}={shown(value_at(key, OmegaConf.to_container(config)))} ({_origins(line).of(key)})"
-        raise UserError(f"{given} cannot be filled in: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if unset := re.search("Environment variable '(.+)' not found", reason):
+            cure = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
+            reason = f"the environment variable {unset[1]} is not set; {cure}"
+        raise UserError(f"{given} cannot be filled in: {reason}") from None
 
 
 @functools.lru_cache(maxsize=64)  # of a sweep, most runs choose the same files

@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -583,6 +584,8 @@ class SlurmSection(Section):
     """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
     gpus_per_node: PositiveCount | None = None
     """GPUs on each node; ``launch.processes`` follows it."""
+    gpu_type: _Word | None = None
+    """Type of these GPUs, on clusters with several: ``a100``."""
     cpus_per_node: PositiveCount | None = None
     """CPU cores on each node."""
     memory: _Word | None = None
@@ -595,6 +598,8 @@ class SlurmSection(Section):
     """Jobs to wait for: ``afterok:123``."""
     array_concurrency: PositiveCount | None = None
     """Runs of a sweep (``-m``) at a time; all when null."""
+    options: str | None = None
+    """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
     modules: str | None = None
     """Environment modules to load, separated by spaces."""
     setup: str | None = None
@@ -614,12 +619,46 @@ class SlurmSection(Section):
     """Print the script and stop."""
 
     def _mistakes(self) -> Iterator[str]:
+        if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
+            yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
+        if self.gpu_type and self.gpus_per_node is None:
+            yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
+        yield from _wrong_options(self.options)
         limit = self.time_minutes and self.time_minutes * 60
         if limit and self.signal_seconds >= limit:
             yield (
                 f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
                 f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
             )
+
+
+_KEYS_OF_SBATCH = {
+    "job-name": "run.name", "output": "run.dir", "nodes": "launch.nodes", "gpus-per-node": "slurm.gpus_per_node",
+    "gres": "slurm.gpus_per_node", "cpus-per-task": "slurm.cpus_per_node", "mem": "slurm.memory",
+    "time": "slurm.time_minutes", "signal": "slurm.signal_seconds", "array": "slurm.array_concurrency",
+    "no-requeue": "slurm.requeue",
+    **{name: f"slurm.{name}" for name in (
+        "partition", "account", "qos", "reservation", "constraint", "exclude", "dependency", "requeue",
+    )},
+}  # fmt: skip
+"""Options of sbatch that have a key."""
+
+
+def _wrong_options(options: str | None) -> Iterator[str]:
+    """Yield what is wrong with ``slurm.options``."""
+    try:
+        words = shlex.split(options or "")
+    except ValueError as error:
+        yield f"slurm.options={options} cannot be split into words: {error}; e.g. slurm.options=--exclusive"
+        return
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
+            yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
+        elif name in _KEYS_OF_SBATCH:
+            yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
+        elif name in ("ntasks", "ntasks-per-node", "open-mode"):
+            yield f"slurm.options: --{name} must be what serried sets; leave it out"
 
 
 class PlanSection(Section):

@@ -250,7 +250,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         "job-name": config.run.name,
         "nodes": config.launch.nodes or 1,
         "ntasks-per-node": 1,
-        "gpus-per-node": gpus,
+        "gpus-per-node": f"{slurm.gpu_type}:{gpus}" if slurm.gpu_type else gpus,
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory,
         **{name: getattr(slurm, name) for name in _SAME_NAMES},
@@ -263,6 +263,10 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
     if is_array and slurm.array_concurrency:
         wanted["array"] = f"{wanted['array']}%{slurm.array_concurrency}"
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
+    options += [
+        f"{name}={shlex.quote(value)}" if given else name
+        for name, given, value in (word.partition("=") for word in shlex.split(slurm.options or ""))
+    ]
     return [*options, "--requeue" if slurm.requeue else "--no-requeue"]
 
 

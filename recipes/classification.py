@@ -14,9 +14,10 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
 from serried.configs.plain_data import read_json
 from serried.configs.schema import WHOLE, RunConfig
-from serried.configs.tasks import SampledSection
+from serried.configs.tasks import LabelledSection, SampledSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
+from serried.recipes.data.files import assignment
 from serried.recipes.data.labelled import LabelledData
 from serried.recipes.models.head import IGNORE
 from serried.recipes.models.hugging_face_model import fragments_of
@@ -64,8 +65,15 @@ class Classification(Task):
 
     @functools.cached_property
     def _data(self) -> LabelledData:
-        found = self.open_samples()
-        return found if self._classes is None else found.numbered_as(self._classes, f"task.path={self.config.path}")
+        found, typed = self.open_samples(), assignment("task.path", self.config.path)
+        if self._classes is not None:
+            return found.numbered_as(self._classes, typed)
+        if isinstance(self.config, LabelledSection) and len(found.classes) < 2:
+            raise UserError(
+                f"all training samples of {typed} are of one class, {found.classes[0]!r}, so there is nothing to tell "
+                "apart; give samples of others too, or name the column of the labels: task.label_column=NAME"
+            )
+        return found
 
     @property
     def classes(self) -> Sequence[str]:

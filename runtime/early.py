@@ -16,6 +16,10 @@ from types import FrameType
 
 from serried.configs.errors import EXIT_STOPPED
 
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to stop: from preemption and torchrun, Ctrl-C, Slurm before a time limit, and a terminal that
+closed."""
+
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, if that is ``launch=local``."""
 EXIT_UNREPORTED = 74
@@ -47,7 +51,7 @@ def _was_started_as(module: str, file: str) -> bool:
     return os.path.basename(getattr(main, "__file__", None) or "") == file  # noqa: PTH119
 
 
-def end_in_one_line(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
+def end_in_one_line(numbers: Iterable[signal.Signals] = ASKING) -> None:
     """Make the signals ``numbers`` end this process in one line from here on."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup may ignore them

@@ -15,11 +15,8 @@ from typing import Any, NoReturn
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 from serried.runtime.deadline import deadline_of_job
-from serried.runtime.early import LAUNCHER
+from serried.runtime.early import ASKING, LAUNCHER
 from serried.runtime.ending import STATUS_DECIDES, code_for_agent
-
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""From preemption and torchrun, Ctrl-C, Slurm before a time limit, and a terminal that closed."""
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: the process of the sweep that started this run."""

@@ -144,7 +144,7 @@ import gc, signal, sys
 import serried
 import torch, torch.distributed as dist
 from own_task import Points
-from serried.runtime.signals import ASKING
+from serried.runtime.early import ASKING
 
 def settings():
     return (

@@ -49,6 +49,11 @@ MISTAKES = [
         _mistake(f"a time limit in Slurm's words, {given}", f"slurm.time={given}", f"slurm.time_minutes={minutes}?")
         for given, minutes in (("4:00:00", 240), ("90:30", 91), ("1-12", 2160), ("1-00:30:00", 1470), ("45", 45))
     ),
+    _mistake("an option of sbatch", "slurm.mail_user=a", "further options of sbatch are one key", "'slurm.options="),
+    _mistake("no option", "slurm.options=-x", "'-x' is not of the form --name=value or --name"),
+    _mistake("an option with a key", 'slurm.options="--time=3"', "--time is set by slurm.time_minutes; use that key"),
+    _mistake("no size", "slurm.memory=64X", "slurm.memory=64X is not a size", "slurm.memory=64G"),
+    _mistake("type without number", "slurm.gpu_type=a100", "needs their number; e.g. slurm.gpus_per_node=8"),
     _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
     _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
     _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),
@@ -107,6 +112,7 @@ MISTAKES = [
     _mistake("section as key", "trainer=5", "trainer is a section", "global_batch"),
     _mistake("below a value", "trainer.steps.x=1", "trainer.steps=1"),
     _mistake("deletion", "~trainer.steps", "cannot be deleted", "trainer.steps=1000"),
+    _mistake("unset variable", "run.name=${oc.env:NOPE}", "variable NOPE is not set", "default: ${oc.env:NOPE,VALUE}"),
     _mistake("reference", "run.name=${nope}", "run.name=${nope} (command line)", "not found"),
     # values
     _mistake("no number", "trainer.steps=abc", "trainer.steps=abc (command line) is not a whole number", "10k, 2M"),

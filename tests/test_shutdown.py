@@ -33,6 +33,7 @@ from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
 from serried.program import main
 from serried.records.trackers.processes import Trackers
+from serried.runtime.early import ASKING
 from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
@@ -116,7 +117,7 @@ def goes_on_as_undisturbed(cluster: Cluster, argv: list[str], run_dir: Path, und
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ASKING)
 def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "hydra.py").write_text(f"import os; os.kill(os.getpid(), {number.value}); raise SystemExit('went on')")
     done = subprocess.run(

@@ -237,7 +237,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         "column": '{"text": "a", "kind": 1}',
         "text": '{"text": 5, "label": 1}',
         "json": "{",
-        "blank": '{"text": "", "label": 1}',
+        "blank": '{"text": "", "label": 1}\n{"text": "good", "label": 0}',
         "empty": "",
     }
     for name, row in wrong.items():
@@ -245,9 +245,11 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     for name, label in (("rows", "pos"), ("null", None)):
         rows = datasets.Dataset.from_dict({"text": ["good film"] * 6, "label": ["neg"] * 5 + [label]})
         rows.to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "train.csv").write_text("text,label\ngood,pos\nfine,pos\n")
     (tmp_path / "classes").mkdir()
     for name, label in (("train", "a"), ("val", "b")):
-        (tmp_path / "classes" / f"{name}.csv").write_text(f"text,label\ngood,{label}\n")
+        (tmp_path / "classes" / f"{name}.csv").write_text(f"text,label\ngood,{label}\nfine,c\n")
     for words, told in (
         ([f"task.path={tmp_path / 'column.jsonl'}"], "row 1 has the columns text, kind; use task.label_column="),
         ([f"task.path={tmp_path / 'text.jsonl'}"], "row 1: needs a text"),
@@ -255,7 +257,8 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
         ([f"task.path={tmp_path / 'blank.jsonl'}", "dry_run=false"], "the text of row 1 has no tokens"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
-        ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a"),
+        ([f"task.path={tmp_path / 'one'}"], "are of one class, 'pos', so there is nothing to tell apart; give samples"),
+        ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a, c"),
         ([f"task.path={tmp_path / 'null'}"], "has the label None, which is not a class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.configs.model_folder import CONFIG
+from serried.configs.plain_data import read_json
 from serried.parallel.fragments import Fragment
 from serried.parallel.held import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.model import DistributedModel
@@ -218,12 +220,21 @@ def _check(
             *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
         ]
         raise UserError(
-            f"{folder.folder} holds a different model than this command describes: {'; '.join(problems)}; "
-            "use the model.* keys it was trained with (see its config.json)"
+            f"{folder.folder} holds a different model than this command describes: {'; '.join(problems)}; use the task "
+            f"and the model.* keys it was trained with (see its config.json{_class_in(folder.folder)})"
         )
     for name in floats:
         if not folder.specs[name].dtype.is_floating_point:
             raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
+
+
+def _class_in(folder: Path) -> str:
+    """Return ``: LlamaForCausalLM`` if the ``config.json`` of ``folder`` names that class, else nothing."""
+    try:
+        (name,) = read_json(folder / CONFIG)["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f": {name}" if isinstance(name, str) else ""
 
 
 def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:

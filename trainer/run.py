@@ -138,10 +138,8 @@ def _write_page(config: RunConfig, console: Console) -> None:
         write_report([config.run.dir], path)
     except Exception as error:
         console.log(traceback.format_exc())
-        why = (str(error).splitlines() or [""])[0]
-        console.say(
-            f"WARNING    {path} was not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
-        )
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        console.say(f"WARNING    {path} was not written ({why}); try: serried report {config.run.dir}")
 
 
 def _tell_end(config: RunConfig, step: int, failure: Failure) -> None:

@@ -101,10 +101,6 @@ def explain(
             missing.append(path)
             continue
         sentences.setdefault(path, _sentence(path, mistake, config, origins, groups))
-    typed = [origins.typed[path] for path in sentences if path in origins.typed]
-    for path in [*sentences]:
-        if path and path not in origins.typed and value_at(path, config) in typed:
-            del sentences[path]  # it refers to the key that was typed
     if missing:
         # One sentence for all: usually several are missing together.
         examples = " ".join(all_keys()[path if path in all_keys() else keys_of(path)[0]].override for path in missing)

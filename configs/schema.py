@@ -621,7 +621,10 @@ class SlurmSection(Section):
     def _mistakes(self) -> Iterator[str]:
         if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
             yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
-        if self.gpu_type and self.gpus_per_node is None:
+        if self.gpu_type and ":" in self.gpu_type:
+            kind, _, number = self.gpu_type.partition(":")
+            yield f"slurm.gpu_type={self.gpu_type}: use slurm.gpu_type={kind} slurm.gpus_per_node={number}"
+        elif self.gpu_type and self.gpus_per_node is None:
             yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
         yield from _wrong_options(self.options)
         limit = self.time_minutes and self.time_minutes * 60
@@ -655,10 +658,10 @@ def _wrong_options(options: str | None) -> Iterator[str]:
         name = word.partition("=")[0].removeprefix("--")
         if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
             yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
-        elif name in _KEYS_OF_SBATCH:
+        elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
             yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
-        elif name in ("ntasks", "ntasks-per-node", "open-mode"):
-            yield f"slurm.options: --{name} must be what serried sets; leave it out"
+        elif name in ("ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "wait"):
+            yield f"slurm.options: --{name} is not for the user of serried to set; leave it out"
 
 
 class PlanSection(Section):

@@ -2,7 +2,6 @@
 backward."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,22 +53,17 @@ class Float8:
         # No module is public whose weights keep their place: so its function is taken, with what it is called with.
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-        self.gathers, self.emulates = gathers, emulates
+        self.gathers = gathers
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(recipe),
             round_scales_to_power_of_2=True,
             pad_inner_dim=True,  # where a micro-batch has a number of tokens that is not a multiple of 16
+            emulate=emulates,
         )
-        self._config, self._multiply = config, matmul_with_hp_or_float8_args.apply
         # It also repairs a fault of torch.compile on GPUs that torchao knows of.
-        convert = partial(convert_to_float8_training, nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"))
-        self._native, self._emulated = (
-            convert(config=dataclasses.replace(config, emulate=each)).linear_mm_config for each in (False, True)
-        )
-
-    @property
-    def _products(self) -> Any:
-        return self._emulated if self.emulates else self._native
+        layer = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)
+        self._config, self._products = config, layer.linear_mm_config
+        self._multiply = matmul_with_hp_or_float8_args.apply
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         # Rounded to bf16 first, as FSDP2 gathers it.

@@ -14,7 +14,7 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
 from serried.configs.plain_data import read_json
 from serried.configs.schema import WHOLE, RunConfig
-from serried.configs.tasks import LabelledSection, SampledSection
+from serried.configs.tasks import LabelledSection, SampledSection, TextsSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.files import assignment
@@ -69,9 +69,10 @@ class Classification(Task):
         if self._classes is not None:
             return found.numbered_as(self._classes, typed)
         if isinstance(self.config, LabelledSection) and len(found.classes) < 2:
+            named = ", or name the column of the labels: task.label_column=NAME"
             raise UserError(
                 f"all training samples of {typed} are of one class, {found.classes[0]!r}, so there is nothing to tell "
-                "apart; give samples of others too, or name the column of the labels: task.label_column=NAME"
+                f"apart; give samples of others too{named * isinstance(self.config, TextsSection)}"
             )
         return found
 

@@ -233,6 +233,26 @@ def test_calls_and_tools_that_a_template_leaves_out_are_refused(
         encode(tokenizer, TOOLS, {"messages": [PLAIN[0], calling], "tools": [ADD]})
 
 
+def test_a_call_that_a_template_shows_in_its_own_way_is_learned(tokenizer: HuggingFaceTokenizer) -> None:
+    """As DeepSeek V3's: calls only of messages without content; tools without asking whether there are any."""
+    template = (
+        "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% for message in messages %}"
+        "{% if message.content is none %}{{ '<|assistant|>' + message.tool_calls[0].function.name + eos_token }}"
+        "{% elif message.role == 'user' %}{{ '<|user|>' + message.content }}"
+        "{% else %}{{ '<|assistant|>' + message.content + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    messages = [PLAIN[0], {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]
+    encoded = encode(tokenizer, template, {"messages": messages, "tools": [ADD]})
+    assert learned(tokenizer, encoded) == ["add</s>"]
+
+
+def test_calls_in_conversations_of_sharegpt_are_kept(tokenizer: HuggingFaceTokenizer) -> None:
+    call = {"function": {"name": "add", "arguments": {}}}
+    shared = [{"from": "human", "value": "Add."}, {"from": "gpt", "value": "", "tool_calls": [call]}]
+    assert learned(tokenizer, encode(tokenizer, TOOLS, shared)) == ['{"name": "add", "arguments": {}}<|im_end|>']
+
+
 def test_parts_of_text_are_one_text_and_others_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "two and two?"}]
     whole = encode(tokenizer, CHATML, [{"role": "user", "content": parts}, PLAIN[1]])
@@ -240,6 +260,8 @@ def test_parts_of_text_are_one_text_and_others_are_refused(tokenizer: HuggingFac
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(UserError, match=r"message 1 \(user\) has a part of type 'image_url' in its content, and only"):
         encode(tokenizer, CHATML, [{"role": "user", "content": [*parts, image]}, PLAIN[1]])
+    with pytest.raises(UserError, match=r"message 1 \(user\) has a part without text in its content"):
+        encode(tokenizer, CHATML, [{"role": "user", "content": [{"type": "text", "text": None}]}, PLAIN[1]])
 
 
 def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer) -> None:

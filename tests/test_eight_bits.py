@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from benchmarks.parity import CUTS, Curve, Cut, compare, run
 from harness import runs
@@ -78,10 +79,18 @@ def test_products_are_rounded_and_do_not_depend_on_how_tokens_are_grouped(recipe
     assert products(product, larger, weight, gradient)[0][:30].equal(whole[0][:30]) or recipe == "tensorwise"
 
 
+def uses_torchs(profiled: profile) -> bool:
+    return any(each.key == "aten::_scaled_mm" for each in profiled.key_averages())
+
+
 def test_emulated_products_are_torchs_own_but_for_the_order_of_sums() -> None:
     torch.manual_seed(1)
     x, weight, gradient = torch.randn(16, 32), torch.randn(48, 32), torch.randn(16, 48)
-    found = [products(Float8("tensorwise", emulates=each), x, weight, gradient) for each in (True, False)]
+    found = []
+    for emulates in (True, False):
+        with profile() as profiled:
+            found.append(products(Float8("tensorwise", emulates=emulates), x, weight, gradient))
+        assert uses_torchs(profiled) != emulates
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-5)  # bf16 has 8 bits
 
@@ -90,8 +99,10 @@ def test_a_rowwise_run_learns_as_in_bf16_and_resumes_with_the_same_bits_from_the
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = (*WIDE, "trainer.deterministic=true", "trainer.eval_every=6", "precision=float8")
-    ended = run_here(tiny_overrides(text, tmp_path / "whole", *more))
+    with profile() as profiled:
+        ended = run_here(tiny_overrides(text, tmp_path / "whole", *more))
     assert ended.code == 0, ended.printed
+    assert not uses_torchs(profiled), "they take minutes on a CPU"
     assert (
         "precision  float8 products (rowwise, emulated on this CPU) in 7 of 7 linear layers of the blocks, bf16 "
         "products elsewhere; fp32 parameters"

@@ -385,19 +385,16 @@ def test_script_is_the_one_for_use_by_hand_with_other_settings() -> None:
 
 
 def test_type_of_gpus_and_further_options_are_in_the_script() -> None:
-    more = "slurm.options=\"--mail-user=me@example.org --comment='two words' --exclusive\""
+    more = "slurm.options=\"--mail-user=me@example.org --comment='two words' --exclusive --gres=lscratch:9\""
     lines = points("slurm.gpus_per_node=4", "slurm.gpu_type=a100", more, "optim.lr=1e-3,3e-3").splitlines()
     assert [line for line in lines if line.startswith("#SBATCH --gpus")] == ["#SBATCH --gpus-per-node=a100:4"]
-    own = ["#SBATCH --mail-user=me@example.org", "#SBATCH --comment='two words'", "#SBATCH --exclusive"]
+    own = [
+        "#SBATCH --mail-user=me@example.org",
+        "#SBATCH --comment='two words'",
+        "#SBATCH --exclusive",
+        "#SBATCH --gres=lscratch:9",
+    ]
     assert [line for line in lines if line in own] == own
-
-
-def test_a_value_that_another_key_takes_over_is_one_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    from serried.program import main
-
-    assert main(["launch=slurm", "slurm.gpus_per_node=a100:4", "slurm.dry_run=true"]) == 78
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "slurm.gpus_per_node=a100:4 (command line) is not a whole number" in line
 
 
 def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,10 +120,14 @@ TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIG
 @pytest.mark.parametrize("number", ASKING)
 def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "hydra.py").write_text(f"import os; os.kill(os.getpid(), {number.value}); raise SystemExit('went on')")
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    before = signal.signal(number, signal.SIG_DFL)  # tests under nohup ignore SIGHUP, and so would what they start
+    try:
+        done = subprocess.run(
+            [sys.executable, "train.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+    finally:
+        signal.signal(number, before)
     assert done.returncode == 75
     said = f"stopped: {number.name} before training began; the same command starts it\n"
     assert (done.stdout, done.stderr) == ("", said)

@@ -76,7 +76,9 @@ class ChatEncoder:
         found = []
         for row in rows:
             content: Any = row.content
-            messages, tools = (content["messages"], content["tools"]) if isinstance(content, dict) else (content, ())
+            messages, tools = content, ()
+            if isinstance(content, dict):
+                messages, tools = content.get("messages"), content.get("tools") or ()
             found.append(self.conversation(messages, row_of_unit(row, unit), tools=tools))
         return found
 
@@ -89,7 +91,7 @@ class ChatEncoder:
             render = partial(self._template.render, tools=tools)
             _check_calls(render, self._template.name, messages)
             text, replies = _replies(render, messages, first)
-            if tools and self._template.render(messages) == text:
+            if tools and _rendered(self._template, messages) == text:
                 raise _Unlearnable(
                     f"{self._template.name} shows no tools, so training would not see which may be called; use a "
                     "template that does, data.chat_template=FILE, or remove the column 'tools'"
@@ -276,7 +278,8 @@ def _message(message: Message, where: str) -> Message:
         if message["from"] not in _ROLES:
             known = ", ".join(_ROLES)
             raise UserError(f"{where} is from {message['from']!r}, which is not one of {known}; use these roles")
-        message = {"role": _ROLES[message["from"]], "content": message.get("value")}
+        kept = {key: value for key, value in message.items() if key not in ("from", "value")}
+        message = {**kept, "role": _ROLES[message["from"]], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         has = ", ".join(message) or "nothing"
         raise UserError(f"{where} has no role (it has {has}); messages are {{role, content}} or {{from, value}}")
@@ -289,10 +292,11 @@ def _message(message: Message, where: str) -> Message:
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in said]
         other = next((part for part, text in zip(said, texts, strict=True) if not isinstance(text, str)), None)
         if other is not None:
-            kind = f"type {other['type']!r}" if isinstance(other, dict) and "type" in other else repr(other)
+            kind = other.get("type", "text") if isinstance(other, dict) else "text"
+            part = "a part without text" if kind == "text" else f"a part of type {kind!r}"
             raise UserError(
-                f"{where} ({message['role']}) has a part of {kind} in its content, and only text is trained on; fix or "
-                "remove the row"
+                f"{where} ({message['role']}) has {part} in its content, and only text is trained on; fix or remove "
+                "the row"
             )
         return {**message, "content": "".join(texts)}
     if not isinstance(said, str):
@@ -302,17 +306,30 @@ def _message(message: Message, where: str) -> Message:
     return message
 
 
+def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
+    """Return the text of a conversation without tools; None: the template wants some."""
+    try:
+        return template.render(messages)
+    except _Unlearnable:
+        return None
+
+
 def _check_calls(render: Render, template: str, messages: Sequence[Message]) -> None:
     """Raise ``_Unlearnable`` if calls of tools are not rendered."""
-    said = [{**message, "content": message["content"] or ""} for message in messages]
-    for number, message in enumerate(said):
-        if not message.get("tool_calls"):
-            continue
-        silent = {key: value for key, value in message.items() if key != "tool_calls"}
+    calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
+    if not calling:
+        return
+    try:
+        text = render(messages)
+    except _Unlearnable:  # some templates know no message without content
+        messages = [{**message, "content": message["content"] or ""} for message in messages]
+        text = render(messages)
+    for number in calling:
+        silent = {key: value for key, value in messages[number].items() if key != "tool_calls"}
         try:
-            is_dropped = render(said) == render([*said[:number], silent, *said[number + 1 :]])
+            is_dropped = text == render([*messages[:number], silent, *messages[number + 1 :]])
         except _Unlearnable:
-            continue  # the template wants the calls, or the caller finds out
+            continue  # the template wants the calls
         if is_dropped:
             raise _Unlearnable(
                 f"{template} leaves out the tool_calls of message {number + 1} (assistant); use a template that shows "
@@ -332,8 +349,9 @@ def _replies(render: Render, messages: Sequence[Message], first: int) -> tuple[s
         if reply is None:
             raise _Unlearnable(
                 f"the template renders message {turn + 1} (assistant) differently once others follow: it drops or "
-                "changes earlier replies, most likely their reasoning, so training would not see what was said; "
-                "end the conversation there, leave the reasoning out, or use another template: data.chat_template=FILE"
+                "changes earlier replies, most likely their reasoning, or shows tools only before the last question, "
+                "so training would not see what was said; end the conversation there, leave that out, or use another "
+                "template: data.chat_template=FILE"
             )
     return text, [reply for reply in replies if reply is not None]
 

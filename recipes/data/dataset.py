@@ -64,7 +64,7 @@ class TokenDataset:
         """``split`` is ``train`` or ``validation``; raises ``UserError`` if it has less than one window."""
         self._stream = prepared.stream(split)
         if self._stream.tokens <= (1 if to_end else sequence_length):
-            raise _nothing_to_predict(split) if to_end else _too_short(prepared, split, sequence_length)
+            raise _nothing_to_predict("data") if to_end else _too_short(prepared, split, sequence_length)
         self._length = (self._stream.tokens - 1) // sequence_length
         if to_end:
             self._length = -(-(self._stream.tokens - 1) // sequence_length)
@@ -118,7 +118,7 @@ class PackedDataset:
         self._isolate = isolate_documents
         pieces = find_pieces(self._stream, sequence_length, truncate=self._stream.is_supervised)
         if not len(pieces.starts):
-            raise _nothing_to_predict(split)
+            raise _nothing_to_predict(f"{split} split")
         if self._stream.is_supervised and pieces.cut_documents:
             _check_cut(prepared, self._stream, split, pieces, sequence_length)
         packing = best_fit(pieces.lengths, sequence_length + 1)
@@ -171,7 +171,7 @@ def open_dataset(
     prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
 ) -> TokenDataset | PackedDataset:
     """Return the split ``train`` or ``validation`` as a dataset, as ``data.packing`` and ``data.isolate_documents``
-    say. ``to_end``: no token is left over, as in measuring a text, where sequences need not be full."""
+    say. ``to_end``: without packing no token is left over, as in measuring a text, whose sequences need not be full."""
     length, isolate = section.sequence_length, section.isolate_documents
     if section.packing == "best_fit":
         return PackedDataset(prepared, split, length, isolate_documents=isolate)
@@ -213,10 +213,9 @@ def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Piec
         )
 
 
-def _nothing_to_predict(split: str) -> UserError:
+def _nothing_to_predict(what: str) -> UserError:
     return UserError(
-        f"the {split} split has no document of two tokens or more, so there is nothing to predict; give more text in "
-        "data.path"
+        f"the {what} has no document of two tokens or more, so there is nothing to predict; give more text in data.path"
     )
 
 

@@ -159,7 +159,7 @@ def _tools(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
     if isinstance(value, str):
         try:
             found = json.loads(value or "[]")
-        except ValueError:
+        except (ValueError, RecursionError):
             found = value
     if found is None or found == []:
         return []

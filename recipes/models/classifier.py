@@ -3,7 +3,6 @@
 import importlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG, model_folder, without_code
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.tasks import SampledSection
-from serried.parallel.products import import_torchao
+from serried.parallel.products import import_torchao_before_transformers
 
 
 def build_classifier(
@@ -26,8 +25,7 @@ def build_classifier(
 
     Raises ``UserError`` if there is no such model.
     """
-    if find_spec("torchao"):  # transformers imports it too, and then it prints which GPU kernels it lacks
-        import_torchao()
+    import_torchao_before_transformers()
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:

@@ -24,7 +24,7 @@ from serried.configs.model_folder import without_code
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import import_torchao
+from serried.parallel.products import import_torchao_before_transformers
 from serried.recipes.models.attention import causal_mask
 from serried.recipes.models.family import LossFamily
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
@@ -70,8 +70,7 @@ class HuggingFaceModel(LossFamily):
         return model
 
     def _of_transformers(self) -> Any:
-        if find_spec("torchao"):  # transformers imports it too, and then it prints which GPU kernels it lacks
-            import_torchao()
+        import_torchao_before_transformers()
         import transformers
 
         path, found = self.section.path, self.section.architecture

@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.context import context_points
-from serried.parallel.eight_bits import Float8
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import empty
@@ -288,7 +287,7 @@ def _trace_rank(
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
             _answer_what_needs_data(parallel, model.plan, layout, border)
             if config.launch.device != "cpu":
-                _compute_as_on_a_gpu(parallel, model.plan)
+                _attend_as_on_a_gpu(parallel, model.plan)
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
             low_dtype = LOW_DTYPES[config.precision.name]
@@ -346,13 +345,9 @@ def _answer_what_needs_data(
             mixture.dispatch.sizes = evenly
 
 
-def _compute_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
-    """Let context ranks attend without the masks of queries x keys that only a CPU needs, and products in float8 do
-    without copies in fp32."""
+def _attend_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
+    """Let context ranks attend without the masks of queries x keys that only a CPU needs."""
     for module in parallel.modules:
-        for layer in module.modules():
-            if isinstance(product := getattr(layer, "product", None), Float8):
-                product.emulates = False
         for point in context_points(module, plan):
             point.context.mask = partial(_without_places, point.context)
 

@@ -7,7 +7,6 @@ A layer keeps its class, the names of its parameters and its hooks; its attribut
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any, NamedTuple
@@ -117,13 +116,6 @@ def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) 
             f"{setting} needs torchao>=0.18, and the one that is installed lacks what it uses ({error}); use: pip "
             f"install -U 'torchao>=0.18', or {instead}"
         ) from None
-
-
-def import_torchao_before_transformers() -> None:
-    """If torchao is installed, transformers imports it, and then it prints which GPU kernels it lacks."""
-    if find_spec("torchao"):
-        with suppress(ImportError, AttributeError):  # of another version: it is not needed here
-            import_torchao()
 
 
 def import_torchao() -> None:

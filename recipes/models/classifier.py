@@ -1,6 +1,5 @@
 """Models of transformers that give scores to classes: of images, texts or tokens."""
 
-import importlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG, model_folder, without_code
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.tasks import SampledSection
-from serried.parallel.products import import_torchao_before_transformers
+from serried.recipes.models.hugging_face_model import import_transformers
 
 
 def build_classifier(
@@ -25,9 +24,8 @@ def build_classifier(
 
     Raises ``UserError`` if there is no such model.
     """
-    import_torchao_before_transformers()
     try:
-        transformers = importlib.import_module("transformers")
+        transformers = import_transformers()
     except ImportError:
         raise UserError(f"task.model={section.model} needs transformers; use: pip install 'transformers>=5'") from None
     folder = model_folder(section.model, "*.json", *["*.safetensors"] * section.pretrained, key="task.model")

@@ -5,6 +5,7 @@ Parameters keep their names. Code beside a model (``trust_remote_code``) is neve
 Shapes: B batch, S sequence, D dim, V vocabulary.
 """
 
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from serried.configs.model_folder import without_code
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import import_torchao_before_transformers
+from serried.parallel.products import import_torchao
 from serried.recipes.models.attention import causal_mask
 from serried.recipes.models.family import LossFamily
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
@@ -70,9 +71,7 @@ class HuggingFaceModel(LossFamily):
         return model
 
     def _of_transformers(self) -> Any:
-        import_torchao_before_transformers()
-        import transformers
-
+        transformers = import_transformers()
         path, found = self.section.path, self.section.architecture
         kind = found.get("model_type")
         try:
@@ -151,6 +150,14 @@ class HuggingFaceModel(LossFamily):
         del end_token  # the folder's own stays
         own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
         return without_code(self.section.architecture) | own
+
+
+def import_transformers() -> Any:
+    """Import transformers, without what torchao, which it imports too, prints of GPU kernels that are not there."""
+    if find_spec("torchao"):
+        with suppress(ImportError, AttributeError):  # of another version: it is not needed here
+            import_torchao()
+    return importlib.import_module("transformers")
 
 
 def _roles_of(model: Any) -> dict[str, str]:

@@ -661,7 +661,7 @@ def _wrong_options(options: str | None) -> Iterator[str]:
         elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
             yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
         elif name in ("ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "wait"):
-            yield f"slurm.options: --{name} is not for the user of serried to set; leave it out"
+            yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"
 
 
 class PlanSection(Section):

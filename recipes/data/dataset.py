@@ -83,8 +83,8 @@ class TokenDataset:
         start = index * self._sequence_length
         stop = min(start + self._sequence_length + 1, self._stream.tokens)
         window = self._stream.read(start, stop).astype(np.int64)
-        missing = self._sequence_length + 1 - len(window)
-        window = np.pad(window, (0, missing))
+        if missing := self._sequence_length + 1 - len(window):
+            window = np.pad(window, (0, missing))
         tokens, targets = window[:-1], window[1:]
         if self._all_learned and not self._isolate and not missing:
             return Sample(tokens, targets)

@@ -20,7 +20,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from serried.trainer.loader import BatchLoader, Reader
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.pulse import Pulse
 from serried.trainer.sampler import BatchShare, SampleOrder
+from serried.trainer.task import to_device
 from serried.trainer.trainer import Trainer
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
@@ -127,7 +128,7 @@ def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer
     return Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
 
 
-def hand_written(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Iterator[None]:
+def hand_written(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Generator[None]:
     """The loop one would write for this job alone."""
     model: Any = recipe.build_model()
     strategy, world, is_low = config.parallel.strategy, _world(), config.precision.name == "bf16"
@@ -153,7 +154,7 @@ def hand_written(config: Any, recipe: CausalLM, device: torch.device, *, compile
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    batches = _take(config, recipe, 8)
+    batches = [[to_device(batch, device) for batch in step] for step in _take(config, recipe, 8)]
     count = len(batches[0])
     step = 0
     while True:

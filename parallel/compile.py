@@ -47,7 +47,8 @@ def check_blocks(
 def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
     """Let the blocks of ``module``, the model or a stage of it, be compiled when they first run. Returns their number.
 
-    Call it after ``checkpoint_blocks``.
+    A module with a method ``compile_parts`` is asked to compile of itself what it can. Call it after
+    ``checkpoint_blocks``.
     """
     # Of selective checkpointing: that operations in place might be wrong. A test has them.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -65,6 +66,9 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
             each.context.attend = torch.compiler.disable(each.context.attend)  # type: ignore[method-assign]
     blocks: list[Any] = [module.get_submodule(name) for name in check_blocks(module, plan)]
     here = [block for block in blocks if any(True for _ in block.parameters())]  # others are in another stage
+    for part in module.modules():
+        if compile_parts := getattr(part, "compile_parts", None):
+            compile_parts()
     for block in here:
         block.forward = partial(_run, torch.compile(block.forward, dynamic=False), block.forward)
     return len(here)

@@ -9,6 +9,7 @@ tests/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C li
 
 import hashlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -55,11 +56,24 @@ def _rows(
     row_numbers = int(np.prod(shape[1:], dtype=np.int64))
     block_rows = max(1, _BLOCK_NUMBERS // max(1, row_numbers))
     out = np.empty((rows, row_numbers), dtype=np.float32)
-    for block in range(first_row // block_rows, -(-(first_row + rows) // block_rows)):
+
+    def fill(block: int) -> None:
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest(), "little")
         generator = np.random.Generator(np.random.Philox(key=key))
-        numbers = draw(generator, (stop - start, row_numbers), dtype=np.float32)
         low, high = max(start, first_row), min(stop, first_row + rows)
-        out[low - first_row : high - first_row] = numbers[low - start : high - start]
+        if (low, high) == (start, stop):
+            draw(generator, dtype=np.float32, out=out[low - first_row : high - first_row])
+        else:
+            numbers = draw(generator, (stop - start, row_numbers), dtype=np.float32)
+            out[low - first_row : high - first_row] = numbers[low - start : high - start]
+
+    blocks = range(first_row // block_rows, -(-(first_row + rows) // block_rows))
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads > 1:  # numpy lets go of the interpreter while it draws
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, blocks))
+    else:
+        for block in blocks:
+            fill(block)
     return torch.from_numpy(out).reshape(rows, *shape[1:])

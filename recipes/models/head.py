@@ -1,7 +1,9 @@
 """The output projection and its loss, without ever holding the logits of a whole batch."""
 
+import inspect
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,11 @@ class LanguageModelHead(nn.Module):
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
         return self.loss(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
+    def compile_parts(self) -> None:
+        """Compile what of the loss is not a product, as it passes over the logits many times."""
+        if "passes" in inspect.signature(self.loss).parameters:
+            self.loss = partial(self.loss, passes=compiled_passes())  # type: ignore[call-arg]
+
 
 def linear_cross_entropy_sum(
     hidden: Tensor,
@@ -63,6 +70,7 @@ def linear_cross_entropy_sum(
     vocabulary: Vocabulary | None = None,
     soft_cap: float | None = None,
     terms: HeadTerms = PLAIN,
+    passes: "Passes | None" = None,
 ) -> Tensor:
     """Sum of cross entropy of ``hidden @ weight.T``, or of these capped, over targets that are not -100, fp32 scalar.
 
@@ -73,7 +81,9 @@ def linear_cross_entropy_sum(
     """
     vocabulary = vocabulary or Vocabulary()
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary, soft_cap, terms)
+        loss: Tensor = _LinearCrossEntropySum.apply(
+            hidden, weight, targets, vocabulary, soft_cap, terms, passes or EAGER
+        )
         return loss
     weight = weight.to(hidden.dtype)
     parts = chunks(hidden, weight, targets, vocabulary, soft_cap)
@@ -93,7 +103,7 @@ class Chunk(NamedTuple):
     hidden: Tensor
     """[T, D]"""
     logits: Tensor
-    """[T, rows of the vocabulary here], fp32"""
+    """[T, rows of the vocabulary here], fp32; of compiled passes the product, in hidden's dtype"""
     normalizer: Tensor
     """Logarithm of the sum of exponentials over the whole vocabulary, [T]"""
     losses: Tensor
@@ -106,34 +116,22 @@ class Chunk(NamedTuple):
     """Whether the target's row is here, [T]"""
 
 
-def chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
-    terms: HeadTerms = PLAIN,
-) -> Iterator[Chunk]:  # fmt: skip
-    """Go through the tokens; ``weight`` in hidden's dtype."""
-    rows, targets = weight.shape[0], vocabulary.targets(targets)
-    step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
-    for start in range(0, hidden.shape[0], step):
-        mine = slice(start, start + step)
-        chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()
-        is_target = wanted != IGNORE
-        row = wanted.where(is_target, 0) - vocabulary.first_row
-        is_here = (row >= 0) & (row < rows)
-        row = row.clamp(0, rows - 1)
-        logits = (chunk @ weight.T).float()
-        if soft_cap is not None:
-            logits.div_(soft_cap).tanh_().mul_(soft_cap)
-        picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
-        if terms.label_smoothing:
-            mean = logits.sum(dim=1) / vocabulary.all_rows(rows)
-            picked = torch.lerp(picked, mean, terms.label_smoothing)
-        normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
-        losses = normalizer - picked
-        if terms.z_loss:
-            losses += terms.z_loss * normalizer.square()
-        losses = losses.where(is_target, 0)
-        yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
-        del logits  # or they would be there beside those of the next chunk
+def _measure(hidden: Tensor, weight: Tensor, *target: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits, in fp32 and capped, the log of the sum of their exponentials, and what is picked of them."""
+    logits = (hidden @ weight.T).float()
+    return logits, *_measured(logits, *target)
+
+
+def _measured(
+    logits: Tensor, row: Tensor, is_here: Tensor, soft_cap: float | None, smoothing: float, all_rows: int
+) -> tuple[Tensor, Tensor]:
+    """As ``_measure``; caps ``logits`` in place."""
+    if soft_cap is not None:
+        logits.div_(soft_cap).tanh_().mul_(soft_cap)
+    picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
+    if smoothing:
+        picked = torch.lerp(picked, logits.sum(dim=1) / all_rows, smoothing)
+    return logits.logsumexp(dim=1), picked
 
 
 def logit_gradients(
@@ -143,16 +141,91 @@ def logit_gradients(
 
     ``all_rows``: of the whole vocabulary, for label smoothing.
     """
-    slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
-    gradients = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
+    return _derive(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, factors, soft_cap, terms, all_rows)
+
+
+def _derive(
+    logits: Tensor, normalizer: Tensor, row: Tensor, is_here: Tensor, factors: Tensor, soft_cap: float | None,
+    terms: HeadTerms, all_rows: int,
+) -> Tensor:  # fmt: skip
+    slope = None if soft_cap is None else (logits / soft_cap).square_().neg_().add_(1)
+    gradients = logits.sub_(normalizer.unsqueeze(1)).exp_()  # softmax, in place
     if terms.z_loss:
-        gradients.mul_((1 + 2 * terms.z_loss * chunk.normalizer).unsqueeze(1))
+        gradients.mul_((1 + 2 * terms.z_loss * normalizer).unsqueeze(1))
     if terms.label_smoothing:
         gradients.sub_(terms.label_smoothing / all_rows)
-    wanted = (terms.label_smoothing - 1) * chunk.is_here.float()
-    gradients.scatter_add_(1, chunk.row.unsqueeze(1), wanted.unsqueeze(1))
+    wanted = ((1 - terms.label_smoothing) * is_here.float()).unsqueeze(1)
+    if torch.compiler.is_compiling():  # a scatter would be a pass of its own
+        numbers = torch.arange(gradients.shape[1], device=gradients.device)
+        gradients = gradients.sub_(wanted * (numbers == row.unsqueeze(1)))
+    else:
+        gradients.scatter_add_(1, row.unsqueeze(1), -wanted)
     gradients.mul_(factors.unsqueeze(1))
     return gradients if slope is None else gradients.mul_(slope)
+
+
+class Passes(NamedTuple):
+    """What goes over the logits of a chunk."""
+
+    measure: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """As ``_measure``; instead of the logits it may return what ``gradients`` computes them from."""
+    gradients: Callable[..., Tensor]
+    """As ``logit_gradients``."""
+
+
+EAGER = Passes(_measure, logit_gradients)
+
+
+def compiled_passes() -> Passes:
+    """Return passes that read the products and write the gradients, both in the dtype of products, and nothing else."""
+
+    def measure(product: Tensor, *target: Any) -> tuple[Tensor, Tensor]:
+        return _measured(product.to(torch.float32, copy=True), *target)
+
+    def derive(product: Tensor, normalizer: Tensor, row: Tensor, is_here: Tensor, *rest: Any) -> Tensor:
+        logits, soft_cap = product.to(torch.float32, copy=True), rest[1]
+        if soft_cap is not None:
+            logits.div_(soft_cap).tanh_().mul_(soft_cap)
+        return _derive(logits, normalizer, row, is_here, *rest).to(product.dtype)
+
+    one, two = torch.compile(measure, dynamic=False), torch.compile(derive, dynamic=False)
+
+    def multiply_and_measure(hidden: Tensor, weight: Tensor, *target: Any) -> tuple[Tensor, Tensor, Tensor]:
+        product = hidden @ weight.T
+        return product, *one(product, *target)
+
+    def gradients(chunk: Chunk, *rest: Any) -> Tensor:
+        found: Tensor = two(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, *rest)
+        return found
+
+    return Passes(multiply_and_measure, gradients)
+
+
+def chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
+    terms: HeadTerms = PLAIN, passes: Passes = EAGER,
+) -> Iterator[Chunk]:  # fmt: skip
+    """Go through the tokens; ``weight`` in hidden's dtype."""
+    rows, targets = weight.shape[0], vocabulary.targets(targets)
+    all_rows = vocabulary.all_rows(rows)
+    step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
+    for start in range(0, hidden.shape[0], step):
+        mine = slice(start, start + step)
+        chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()
+        is_target = wanted != IGNORE
+        row = wanted.where(is_target, 0) - vocabulary.first_row
+        is_here = (row >= 0) & (row < rows)
+        row = row.clamp(0, rows - 1)
+        logits, normalizer, picked = passes.measure(
+            chunk, weight, row, is_here, soft_cap, terms.label_smoothing, all_rows
+        )
+        normalizer, picked = vocabulary.combine(normalizer, picked)
+        losses = normalizer - picked
+        if terms.z_loss:
+            losses += terms.z_loss * normalizer.square()
+        losses = losses.where(is_target, 0)
+        yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
+        del logits  # or they would be there beside those of the next chunk
 
 
 class Gradients:
@@ -175,7 +248,10 @@ class Gradients:
         if low.dtype in (torch.float16, torch.float32):
             # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
             with torch.autocast(low.device.type, enabled=False):
-                self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
+                if low.dtype == torch.float16 and low.is_cuda:
+                    self.weight += torch.mm(low.T, chunk.hidden, out_dtype=torch.float32)
+                else:
+                    self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
         else:
             self.weight += low.T @ chunk.hidden
 
@@ -184,14 +260,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
-        terms: HeadTerms,
+        terms: HeadTerms, passes: Passes,
     ) -> Tensor:  # fmt: skip
         gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         all_rows = vocabulary.all_rows(weight.shape[0])
-        for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap, terms):
+        for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap, terms, passes):
             loss += chunk.losses.sum()
-            of_logits = logit_gradients(chunk, chunk.is_target, soft_cap, terms, all_rows)
+            of_logits = passes.gradients(chunk, chunk.is_target, soft_cap, terms, all_rows)
             gradients.add(chunk, of_logits.to(hidden.dtype))
             del chunk, of_logits  # or they would be there beside those of the next
         ctx.save_for_backward(gradients.hidden, gradients.weight)
@@ -202,7 +278,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
         of_weight = (grad_weight * grad_loss).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return grad_hidden * grad_loss, of_weight, None, None, None, None
+        return grad_hidden * grad_loss, of_weight, None, None, None, None, None
 
 
 def token_losses(

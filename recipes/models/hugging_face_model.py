@@ -28,7 +28,7 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import import_torchao
 from serried.recipes.models.attention import causal_mask
 from serried.recipes.models.family import LossFamily
-from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
+from serried.recipes.models.head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys of models that compute masks of their own in some layers."""
@@ -266,12 +266,13 @@ class _Head:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._targets: Tensor | None = None
+        self._passes = EAGER
         self.returned: Callable[[], Tensor | None] = lambda: None
         """The logits that the last forward returned, if anyone holds them."""
         self._is_linear = type(module) is nn.Linear and module.bias is None
         if self._is_linear:
             self._forward = module.forward
-            module.forward = self
+            module.forward, module.compile_parts = self, self._compile_parts
 
     @property
     def is_product(self) -> bool:
@@ -283,10 +284,15 @@ class _Head:
         if self._targets is not None:
             if torch.is_autocast_enabled(hidden.device.type):
                 hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-            return linear_cross_entropy_sum(hidden.flatten(0, 1), self._module.weight, self._targets)
+            return linear_cross_entropy_sum(
+                hidden.flatten(0, 1), self._module.weight, self._targets, passes=self._passes
+            )
         logits: Tensor = self._forward(hidden)
         self.returned = weakref.ref(logits)
         return logits
+
+    def _compile_parts(self) -> None:
+        self._passes = compiled_passes()
 
     @contextmanager
     def computing_loss(self, targets: Tensor) -> Iterator[None]:

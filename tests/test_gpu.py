@@ -1,0 +1,206 @@
+"""What needs a GPU: kernels, precisions and copies that a CPU does not have. One GPU is enough.
+
+make test ARGS=tests/test_gpu.py
+"""
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.runs import losses, overrides, run_here, status, steps_saved, tree
+from serried.parallel.eight_bits import Int8
+from serried.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DOCUMENTS = "data.isolate_documents=true"
+COMPILED = "trainer.compile=true"
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def curve(text: Path, run_dir: Path, *more: str, after: Callable[[Trainer, int], None] | None = None) -> list[float]:
+    """Losses of 10 steps, small ones, so that rounding does not grow."""
+    given = [
+        "trainer.steps=10",
+        "optim.lr=0.0003",
+        "model.dim=64",
+        "model.head_dim=16",
+        "data.sequence_length=64",
+        *more,
+    ]
+    ended = run_here(overrides(text, run_dir, *given), after)
+    assert ended.code == 0, ended.printed
+    lines = [line for line in ended.printed.splitlines() if "WARNING" in line or "Warning" in line]
+    assert lines == []
+    return losses(run_dir)
+
+
+def furthest(a: list[float], b: list[float]) -> float:
+    """The largest difference between two curves."""
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return curve(text, tmp_path_factory.mktemp("cpu") / "run", "launch.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("more", "bound"),
+    [
+        ([], 1e-5), (["precision=bf16"], 2e-3), (["precision=fp16"], 1e-3), (["parallel=fsdp"], 1e-5),
+        ([COMPILED], 1e-5), ([COMPILED, "precision=bf16"], 2e-3),
+        ([COMPILED, "precision=fp16"], 1e-3),
+        (["optim.offload=true"], 1e-5), (["trainer.deterministic=true"], 1e-5),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_curve_of_a_gpu_is_that_of_a_cpu(
+    more: list[str], bound: float, text: Path, tmp_path: Path, on_cpu: list[float]
+) -> None:
+    assert furthest(curve(text, tmp_path / "run", *more), on_cpu) < bound
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.attention=flex"], ["model.attention=flex", COMPILED], ["model.attention=auto"],
+        ["model.attention=sdpa", "precision=bf16"], ["model.attention=flex", "precision=bf16"],
+        ["model.attention=flex", "precision=bf16", COMPILED],
+        ["model.attention=varlen", "model.kv_heads=4", "precision=bf16"],
+        ["model.attention=varlen", "model.kv_heads=4", "precision=bf16", COMPILED],
+        ["model.attention=flex", "data.sequence_length=96"],
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_documents_are_kept_apart_by_each_kernel_as_by_a_mask_on_a_cpu(
+    more: list[str], text: Path, tmp_path: Path
+) -> None:
+    same = [each for each in more if each.startswith(("model.kv_heads", "data."))]
+    masked = curve(text, tmp_path / "cpu", DOCUMENTS, "launch.device=cpu", "model.attention=sdpa", *same)
+    found = curve(text, tmp_path / "run", DOCUMENTS, *more)
+    assert furthest(found, masked) < (2e-3 if "precision=bf16" in more else 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit", "muon", "lion", "adafactor", "sgd", "rmsprop"])
+def test_an_optimizer_steps_as_on_a_cpu(optimizer: str, text: Path, tmp_path: Path) -> None:
+    found = [curve(text, tmp_path / each, f"optim={optimizer}", f"launch.device={each}") for each in ("cpu", "cuda")]
+    assert furthest(*found) < (5e-3 if "bit" in optimizer else 1e-4)
+
+
+@pytest.mark.parametrize("more", [[], [COMPILED], ["precision=bf16"], ["precision=bf16", COMPILED]], ids="-".join)
+def test_experts_learn_as_on_a_cpu(more: list[str], text: Path, tmp_path: Path) -> None:
+    found = curve(text, tmp_path / "cuda", "model=moe_tiny", *more)
+    assert furthest(found, curve(text, tmp_path / "cpu", "model=moe_tiny", "launch.device=cpu")) < (
+        1e-2 if "precision=bf16" in more else 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [], [COMPILED], ["precision.recipe=tensorwise"], ["precision.recipe=tensorwise", COMPILED],
+        ["precision.recipe=rowwise_with_gw_hp", COMPILED], ["precision.recipe=tensorwise", "parallel=fsdp"],
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_float8_learns_almost_as_bf16(more: list[str], text: Path, tmp_path: Path) -> None:
+    big = ["model.dim=128", "model.head_dim=32", "model.hidden_dim=256"]
+    found = curve(text, tmp_path / "run", "precision=float8", *more, *big, "trainer.sample_tokens=4")
+    assert 0 < furthest(found, curve(text, tmp_path / "bf16", "precision=bf16", *big)) < 0.05
+
+
+def test_int8_multiplies_a_single_row() -> None:
+    weight, rows = torch.randn(96, 64, device="cuda"), torch.randn(3, 64, device="cuda")
+    assert torch.equal(Int8()(rows[:1].unsqueeze(0), weight)[0], Int8()(rows, weight)[:1])
+
+
+MODES = ["trainer.activation_checkpoint=full", "trainer.activation_checkpoint=selective"]
+MODES += ["trainer.activation_checkpoint=offload", "trainer.activation_memory_budget=0.5"]
+
+
+def test_what_saves_memory_changes_no_bit(text: Path, tmp_path: Path) -> None:
+    same = ["trainer.deterministic=true", "precision=bf16"]
+    expected = curve(text, tmp_path / "run", *same)
+    assert curve(text, tmp_path / "again", *same) == expected
+    found = {mode: curve(text, tmp_path / mode.replace("=", "-"), *same, mode) for mode in MODES}
+    assert found == dict.fromkeys(MODES, expected)
+
+
+def test_a_resumed_run_has_the_bits_of_one_without_a_stop(text: Path, tmp_path: Path) -> None:
+    same = ["trainer.deterministic=true", "precision=fp16", "checkpoint.every=2"]
+
+    def stop(_: Trainer, step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    whole = curve(text, tmp_path / "whole", *same)
+    given = [
+        "trainer.steps=10",
+        "optim.lr=0.0003",
+        "model.dim=64",
+        "model.head_dim=16",
+        "data.sequence_length=64",
+        *same,
+    ]
+    run_here(overrides(text, tmp_path / "run", *given), stop)
+    assert steps_saved(tmp_path / "run")[-1] < 10
+    assert run_here(overrides(text, tmp_path / "run", *given)).code == 0
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert losses(tmp_path / "run")[-4:] == whole[-4:]
+    ends = [tree(tmp_path / each / "checkpoints" / "step-00000010") for each in ("whole", "run")]
+    assert {name for name in ends[0] if name.endswith(".safetensors") and ends[0][name] != ends[1][name]} == set()
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [], ["precision=bf16"], ["precision=fp16"], ["parallel=fsdp"], [COMPILED, "precision=bf16"],
+        ["model=moe_tiny", "precision=bf16"], ["optim=muon"], ["optim=adamw8bit"], ["optim=sgd"],
+        [DOCUMENTS, "precision=bf16"], ["precision=float8"],
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_between_log_lines_the_host_does_not_wait_for_the_gpu(more: list[str], text: Path, tmp_path: Path) -> None:
+    waits: list[Any] = []
+
+    def watch(_: Trainer, step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
+        waits.append(step)
+
+    try:
+        big = ["model.dim=128", "model.head_dim=32", "model.hidden_dim=256"]
+        curve(text, tmp_path / "run", "trainer.log_every=0", "checkpoint.every=0", *big, *more, after=watch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits[-1] == 10
+
+
+def test_out_of_memory_says_what_holds_it(text: Path, tmp_path: Path) -> None:
+    huge = ["model.dim=4096", "model.hidden_dim=8192", "data.sequence_length=1024", "trainer.micro_batch=512"]
+    huge += ["trainer.global_batch=512", "checkpoint.every=0", "data.train_repeats=null"][:2]
+    ended = run_here(overrides(text, tmp_path / "run", *huge))
+    assert ended.code == 70
+    assert re.search(r"failed: rank 0 on \S+ ran out of memory in forward of step 1", ended.printed)
+    assert "trainer.micro_batch=" in ended.printed

@@ -207,8 +207,8 @@ def _write_seconds(folder: Path) -> float:
 # rates of ``serried plan calibrate`` ---------------------------------------------------------------------------------
 
 _EXCHANGED_BYTES = (2**14, 2**20, 2**24)
-_ATTENTION = (4, 8, 512, 64)
-"""Samples, heads, length and width."""
+_ATTENTION = {"cpu": (4, 8, 512, 64), "cuda": (1, 32, 8192, 128)}
+"""Samples, heads, length and width. A GPU would spend most of a small one on its start."""
 _SMALL = 300
 """Operations that are timed together."""
 
@@ -240,7 +240,9 @@ def product_seconds(session: Session, shape: tuple[int, int, int], precision: st
 
 def attention_flops(session: Session, precision: str) -> float:
     """Return the FLOP/s of causal attention, forward and backward, counted as if nothing were masked."""
-    query, key, value = (_random(session, precision, *_ATTENTION).requires_grad_() for _ in range(3))
+    query, key, value = (
+        _random(session, precision, *_ATTENTION[session.device.type]).requires_grad_() for _ in range(3)
+    )
 
     def attend() -> None:
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()

@@ -118,6 +118,8 @@ class Share(NamedTuple):
     """For which share of the blocks, the first ones of each stage, it holds."""
     rest: str = "none"
     """What the other blocks keep."""
+    fuses_norms: bool = False
+    """Whether ``F.rms_norm`` is one operation, as on GPUs, which keeps what it reads and no normalised copy."""
 
 
 ALL_OF_IT = Share()

@@ -6,15 +6,16 @@ make test ARGS=tests/test_gpu.py
 import gc
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from harness.runs import losses, overrides, run_here, status, steps_saved, tree
+from serried.configs.declaration import BUILT_IN
 from serried.parallel.eight_bits import Int8
+from serried.program import main
 from serried.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -164,15 +165,6 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(text: Path, tmp_path: 
     assert {name for name in ends[0] if name.endswith(".safetensors") and ends[0][name] != ends[1][name]} == set()
 
 
-@contextmanager
-def _refusing_to_wait() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -183,24 +175,33 @@ def _refusing_to_wait() -> Iterator[None]:
     ids="-".join,
 )  # fmt: skip
 def test_between_log_lines_the_host_does_not_wait_for_the_gpu(more: list[str], text: Path, tmp_path: Path) -> None:
-    waits: list[Any] = []
+    seen: list[int] = []
 
-    def watch(_: Trainer, step: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
-        waits.append(step)
+    steps = Trainer.steps
 
+    def watched(self: Trainer) -> Iterator[int]:
+        for step in steps(self):
+            torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
+            seen.append(step)
+            yield step
+
+    big = ["model.dim=128", "model.head_dim=32", "model.hidden_dim=256", "data.sequence_length=64"]
+    given = ["trainer.steps=10", "trainer.log_every=0", "checkpoint.every=0", *big, *more]
     try:
-        big = ["model.dim=128", "model.head_dim=32", "model.hidden_dim=256"]
-        curve(text, tmp_path / "run", "trainer.log_every=0", "checkpoint.every=0", *big, *more, after=watch)
+        with patch.object(Trainer, "steps", watched):
+            assert main(overrides(text, tmp_path / "run", *given), BUILT_IN) == 0
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert waits[-1] == 10
+    assert seen == list(range(1, 11))
 
 
 def test_out_of_memory_says_what_holds_it(text: Path, tmp_path: Path) -> None:
-    huge = ["model.dim=4096", "model.hidden_dim=8192", "data.sequence_length=1024", "trainer.micro_batch=512"]
-    huge += ["trainer.global_batch=512", "checkpoint.every=0", "data.train_repeats=null"][:2]
-    ended = run_here(overrides(text, tmp_path / "run", *huge))
-    assert ended.code == 70
+    huge = ["model.dim=1024", "model.hidden_dim=2048", "data.sequence_length=1024", "trainer.micro_batch=36"]
+    torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        ended = run_here(overrides(text, tmp_path / "run", *huge))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert ended.code == 70, ended.printed
     assert re.search(r"failed: rank 0 on \S+ ran out of memory in forward of step 1", ended.printed)
     assert "trainer.micro_batch=" in ended.printed

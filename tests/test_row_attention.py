@@ -300,3 +300,18 @@ def test_flex_attention_in_a_compiled_block_is_one_graph_for_all_masks(
         rows = causal_mask(positions.expand(2, -1), 256, torch.device("cpu"))
         torch.testing.assert_close(block(q, k, v, blocks), attend(q, k, v, rows, soft_cap=soft_cap), rtol=0, atol=1e-5)
     assert graphs.frame_count == 1
+
+
+def test_varlen_attention_in_a_compiled_block_is_one_graph_for_any_number_of_documents() -> None:
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, begins: torch.Tensor, *_: Any, **__: Any) -> Any:
+        del k
+        return q + v + begins.diff().sum()
+
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    block = torch.compile(partial(attend_in_documents, scale=None, kernel=kernel), backend=graphs, dynamic=False)
+    q, k, v = (heads(2, 256, 16, seed=seed).float() for seed in range(3))
+    for document in (100, 60, 30, 256):
+        positions = (torch.arange(256) % document).expand(2, -1)
+        assert torch.equal(block(q, k, v, documents(positions, 256, None)), q + v + 512)
+    assert graphs.frame_count == 1

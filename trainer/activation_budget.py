@@ -60,6 +60,14 @@ def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int
     return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
 
 
+def device_type(config: RunConfig) -> str:
+    """Return the type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan
+    is for another."""
+    is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
+    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
+    return "cpu" if is_cpu else config.launch.device
+
+
 def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
     """Return what a rank does of the work on a block."""
     return Share(
@@ -69,6 +77,7 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
         sequence=layout.tensor if layout.sequence else 1,
         trains_weights=config.adapter.method == "none",
         adapters=config.adapter.rank if config.adapter.method != "none" else 0,
+        fuses_norms=device_type(config) != "cpu",
     )
 
 

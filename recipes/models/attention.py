@@ -36,6 +36,7 @@ class Documents(NamedTuple):
     """int32, where documents begin in all sequences one behind another, and where the last ends; None: each sequence
     is one"""
     longest: int
+    """What no document is longer than."""
     window: int | None
 
 
@@ -147,11 +148,12 @@ def _placed_mask(positions: Tensor | None, places: Places, window: int | None) -
 
 
 def documents(positions: Tensor | None, length: int, window: int | None) -> Documents:
-    """Causal attention for ``varlen_attn``. With ``positions`` the host waits for the device, which has them."""
+    """Causal attention for ``varlen_attn``. With ``positions`` the host waits for the device to count them."""
     if positions is None:
         return Documents(None, length, window)
     begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
-    return Documents(begins, int(begins.diff().max()), window)
+    torch._dynamo.maybe_mark_dynamic(begins, 0)  # or a compiled block would be compiled again for each number of them
+    return Documents(begins, length, window)
 
 
 def attend(
@@ -263,6 +265,8 @@ def _flex_attention(
     from torch.nn.attention.flex_attention import flex_attention
 
     is_grouped = q.shape[1] != k.shape[1]
+    if q.shape[-2] < _BLOCK:  # for which torch takes a kernel that has no blocks of some lengths (2.11, 2.13)
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if torch.compiler.is_compiling():  # a block, and this with it; torch warns there of functions that keep results
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         return flex_attention(q, k, v, mod, mask, scale, is_grouped, **options)

@@ -171,6 +171,7 @@ class Passes(NamedTuple):
     """As ``_measure``; instead of the logits it may return what ``gradients`` computes them from."""
     gradients: Callable[..., Tensor]
     """As ``logit_gradients``."""
+    chunks_at_once: int = 1
 
 
 EAGER = Passes(_measure, logit_gradients)
@@ -198,7 +199,8 @@ def compiled_passes() -> Passes:
         found: Tensor = two(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, *rest)
         return found
 
-    return Passes(multiply_and_measure, gradients)
+    # In bf16 two chunks take no more than one in fp32, and the sum of their gradients is read and written once.
+    return Passes(multiply_and_measure, gradients, chunks_at_once=2)
 
 
 def chunks(
@@ -208,7 +210,8 @@ def chunks(
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     all_rows = vocabulary.all_rows(rows)
-    step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
+    tokens = passes.chunks_at_once * chunk_tokens(vocabulary.most_rows(rows))
+    step = -(-tokens // len(targets))  # the same on all ranks
     for start in range(0, hidden.shape[0], step):
         mine = slice(start, start + step)
         chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()

@@ -68,6 +68,7 @@ class Olmo2(Llama):
     """``model.family=olmo2``."""
 
     transformer = Olmo2Transformer
+    fuses_norms_of_heads = False
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         return super().export_config(end_token) | {"pad_token_id": None}

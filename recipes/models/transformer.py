@@ -272,7 +272,7 @@ class Transformer(nn.Module):
 
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
-    share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
+    share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False, fuses_norms_of_heads: bool = True,
     more: Sequence[float] = (0, 0, 0, 0, 0, 0),
 ) -> int:  # fmt: skip
     """Bytes that a forward and its backward need at ``share.moment``, beside parameters and their gradients: what the
@@ -286,14 +286,16 @@ def activation_bytes(
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
     stream = width * config.dim / share.sequence
-    of_norm = 8 if share.trains_weights else 4  # its input, and for its weight's gradient the normalised one, in fp32
+    # Of a norm: its input in fp32, and for the gradient of its weight the normalised one.
+    of_parts = 8 if share.trains_weights else 4
+    of_norm = 4 if share.fuses_norms else of_parts
     norm = of_norm * config.dim + 4  # and 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
     gathers_keys = share.context > share.keys
     # q, the mix, the scores' log-sum, k, v
     attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
     if normalizes_heads:
-        attention += of_norm * (queries + keys)  # as those of the stream
+        attention += (of_norm if fuses_norms_of_heads else of_parts) * (queries + keys)
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
     layer += 7 * width * share.adapters  # what passes through adapters of all seven matrices
@@ -361,6 +363,8 @@ class Llama(PublishedFamily):
     """The class of the model."""
     stream_norms = 2
     """Norms of a block."""
+    fuses_norms_of_heads = True
+    """Whether those of queries and keys are ``F.rms_norm``."""
 
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
@@ -415,6 +419,7 @@ class Llama(PublishedFamily):
         return activation_bytes(
             self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share,
             stream_norms=self.stream_norms, normalizes_heads=self.normalizes_heads,
+            fuses_norms_of_heads=self.fuses_norms_of_heads,
         )  # fmt: skip
 
     def export_name(self, name: str) -> str:

@@ -51,16 +51,24 @@ class GlooHasFreed(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         tasks = Path("/proc/self/task").glob("*/stat")
-        self._threads = [task for task in tasks if "(pt_gloo_runloop)" in task.read_text()]
+        self._threads = [task for task in tasks if "(pt_gloo_runloop)" in _read(task)]
         self._may_hold = bool(self._threads)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         deadline, looks_idle = time.monotonic() + 1, 0
         while self._may_hold and looks_idle < 2 and time.monotonic() < deadline:
             time.sleep(1e-4)  # also for a thread that waits for the interpreter lock, which looks idle
-            looks_idle = 0 if any(") R " in thread.read_text() for thread in self._threads) else looks_idle + 1
+            looks_idle = 0 if any(") R " in _read(thread) for thread in self._threads) else looks_idle + 1
         self._may_hold = bool(self._threads) and "c10d" in function.namespace
         return function(*args, **(kwargs or {}))
+
+
+def _read(stat: Path) -> str:
+    """The state of a thread; empty if it has ended, as one of an earlier process group may at any time."""
+    try:
+        return stat.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def a_step(config: RunConfig, session: Session) -> Callable[[], object]:

@@ -123,6 +123,30 @@ def test_label_smoothing_and_z_loss_are_added_in_training_alone(
         torch.testing.assert_close(projection(hidden, targets, weight), plain)
 
 
+@pytest.mark.parametrize("terms", [head.PLAIN, HeadTerms(label_smoothing=0.1, z_loss=0.02)], ids=["plain", "terms"])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compiled_passes_over_logits_give_the_loss_and_gradients_of_eager_ones(
+    dtype: torch.dtype, soft_cap: float | None, terms: HeadTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 4)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(24, 8, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(19, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(19, (24,), generator=generator)
+    targets[3:6] = IGNORE
+    found = []
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        for passes in (head.EAGER, head.compiled_passes()):
+            loss = linear_cross_entropy_sum(hidden, weight, targets, None, soft_cap, terms, passes)
+            found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    # Two chunks at once: gradients of the weight are summed in another order, in bf16 within a chunk.
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    assert all((one - other).norm() <= bound * one.norm() for one, other in zip(*found, strict=True))
+
+
 def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:
     model = build(section())
     tokens = torch.zeros(1, 8, dtype=torch.int64)

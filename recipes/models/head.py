@@ -171,7 +171,8 @@ class Passes(NamedTuple):
     """As ``_measure``; instead of the logits it may return what ``gradients`` computes them from."""
     gradients: Callable[..., Tensor]
     """As ``logit_gradients``."""
-    chunks_at_once: int = 1
+    keeps_logits: bool = True
+    """Whether ``measure`` returns logits in fp32."""
 
 
 EAGER = Passes(_measure, logit_gradients)
@@ -199,8 +200,7 @@ def compiled_passes() -> Passes:
         found: Tensor = two(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, *rest)
         return found
 
-    # In bf16 two chunks take no more than one in fp32, and the sum of their gradients is read and written once.
-    return Passes(multiply_and_measure, gradients, chunks_at_once=2)
+    return Passes(multiply_and_measure, gradients, keeps_logits=False)
 
 
 def chunks(
@@ -210,7 +210,8 @@ def chunks(
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     all_rows = vocabulary.all_rows(rows)
-    tokens = passes.chunks_at_once * chunk_tokens(vocabulary.most_rows(rows))
+    # In 16 bits twice the tokens take no more memory, and the gradient of the weight is read and written half as often.
+    tokens = chunk_tokens(vocabulary.most_rows(rows)) * (1 if passes.keeps_logits else 4 // weight.itemsize)
     step = -(-tokens // len(targets))  # the same on all ranks
     for start in range(0, hidden.shape[0], step):
         mine = slice(start, start + step)

@@ -17,12 +17,15 @@ from harness.cluster import Cluster
 from harness.forks import typed_on
 from harness.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
-from serried.configs.compose import compose_saved
+from serried.configs.compose import compose, compose_saved
+from serried.configs.errors import EXIT_MISTAKE, UserError
+from serried.configs.schema import DEFAULT_VALIDATION
 from serried.recipes.data.dataset import Batch
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.head import IGNORE
+from serried.trainer.data import check_validation
 from tests.test_generate import files_of
 
 
@@ -322,3 +325,20 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp
     made_up = ends[1]["progress"].pop("made_up")
     assert made_up["4"]["loss"] == evaluated(tmp_path / "whole")[0][2], "retention finds it here"
     assert ends[0]["progress"] == ends[1]["progress"] | {"made_up": {}}
+
+
+def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluation(text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "checkpoint.best_metric=acc", "trainer.eval_every=3")
+    ended = run_here(argv)
+    assert ended.code == EXIT_MISTAKE
+    warned, refused = ended.printed.index("WARNING    checkpoint.best_metric=acc"), ended.printed.index("error: ")
+    assert warned < ended.printed.index("step 2/6") < refused
+    assert "checkpoint.best_metric=acc is not a metric of this task; use one of loss" in ended.printed[refused:]
+
+
+@pytest.mark.parametrize("key", ["trainer.patience=2", "checkpoint.keep_best=true"])
+def test_what_compares_evaluations_needs_some(key: str) -> None:
+    config = compose([key])
+    check_validation(config, [DEFAULT_VALIDATION])
+    with pytest.raises(UserError, match=f"^{key} compares evaluations, and there is no validation data; set data"):
+        check_validation(config, ["other"])

@@ -347,6 +347,10 @@ def test_frozen_group_is_not_trained_and_has_no_state() -> None:
         ({"slow": {"parameters": "*codr.weihgt"}}, r"e.g. 'optim.groups.slow.parameters=\*oder.weight'"),
         ({"slow": {"parameters": "12345.*"}}, r"e.g. 'optim.groups.slow.parameters=[\w.]*\w\.\*'"),
         ({"all": {"parameters": "*", "frozen": True}}, "optim.groups.all.frozen=true leaves no parameter to train"),
+        (
+            {"all": {"parameters": "decoder.*"}, "slow": {"parameters": "decoder.weight"}},
+            "matches only parameters of groups before it, of which the first counts .*; put optim.groups.slow before it",
+        ),
     ],
 )
 def test_group_that_cannot_be_is_one_line(groups: dict[str, Any], message: str) -> None:

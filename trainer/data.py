@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -20,6 +20,19 @@ from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.loader import Augment, BatchLoader, Reader
 from serried.trainer.sampler import BatchShare, Mixture, Stream, sample_order
 from serried.trainer.task import Dataset, Task, fingerprint
+
+
+def check_validation(config: RunConfig, validation: Collection[str]) -> None:
+    """Raise ``UserError`` if the run has a use for evaluations and nothing to evaluate on."""
+    if DEFAULT_VALIDATION in validation:
+        return
+    uses = {
+        f"trainer.patience={config.trainer.patience}": config.trainer.patience,
+        "checkpoint.keep_best=true": config.checkpoint.keep_best,
+    }
+    for given in (given for given, is_set in uses.items() if is_set):
+        how = "set data.validation_fraction=0.01" if hasattr(config, "data") else "give the task a validation data set"
+        raise UserError(f"{given} compares evaluations, and there is no validation data; {how}, or leave it out")
 
 
 class Data:

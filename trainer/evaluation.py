@@ -233,7 +233,7 @@ def evaluate(
             other = "; use data=text data.path=FILES" if isinstance(task, TextTask) else ""
             other = "; use task.path=SAMPLES" if hasattr(config.task, "path") else other
             raise UserError(
-                f"{type(task).__name__}.dataset({name!r}) returned None: there is nothing to evaluate on{other}"
+                f"there is no {name} data to evaluate on: {type(task).__name__}.dataset({name!r}) returned None{other}"
             )
         wanted = len(dataset) if sequences is None else sequences
         found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)

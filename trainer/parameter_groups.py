@@ -71,8 +71,16 @@ def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]
 
 def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, ParameterGroup]) -> None:
     trained = [name for name in is_trained if is_trained[name]]
+    group_of = _groups_by_name(list(is_trained), groups)
     for group, section in groups.items():
         matched = [name for name in is_trained if fnmatchcase(name, section.parameters)]
+        if matched and group not in group_of.values():
+            first = group_of[matched[0]]
+            raise UserError(
+                f"optim.groups.{group}.parameters={section.parameters} matches only parameters of groups before it, of "
+                f"which the first counts (optim.groups.{first}.parameters={groups[first].parameters}); put "
+                f"optim.groups.{group} before it"
+            )
         if not matched or not (section.frozen or any(is_trained[name] for name in matched)):
             names = list(is_trained) if section.frozen else trained
             guess = nearest_pattern(section.parameters, names, fnmatchcase)

@@ -7,7 +7,6 @@ from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration, short, size
-from serried.configs.near import nearest
 from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.parallel.mesh import AXES, Layout
@@ -160,8 +159,20 @@ class Report:
         self._record("step", **values)
         self._console.last_step = {**values, "is_first": step == self._first_step + 1, "unit": self._task.unit}
         self._console.say(step_line(values, metrics, self._config.trainer.steps, self._task.unit))
+        if step == self._first_step + 1:
+            self._expect_best_metric(metrics)
         if self._session.is_main:
             self._task.on_step(Event(step, {"loss": result.loss, **metrics}))
+
+    def _expect_best_metric(self, metrics: Mapping[str, float]) -> None:
+        """Warn at once of what may turn out as a mistake only in the first evaluation, which may name others."""
+        metric, trainer = self._config.checkpoint.best_metric, self._config.trainer
+        if metric not in {"loss", *metrics} and trainer.evaluates_every and not trainer.evaluate:
+            known = ", ".join(["loss", *metrics])
+            self._console.say(
+                f"WARNING    checkpoint.best_metric={metric} is not a metric of training, which has {known}; if "
+                "evaluations have none of that name either, the first one ends the run"
+            )
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:
         """Report a step with a loss or gradient spike."""
@@ -224,9 +235,8 @@ class Report:
         progress, checkpoint, patience = self.progress, self._config.checkpoint, self._config.trainer.patience
         metric = checkpoint.best_metric
         if metric not in means:
-            near = nearest(metric, list(means)) or list(means)
             raise UserError(
-                f"checkpoint.best_metric={metric} is not a metric of this task; use one of {', '.join(near)}"
+                f"checkpoint.best_metric={metric} is not a metric of this task; use one of {', '.join(means)}"
             )
         progress.validation, value = finite, finite.get(metric)
         progress.to_minimise = -value if value is not None and checkpoint.best_mode == "max" else value

@@ -23,7 +23,7 @@ from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
 from serried.trainer.compilation import check_compiler
 from serried.trainer.context import Context
-from serried.trainer.data import Data
+from serried.trainer.data import Data, check_validation
 from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.health import digest
 from serried.trainer.host_memory import check_offload
@@ -61,6 +61,7 @@ class Trainer:
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)
         data.start(start, config.trainer.global_batch)
+        check_validation(config, data.validation)
         benchmarks = open_benchmarks(context, data.validation)
         remember_allocations(config, session.device, console)
         model, base = _build_model(context, start)

@@ -142,5 +142,5 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
 def check_column(key: str, column: str, names: Sequence[str], where: str) -> None:
     """Raise ``UserError`` if ``column``, named by ``key``, is none of ``names``."""
     if column not in names:
-        near = nearest(column, names) or names
+        near = nearest(column, names) or ["COLUMN"]
         raise UserError(f"{key}={column}: {where} has the columns {', '.join(names)}; use {key}={near[0]}")

@@ -144,7 +144,8 @@ def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, r
         lines.append(f"{'trust':<10} {plan.time.trust}")
     else:
         why = plan.time or f"no rates are known for {ran.device}"
-        lines.append(f"{'times':<10} {why}; measure them there: serried plan calibrate, then plan.rates=rates.json")
+        how = "" if config.plan.rates else "; measure them there: serried plan calibrate, then plan.rates=rates.json"
+        lines.append(f"{'times':<10} {why}{how}")
     return "\n".join(lines)
 
 

@@ -147,6 +147,8 @@ def _report_end(
 
 def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
     """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
+    if codes == {EXIT_MISTAKE}:  # such as that another command trains in this folder, and may have written it
+        return EXIT_MISTAKE
     if status is not None and status.exit_code is not None:
         return status.exit_code
     if EXIT_MISTAKE in codes:

@@ -8,8 +8,10 @@ from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.summary import RECORD, read_summary, table
+from serried.records.lock import is_locked
 from serried.records.metrics import METRICS, last_of_each_kind
 from serried.records.status import STATUS, read_status
+from serried.runtime.ranks import host_name
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -42,12 +44,26 @@ def describe_run(run_dir: Path) -> str:
     else:
         ended = "" if status.exit_code is None else f", exit code {status.exit_code}"
         reason = f": {status.reason}" if status.reason else ""
+        is_running = status.state == "running"
+        if is_running and _is_gone(run_dir):
+            is_running, ended = (
+                False,
+                ", but no process here holds its folder: it was killed, and the same command resumes it",
+            )
         lines.append(("state", f"{status.state}{reason}{ended}"))
-        lines.append(("step", _step(run_dir, status.step, is_running=status.state == "running")))
+        lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
     if jobs and jobs[0].state != "PENDING":
         number = jobs[0].name
         lines.append(("watch", f"tail -F {shlex.quote(str(run_dir / 'slurm' / f'{number}-node-0.log'))}"))
     return "\n".join(f"{name:<6} {text}" for name, text in lines)
+
+
+def _is_gone(run_dir: Path) -> bool:
+    """Return whether no process holds the run folder, as far as this machine can tell: rank 0 is on another, or holds
+    its lock."""
+    hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
+    is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]
+    return is_here and not is_locked(run_dir)
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:

@@ -10,6 +10,7 @@ from serried.runtime.exchange import Exchange
 from serried.runtime.signals import Signals
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
+_MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05
 _NO_ANSWER = (  # words of Gloo, and of NCCL
     "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
 )  # fmt: skip
@@ -81,6 +82,13 @@ class Cause:
                 return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
         return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
+
+    def let_end_first(self, rank: int) -> None:
+        """Wait for ``rank``, which reports the error, to end: what started the ranks ends all when one has ended."""
+        for _ in range(int(_MOST_WAITED_SECONDS / _LOOK_SECONDS)):
+            if rank in self._local_ranks and self.processes and not _is_running(self.processes[rank]):
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def _reason(self, error: BaseException) -> str:
         text = in_one_line(error)

@@ -27,6 +27,10 @@ STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 stops on request: before the first step there is no status."""
 
 
+_TORCHRUN_ENDS_ALL_SECONDS = 10.0
+"""At most, once a process has ended. One that reports nothing lets the one that does end first."""
+
+
 class Failure(NamedTuple):
     """Why a run ended."""
 
@@ -73,7 +77,8 @@ def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard:
     elif is_heard:
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
-        let_another_end_first()
+        with suppress(KeyboardInterrupt):
+            time.sleep(_TORCHRUN_ENDS_ALL_SECONDS)
     return exit_code_of(error)
 
 
@@ -81,12 +86,6 @@ def say_why(line: str) -> None:
     """Print ``line`` to standard error."""
     with suppress(OSError, ValueError):  # nobody is left to read it
         print(printable(line), file=sys.stderr, flush=True)
-
-
-def let_another_end_first() -> None:
-    """Wait for the process that reports the error to end first: torchrun ends all others as soon as one has ended."""
-    with suppress(KeyboardInterrupt):
-        time.sleep(10)
 
 
 def code_for_agent(code: int) -> int:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,11 @@ def say(text: str) -> int:
         with suppress(OSError, ValueError):  # nobody reads it any more, such as a pager that was left
             print(printable(text.rstrip("\n")), flush=True)
     return EXIT_FINISHED
+
+
+def host_name() -> str:
+    """Return the name of this machine; under Slurm, Slurm's name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def usable_cores() -> int:

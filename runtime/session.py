@@ -1,7 +1,6 @@
 """This process among the others: rank, device, and the group; one context manager from start to a clean end."""
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,11 @@ from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, Tra
 from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
 from serried.runtime.early import importing
-from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
+from serried.runtime.ending import exit_code_of, report_alone, say_why
 from serried.runtime.exchange import Exchange
 from serried.runtime.live import announced
 from serried.runtime.program import is_called_from_python, typed_command, typed_words
-from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
+from serried.runtime.ranks import choose_device, host_name, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
 
@@ -161,7 +160,7 @@ class Session:
 
     def host(self) -> str:
         """Return the name of this machine; under Slurm, Slurm's name."""
-        return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        return host_name()
 
     def background_names(self) -> list[str]:
         """Return the names of the groups from ``background_group`` that this rank is in."""
@@ -303,7 +302,7 @@ def _report(error: BaseException, session: Session) -> int:
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):
-            let_another_end_first()
+            session.cause.let_end_first(failure.rank)
     elif isinstance(error, StopRequested):
         say_why(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):

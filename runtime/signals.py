@@ -104,7 +104,8 @@ class Signals:
         """That the torchrun which started this process is gone, in words; None: it is not, or there was none."""
         if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
             return None
-        return f"the end of torchrun (process {self._parent})"
+        started = "the command" if LAUNCHER in os.environ else "torchrun"
+        return f"the end of {started} (process {self._parent})"
 
     @property
     def received(self) -> str | None:

@@ -19,10 +19,13 @@ from harness.cluster import ROOT
 from harness.forks import typed
 from harness.runs import metrics, status, tiny_overrides
 from serried import cli
+from serried.configs.errors import EXIT_MISTAKE
 from serried.launch.grid import read_sweep
+from serried.launch.local import _exit_code
 from serried.launch.queue import Job, jobs_of, note_job
 from serried.launch.requeue import verdict
 from serried.launch.slurm import script
+from serried.records.status import Status
 from tests.slurm import wait_for
 
 _ENDLESS = ("trainer.steps=1000000", "schedule=constant", "checkpoint.every=1000000")
@@ -239,6 +242,11 @@ def test_launcher_with_threads_starts_interpreters_that_train(text: Path, tmp_pa
     done = interpreters("", text, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
+
+
+def test_a_refused_command_does_not_end_with_the_code_of_the_run_that_it_found() -> None:
+    written_by_another = Status("finished", 9, exit_code=0)
+    assert _exit_code({EXIT_MISTAKE}, written_by_another, was_asked_to_stop=False) == EXIT_MISTAKE
 
 
 def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Image classification: one class for each image."""
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +13,17 @@ from serried.configs.errors import UserError
 from serried.configs.tasks import ImageSection
 from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
-from serried.recipes.data.images import Image, cropped_at_random, cropped_to_centre, open_images
+from serried.recipes.data.images import (
+    FolderImages,
+    Image,
+    cropped_at_random,
+    cropped_to_centre,
+    image_processor,
+    open_images,
+)
 from serried.recipes.data.labelled import LabelledData
-from serried.recipes.models.image_models import build_image_model, exported_config, normalization
+from serried.recipes.models.image_models import PROCESSOR, build_image_model, exported_config, normalization
+from serried.recipes.saved import resumed_checkpoints
 
 
 class ImageClassification(Classification):
@@ -27,6 +37,8 @@ class ImageClassification(Classification):
         "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
     }  # fmt: skip
     config: ImageSection
+    _processor: dict[str, Any] | None = None
+    """Content of ``preprocessor_config.json``; None: the library of the model reads none."""
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +80,7 @@ class ImageClassification(Classification):
         if self.config.sync_batch_norm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.config.library == "transformers":
+            self._processor = image_processor(self.config.image_size, *self._normalization)
             return self._of_transformers(model)
         self._export = exported_config(self.config, self.classes)
         return model
@@ -82,7 +95,13 @@ class ImageClassification(Classification):
 
     @functools.cached_property
     def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
-        return normalization(self.config)
+        # Weights fit the values they were trained with. Those of a saved model, task.model by now, are beside it.
+        return normalization(self.config, resumed_checkpoints(self.run) if self._classes is None else ())
+
+    def export_files(self, folder: Path) -> None:
+        super().export_files(folder)
+        if self._processor is not None:
+            (folder / PROCESSOR).write_text(json.dumps(self._processor, indent=2) + "\n", "utf-8")
 
     # words ----------------------------------------------------------------------------------------------------------
 
@@ -99,6 +118,11 @@ class ImageClassification(Classification):
         c = self.config
         crops = f"random crops from {c.smallest_crop:g} of the area on" if c.smallest_crop < 1 else "no random crops"
         return f"{self._sizes(self.unit)}; {c.image_size}x{c.image_size}, {crops}" + ", mirrored at random" * c.flip
+
+    def notes(self, starts_from_scratch: bool) -> Sequence[str]:
+        del starts_from_scratch
+        splits = (self._data.training, self._data.validation)
+        return [split.note for split in splits if isinstance(split, FolderImages) and split.note]
 
     @property
     def opens_in(self) -> str:

@@ -1,11 +1,12 @@
-"""The configuration of a run as its saved model is to be opened."""
+"""The configuration of a run as its saved model is to be opened, and the checkpoints that a run continues."""
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
-from serried.configs.plain_data import read_json
+from serried.configs.plain_data import expanded, read_if_there, read_json
 from serried.configs.schema import ParallelSection, RunConfig
 from serried.records.tensors import TensorFolder
 
@@ -68,6 +69,26 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
             update["chat_template"] = str(checkpoint / "chat_template.jinja")
         data = data.model_copy(update=update)
     return config.model_copy(update={"model": model, "data": data})
+
+
+def resumed_checkpoints(run: RunConfig) -> list[Path]:
+    """Return the checkpoints of the run that ``checkpoint.resume`` continues, newest first; none, if it starts with
+    weights alone. For what a task reads beside weights: the trainer chooses among them, and looks for damage."""
+    resume, own = run.checkpoint.resume, _checkpoints(run.run.dir / "checkpoints")
+    if resume == "never":
+        return []
+    given = expanded(resume).absolute()
+    if resume in ("auto", "must") or (
+        own and read_if_there(own[0] / "state.json").get("origin") == os.path.normpath(given)
+    ):
+        return own
+    is_checkpoint = (given / "MANIFEST.json").is_file()
+    return [given] if is_checkpoint else _checkpoints(given / "checkpoints") or _checkpoints(given)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _for_processes(before: ParallelSection, world_size: int) -> ParallelSection:

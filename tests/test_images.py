@@ -14,11 +14,14 @@ from harness.cluster import Cluster
 from harness.runs import checkpoint, different_tensors, kept_batches, losses, metrics, weights
 from serried import cli
 from serried.configs.errors import UserError
+from serried.configs.schema import CheckpointSection, RunConfig, RunSection
 from serried.configs.tasks import ImageSection
 from serried.program import main
-from serried.recipes.data.images import Image, cropped_at_random, cropped_to_centre, open_images
+from serried.recipes.data.images import Image, cropped_at_random, cropped_to_centre, image_processor, open_images
 from serried.recipes.image_classification import ImageClassification
-from serried.recipes.models.image_models import normalization
+from serried.recipes.models.image_models import IMAGENET, normalization
+from serried.recipes.saved import resumed_checkpoints
+from serried.trainer.checkpoint.manifest import read_manifest, write_manifest
 
 CLASSES = ("blue", "green", "red")
 
@@ -152,15 +155,146 @@ def test_rows_of_a_dataset_are_images_too(folder: Path, tmp_path: Path) -> None:
         open_images(ImageSection(**keys | {"label_column": "label"}))
 
 
+def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
+    (tmp_path / "train/red").mkdir(parents=True)
+    grey = np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)
+    pillow.fromarray(grey).save(tmp_path / "train/red/0.png")
+    pillow.fromarray(grey.astype(">u2")).save(tmp_path / "train/red/1.tif")
+    pillow.fromarray(grey.astype(np.int32)).save(tmp_path / "train/red/2.tif")
+    training = open_images(ImageSection(path=str(tmp_path))).training
+    for number in range(3):
+        pixels = np.asarray(training[number].pixels)
+        assert (pixels == np.round(grey / 257)[..., None]).all(), number
+    for values, told in (
+        (grey.astype(np.int32) + 1, "mode I from 1 to 65536"),
+        (grey.astype(np.int32) - 1, "mode I from -1 to 65534"),
+        ((grey / 65535).astype(np.float32), "mode F from 0 to 1"),
+    ):
+        pillow.fromarray(values).save(tmp_path / "train/red/2.tif")
+        with pytest.raises(UserError, match=rf"cannot read .*/2\.tif as an image: pixels of {told}, where 8 bits, or"):
+            training[2]
+
+
+def test_image_processor_of_transformers_prepares_images_alike() -> None:
+    from transformers import CLIPImageProcessor
+
+    processor = CLIPImageProcessor(**image_processor(112, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+    waves = np.sin(np.arange(300) / 20)[:, None, None] * np.cos(np.arange(200) / 15)[:, None] * [90, 50, 20]
+    for size, most in (((128, 128), 0.5), ((200, 300), 4), ((90, 70), 4)):
+        picture = pillow.fromarray((128 + waves).astype(np.uint8)).resize(size)
+        theirs = torch.as_tensor(np.array(processor(picture)["pixel_values"][0]))
+        assert (theirs * 255 - cropped_to_centre(picture, 112)).abs().max() < most, size
+
+
+def test_classifier_of_transformers_opens_there_with_the_colours_it_was_trained_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    colours = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+    shutil.copytree(folder / "vit", tmp_path / "vit")
+    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps(colours))
+    for path in folder.glob("*/*/*.png"):  # of a size that is cropped and not scaled
+        other = tmp_path / path.relative_to(folder)
+        other.parent.mkdir(parents=True, exist_ok=True)
+        pillow.open(path).resize((64, 64)).save(other)
+    words = ["task.image_size=56", "trainer.steps=2", "trainer.eval_every=2", f"task.model={tmp_path / 'vit'}"]
+    train(images(tmp_path, tmp_path / "run", *words))
+    assert cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"]) == 0
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
+    assert {key: list(getattr(processor, key)) for key in colours} == colours
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")
+    names = sorted((tmp_path / "val").glob("*/*.png"))
+    with torch.no_grad():
+        scores = model(processor([pillow.open(name) for name in names], return_tensors="pt")["pixel_values"]).logits
+    labels = torch.tensor([CLASSES.index(name.parent.name) for name in names])
+    (evaluated,) = metrics(tmp_path / "run", "eval")
+    assert evaluated["loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), abs=1e-6)
+    best, *_ = pipeline("image-classification", model=str(tmp_path / "model"))(str(names[0]))
+    assert best["label"] == CLASSES[scores[0].argmax()]
+
+
+def test_resumed_run_keeps_the_colours_it_began_with(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "vit", tmp_path / "vit")
+    argv = images(folder, tmp_path / "run", f"task.model={tmp_path / 'vit'}")
+    train([*argv, "trainer.stop_at=2"], 75)
+    saved = checkpoint(tmp_path / "run")
+    (saved / "preprocessor_config.json").unlink()  # as an earlier version left it
+    write_manifest(saved, {name: it for name, it in read_manifest(saved).items() if name != "preprocessor_config.json"})
+    (tmp_path / "vit/preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [1, 1, 1]}')
+    train(argv)
+    found = json.loads((checkpoint(tmp_path / "run") / "preprocessor_config.json").read_text())
+    assert (found["image_mean"], found["image_std"]) == tuple(map(list, IMAGENET))
+    fresh = ImageSection(library="transformers", model=str(tmp_path / "vit"))
+    assert normalization(fresh) == ([0.5] * 3, [1] * 3)
+    (tmp_path / "vit/preprocessor_config.json").write_text('{"image_mean": 0.5, "image_std": 1, "do_normalize": false}')
+    assert normalization(fresh) == ((0,) * 3, (1,) * 3)
+
+
+def test_checkpoints_whose_colours_are_kept_are_those_that_the_run_continues(tmp_path: Path) -> None:
+    def found(run: str, resume: str) -> list[str]:
+        section = RunConfig.model_construct(
+            run=RunSection(name=run, dir=tmp_path / run), checkpoint=CheckpointSection(resume=resume)
+        )
+        return [str(path.relative_to(tmp_path)) for path in resumed_checkpoints(section)]
+
+    other, model = tmp_path / "other", tmp_path / "model"
+    for run, step, origin in (
+        ("other", 99999999, None),
+        ("other", 100000000, None),
+        ("own", 7, other),
+        ("tuned", 3, model),
+    ):
+        place = tmp_path / run / "checkpoints" / f"step-{step:08d}"
+        place.mkdir(parents=True)
+        (place / "state.json").write_text(json.dumps({"origin": origin and str(origin)}))
+        (place / "MANIFEST.json").touch()
+    both = ["other/checkpoints/step-100000000", "other/checkpoints/step-99999999"]
+    assert found("other", "auto") == found("new", str(other)) == found("new", str(other / "checkpoints")) == both
+    assert found("new", str(other / "checkpoints/step-99999999")) == both[1:]
+    assert found("own", str(other)) == ["own/checkpoints/step-00000007"]
+    assert found("tuned", str(other)) == both
+    assert found("tuned", str(model)) == ["tuned/checkpoints/step-00000003"]
+    assert found("own", str(model)) == found("own", "never") == found("new", "auto") == []
+
+
+def test_image_outside_of_a_class_folder_is_reported(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(folder / split, tmp_path / split)
+    argv = images(folder, tmp_path / "run", f"task.path={tmp_path}", "dry_run=true")
+    assert main(argv) == 0
+    assert "WARNING" not in capfd.readouterr().out
+    for name in ("train/a.png", "train/b.JPG", "train/notes.txt", "val/c.png"):
+        (tmp_path / name).touch()
+    assert main(argv) == 0
+    lines = [line.split(None, 1)[1] for line in capfd.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert lines == [
+        f"images not used: {count} in {place}, outside of class folders; move them to {place}/CLASS/"
+        for place, count in ((tmp_path / "train", 2), (tmp_path / "val", 1))
+    ]
+
+
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("empty", "bare/train/red", "odd/train/red", "odd/val/rde", "broken/train/red"):
+    hollow = ("hollow/train/red", "hollow/train/none", "hollow/train/void")
+    colours = {
+        "colours/text": "[]",
+        "colours/two": '{"image_mean": [1, 2], "image_std": 1}',
+        "colours/zero": '{"image_mean": 0, "image_std": 0}',
+    }
+    for name in ("empty", "bare/train/red", "odd/train/red", "odd/val/rde", "broken/train/red", *hollow, *colours):
         (tmp_path / name).mkdir(parents=True)
-    for place in ("odd/train/red", "odd/val/rde"):
+    for place, text in colours.items():
+        shutil.copy(folder / "vit/config.json", tmp_path / place)
+        (tmp_path / place / "preprocessor_config.json").write_text(text)
+    for place in ("odd/train/red", "odd/val/rde", "hollow/train/red"):
         pillow.new("RGB", (8, 8)).save(tmp_path / place / "a.png")
     (tmp_path / "broken/train/red/a.png").write_text("no image")
     (tmp_path / "file").mkdir()
     (tmp_path / "file/train").write_text("")
-    with pytest.raises(UserError, match=r"cannot read .*/red/a\.png as an image"):
+    told = r"cannot read .*/red/a\.png as an image: .*; repair or remove it, then .* checkpoint\.allow_changes=true"
+    with pytest.raises(UserError, match=told):
         open_images(ImageSection(path=str(tmp_path / "broken"))).training[0]
     for words, told in (
         ([f"task.path={tmp_path / 'empty'}"], "the folder is empty, and no train; images are expected in"),
@@ -168,6 +302,10 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'bare'}"], "bare/train holds no images"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such folder"),
         ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, which the training data do not have: red"),
+        ([f"task.path={tmp_path / 'hollow'}"], "hollow/train has classes without images: none, void; remove their"),
+        ([f"task.model={tmp_path / 'colours/text'}"], "text/preprocessor_config.json holds no mapping of names"),
+        ([f"task.model={tmp_path / 'colours/two'}"], "two/preprocessor_config.json: image_mean [1,2] and image_std 1"),
+        ([f"task.model={tmp_path / 'colours/zero'}"], "image_mean 0 and image_std 0 are not three numbers"),
         (["task.validation=vla"], "use task.validation=val"),
         (["task.model=nowhere"], "cannot read nowhere/config.json"),
         (["task.pretrained=true"], "the weights cannot be read or downloaded"),
@@ -208,12 +346,14 @@ def test_models_of_a_library_train_by_name(
     assert f"did you mean task.model={model}?" in capfd.readouterr().err
 
 
-def test_a_class_without_images_is_part_of_the_fingerprint(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "train", tmp_path / "train")
-    first = open_images(ImageSection(path=str(tmp_path))).training
-    assert first.fingerprint == open_images(ImageSection(path=str(folder))).training.fingerprint
-    (tmp_path / "train" / "amber").mkdir()
-    assert open_images(ImageSection(path=str(tmp_path))).training.fingerprint != first.fingerprint
+def test_class_without_images_may_be_in_the_validation_split(folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(folder / split, tmp_path / split)
+    shutil.rmtree(tmp_path / "val/green")
+    (tmp_path / "val/green").mkdir()
+    found = open_images(ImageSection(path=str(tmp_path)))
+    assert found.training.fingerprint == open_images(ImageSection(path=str(folder))).training.fingerprint
+    assert (list(found.classes), len(found.validation or ())) == (list(CLASSES), 10)
 
 
 def test_label_of_a_batch_is_that_of_its_images(folder: Path) -> None:

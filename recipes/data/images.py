@@ -23,9 +23,12 @@ _ROWS = (".parquet", ".arrow", ".json", ".csv")
 """Endings of files in the folder of a dataset."""
 _CENTRE = 0.875
 """Share of the shorter side that an evaluation sees."""
+_MOST = 2**16 - 1
+"""The brightest grey of 16 bits."""
 _SHAPES = (math.log(3 / 4), math.log(4 / 3))
 """Logarithms of the least and the largest width of a random crop, for a height of 1."""
 _SHOWN = 5
+_RESUMES = "then resume with checkpoint.allow_changes=true"
 
 
 class Image(NamedTuple):
@@ -63,7 +66,12 @@ class FolderImages:
 
     def __init__(self, folder: Path, classes: Sequence[str] | None = None) -> None:
         """``classes``: those of the training split, None for itself."""
-        found = {entry.name: entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."}
+        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
+        found = {entry.name: entry.path for entry in entries if entry.is_dir()}
+        unused = sum(_is_image(entry.name) for entry in entries if entry.name not in found)
+        told = f"images not used: {unused:,} in {folder}, outside of class folders; move them to {folder}/CLASS/"
+        self.note = told if unused else ""
+        """For the user."""
         self.classes = sorted(found) if classes is None else list(classes)
         self._folder, self._names, labels, key = folder, [], [], hashlib.sha256()
         for name in sorted(found):
@@ -72,8 +80,10 @@ class FolderImages:
                 self._names.append(os.path.relpath(path, folder))
                 labels.append(label)
                 key.update(f"{self._names[-1]}\0{size_bytes}\n".encode("utf-8", "surrogateescape"))
-        for label in sorted(set(range(len(self.classes))) - set(labels)):  # the names of others are those of folders
-            key.update(f"{self.classes[label]}\n".encode("utf-8", "surrogateescape"))
+        present = set(labels)
+        self.empty = [name for label, name in enumerate(self.classes) if label not in present]
+        for name in self.empty:  # the names of others are those of folders
+            key.update(f"{name}\n".encode("utf-8", "surrogateescape"))
         self.unknown = sorted(found.keys() - set(self.classes))
         self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest()
 
@@ -86,18 +96,22 @@ class FolderImages:
         path = self._folder / self._names[index]
         try:
             with pillow.open(path) as file:
-                return Image(file.convert("RGB"), int(self._labels[index]))
+                return Image(_in_rgb(file), int(self._labels[index]))
         except Exception as error:  # of any kind: decoders read a file of anyone's
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it") from None
+            raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it, {_RESUMES}") from None
 
 
 def _files(folder: str) -> Iterator[tuple[str, int]]:
     for entry in os.scandir(folder):
         if entry.is_dir():
             yield from _files(entry.path)
-        elif os.path.splitext(entry.name)[1].lower() in _ENDINGS:  # noqa: PTH122 -- a million of them
+        elif _is_image(entry.name):
             yield entry.path, entry.stat().st_size
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in _ENDINGS  # noqa: PTH122 -- a million of them
 
 
 def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str]) -> LabelledData:
@@ -108,6 +122,12 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
     training = FolderImages(folder / TRAINING)
     if not training.classes or not len(training):
         raise UserError(f"{typed}: {folder / TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
+    if training.empty:
+        shown = ", ".join(training.empty[:_SHOWN]) + ", ..." * (len(training.empty) > _SHOWN)
+        raise UserError(
+            f"{typed}: {folder / TRAINING} has classes without images: {shown}; remove their folders, or put images "
+            "into them"
+        )
     name = validation_split(section, names)
     validation = FolderImages(folder / name, training.classes) if name else None
     if validation is not None:
@@ -135,10 +155,13 @@ class TableImages:
     def __getitem__(self, index: int) -> Image:
         try:
             row = self._table[index]
-            return Image(row[self._image].convert("RGB"), self._number(row[self._label]))
+            return Image(_in_rgb(row[self._image]), self._number(row[self._label]))
         except Exception as error:  # of any kind, as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}") from None
+            raise UserError(
+                f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}; repair it or leave it "
+                f"out, {_RESUMES}"
+            ) from None
 
 
 def _open_dataset(section: ImageSection, name: str) -> LabelledData:
@@ -152,6 +175,45 @@ def _open_dataset(section: ImageSection, name: str) -> LabelledData:
 
 
 # pixels ---------------------------------------------------------------------------------------------------------------
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return a PIL image in RGB. Grey of 16 bits is scaled to 8: Pillow would make all values from 255 on white. Raises
+    ``ValueError`` if its values are neither of 8 nor of 16 bits."""
+    from PIL import Image as pillow
+
+    if image.mode[0] not in "IF":  # of 8 bits
+        return image.convert("RGB")
+    values = np.asarray(image)
+    least, largest = values.min(), values.max()
+    if image.mode == "F" or least < 0 or largest > _MOST:
+        raise ValueError(
+            f"pixels of mode {image.mode} from {least:g} to {largest:g}, where 8 bits, or whole numbers from 0 to "
+            f"{_MOST}, can be read"
+        )
+    scale = _MOST // 255
+    return pillow.fromarray(((values.astype(np.int32) + scale // 2) // scale).astype(np.uint8)).convert("RGB")
+
+
+def image_processor(size: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+    """Return the content of ``preprocessor_config.json``, by which transformers prepares an image as an evaluation
+    does: ``cropped_to_centre``, and colours normalized with ``mean`` and ``std``."""
+    from PIL import Image as pillow
+
+    return {
+        "image_processor_type": "CLIPImageProcessor",  # which is for any model, and crops
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": round(size / _CENTRE)},
+        "resample": int(pillow.Resampling.BILINEAR),
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(std),
+    }
 
 
 def cropped_at_random(image: Any, size: int, smallest: float, flip: bool, seed: int) -> Tensor:

@@ -1,20 +1,27 @@
 """Models of images by name, of torchvision, timm and transformers."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from serried.configs.errors import UserError
+from serried.configs.explain import shown
 from serried.configs.libraries import not_installed
+from serried.configs.model_folder import model_folder
 from serried.configs.near import nearest
+from serried.configs.plain_data import NotPlainData, is_number, read_if_there, read_json
 from serried.configs.tasks import ImageSection
 from serried.recipes.models.classifier import build_classifier, not_built
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PROCESSOR = "preprocessor_config.json"
+"""How transformers prepares images for a model, beside its ``config.json``."""
 _SHOWN = 8
+_WITHOUT = "correct it, or remove it for the mean and standard deviation of ImageNet"
 
 
 def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Module:
@@ -30,12 +37,45 @@ def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Modul
         raise not_built(named, section.pretrained, f"images of {section.image_size}", error) from None
 
 
-def normalization(section: ImageSection) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation of the colours that the model expects: ImageNet's, if it does not say."""
-    if section.library != "timm":
+def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tuple[Sequence[float], Sequence[float]]:
+    """Return mean and standard deviation of the colours that the model expects: ImageNet's, if it does not say.
+
+    ``checkpoints``: of the run that is continued, newest first. A model of transformers is trained further with what
+    they name, whatever its folder names; earlier versions wrote no such file, and always used ImageNet's.
+
+    Raises ``UserError`` if what the model says cannot be used.
+    """
+    if section.library == "timm":
+        found = _library(section).get_pretrained_cfg(section.model)
+        return (found.mean, found.std) if found else IMAGENET
+    if section.library != "transformers":
         return IMAGENET
-    found = _library(section).get_pretrained_cfg(section.model)
-    return (found.mean, found.std) if found else IMAGENET
+    if checkpoints:
+        described = (read_if_there(checkpoint / PROCESSOR) for checkpoint in checkpoints)
+        return _colours(next(filter(None, described), {}), checkpoints[0] / PROCESSOR)
+    file = model_folder(section.model, "*.json", key="task.model") / PROCESSOR
+    try:
+        return _colours(read_json(file) if file.exists() else {}, file)
+    except (OSError, NotPlainData) as error:
+        reason = f"cannot read {file}: {error.strerror}" if isinstance(error, OSError) else error
+        raise UserError(f"task.model={section.model}: {reason}; {_WITHOUT}") from None
+
+
+def _colours(processor: Mapping[str, Any], file: Path) -> tuple[Sequence[float], Sequence[float]]:
+    """Return mean and standard deviation in the content of ``file``."""
+    if processor.get("do_normalize") is False:
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    given: list[Any] = [processor.get("image_mean"), processor.get("image_std")]
+    if None in given:
+        return IMAGENET
+    mean, std = ([each] * 3 if is_number(each) else each for each in given)  # transformers takes one number too
+    is_usable = all(isinstance(each, list) and len(each) == 3 and all(map(is_number, each)) for each in (mean, std))
+    if not is_usable or min(std) <= 0:
+        raise UserError(
+            f"{file}: image_mean {shown(given[0])} and image_std {shown(given[1])} are not three numbers each, the "
+            f"latter above 0; {_WITHOUT}"
+        )
+    return mean, std
 
 
 def exported_config(section: ImageSection, classes: Sequence[str]) -> dict[str, Any]:

@@ -45,11 +45,8 @@ def describe_run(run_dir: Path) -> str:
         ended = "" if status.exit_code is None else f", exit code {status.exit_code}"
         reason = f": {status.reason}" if status.reason else ""
         is_running = status.state == "running"
-        if is_running and _is_gone(run_dir):
-            is_running, ended = (
-                False,
-                ", but no process here holds its folder: it was killed, and the same command resumes it",
-            )
+        if is_running and _is_gone(run_dir) and read_status(run_dir) == status:  # it has not ended meanwhile
+            is_running, ended = False, ", but its process is gone; run the same command to resume"
         lines.append(("state", f"{status.state}{reason}{ended}"))
         lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
     if jobs and jobs[0].state != "PENDING":
@@ -59,11 +56,11 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _is_gone(run_dir: Path) -> bool:
-    """Return whether no process holds the run folder, as far as this machine can tell: rank 0 is on another, or holds
-    its lock."""
+    """Return whether the process of a run that its status calls running is gone for certain: rank 0 ran here, and
+    nobody holds its lock."""
     hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
     is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]
-    return is_here and not is_locked(run_dir)
+    return is_here and is_locked(run_dir) is False
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:

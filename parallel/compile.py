@@ -47,8 +47,7 @@ def check_blocks(
 def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
     """Let the blocks of ``module``, the model or a stage of it, be compiled when they first run. Returns their number.
 
-    A module with a method ``compile_parts`` is asked to compile of itself what it can. Call it after
-    ``checkpoint_blocks``.
+    A module may define ``compile_parts`` to compile parts of itself. Call it after ``checkpoint_blocks``.
     """
     # Of selective checkpointing: that operations in place might be wrong. A test has them.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -3,10 +3,13 @@
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
 LOCK = ".lock"
+_LOOKS, _LOOK_SECONDS = 5, 0.05
+"""Before a folder counts as locked by another process: one that only looks holds the lock for a moment."""
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
@@ -17,10 +20,18 @@ def lock_folder(folder: Path) -> IO[bytes]:
         BlockingIOError: another process holds it.
         OSError: it cannot be written.
     """
+    looks = _LOOKS
     while True:
         lock = (folder / LOCK).open("wb")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            looks -= 1
+            if not looks:
+                raise
+            time.sleep(_LOOK_SECONDS)
+            continue
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
                 lock.close()
@@ -30,15 +41,15 @@ def lock_folder(folder: Path) -> IO[bytes]:
         lock.close()
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's or a sweep's folder."""
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run's or a sweep's folder; None: that cannot be known."""
     try:
-        with (folder / LOCK).open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return None
     return False
 
 

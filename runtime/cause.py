@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested
 from serried.configs.schema import LaunchSection
@@ -84,11 +85,12 @@ class Cause:
         return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
 
     def let_end_first(self, rank: int) -> None:
-        """Wait for ``rank``, which reports the error, to end: what started the ranks ends all when one has ended."""
-        for _ in range(int(_MOST_WAITED_SECONDS / _LOOK_SECONDS)):
-            if rank in self._local_ranks and self.processes and not _is_running(self.processes[rank]):
-                return
-            time.sleep(_LOOK_SECONDS)
+        """Wait until ``rank``, which reports the error, has exited: the launcher stops all ranks when one exits."""
+        with suppress(KeyboardInterrupt):
+            for _ in range(int(_MOST_WAITED_SECONDS / _LOOK_SECONDS)):
+                if rank in self._local_ranks and self.processes and not _is_running(self.processes[rank]):
+                    return
+                time.sleep(_LOOK_SECONDS)
 
     def _reason(self, error: BaseException) -> str:
         text = in_one_line(error)

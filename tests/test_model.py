@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from serried.configs.families import LlamaSection, RopeScaling
 from serried.parallel.axes import shard_specs
@@ -147,6 +148,20 @@ def test_compiled_passes_over_logits_give_the_loss_and_gradients_of_eager_ones(
     assert all((one - other).norm() <= bound * one.norm() for one, other in zip(*found, strict=True))
 
 
+def test_compiled_passes_over_logits_have_at_most_two_graphs_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 8)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    passes, weight = head.compiled_passes(), torch.randn(19, 8, requires_grad=True)
+    for tokens in (8, *range(1, 30)):
+        hidden, targets = torch.randn(tokens, 8), torch.randint(19, (tokens,))
+        found, expected = (linear_cross_entropy_sum(hidden, weight, targets, passes=each) for each in (passes, None))
+        torch.testing.assert_close(found, expected)
+    assert graphs.frame_count <= 6, "for each of both: lengths of 1 are graphs of their own"
+
+
 def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:
     model = build(section())
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -195,6 +210,11 @@ def test_first_weights_depend_on_name_seed_and_row_alone() -> None:
     assert abs(whole.std() - 1) < 2e-3
     for first, rows in [(0, 1), (1666, 1667), (4999, 1), (1497, 1500), (5000, 0)]:
         assert torch.equal(normal_rows(3, "layers.0.weight", (5000, 700), first, rows), whole[first : first + rows])
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(normal_rows(3, "layers.0.weight", (5000, 700), 1, 4998), whole[1:4999])
+    finally:
+        torch.set_num_threads(1)
     assert not torch.equal(normal_rows(4, "layers.0.weight", (5000, 700), 0, 1), whole[:1])
     assert not torch.equal(normal_rows(3, "layers.1.weight", (5000, 700), 0, 1), whole[:1])
     # Rows past the first block come from another stream, not from the first one again.

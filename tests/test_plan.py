@@ -3,10 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.published import rows_with_memory
 from benchmarks.published_memory import error as memory_error
@@ -19,6 +23,7 @@ from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.traffic import Flow
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
+from serried.trainer.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
 from serried.trainer.plan.memory import FormulaMemory, Sizes, formula_memory, planned_flows, planned_memory
@@ -361,3 +366,48 @@ def test_a_users_module_is_traced_as_it_is(script: str, tmp_path: Path) -> None:
     argv = ["parallel=fsdp", "launch.processes=2", "dry_run=true", "plan.mode=trace", f"run.dir={tmp_path / 'run'}"]
     ended = typed(f"examples/{script}", *argv)
     assert "trust      memory: traced" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_norms_of_a_gpu_have_the_dtypes_of_torchs(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, is_autocast: bool
+) -> None:
+    plain = F.rms_norm
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        x = torch.empty(2, 5, 8, dtype=dtype, requires_grad=True)
+        weight = None if weight_dtype is None else torch.empty(8, dtype=weight_dtype, requires_grad=True)
+        kept: list[Tensor] = []
+
+        def keep(each: Tensor) -> Tensor:
+            kept.append(each)
+            return each
+
+        with norms_of_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+            found = F.rms_norm(x, (8,), weight)
+        # Autocast on a GPU computes norms in fp32, that on a CPU does not know them.
+        assert found.dtype == (torch.float32 if is_autocast else plain(x, (8,), weight).dtype)
+        found.sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == dtype
+        if weight is None or weight.dtype == x.dtype or is_autocast:
+            assert sum(each.nbytes for each in kept if each.ndim == 3) == found.nbytes + 2 * 5 * 4
+    assert F.rms_norm is plain
+    with suppress(ZeroDivisionError), norms_of_a_gpu():
+        raise ZeroDivisionError
+    assert F.rms_norm is plain
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["launch.device=cpu"], False), (["launch.device=cuda"], True), ([], False), (["parallel=fsdp"], False),
+        (["parallel=fsdp", "dry_run=true"], True), (["dry_run=true"], False),
+        (["plan.device=h100", "dry_run=true"], True), (["plan.mode=formula", "dry_run=true"], False),
+    ],
+)  # fmt: skip
+def test_estimates_are_for_the_device_of_the_run_or_of_the_plan(argv: list[str], expected: bool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert is_for_gpus(compose(argv)) == expected

@@ -16,7 +16,7 @@ from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
 from serried.records.files import write_atomically
-from serried.records.lock import lock_folder
+from serried.records.lock import LOCK, lock_folder
 from serried.records.metrics import METRICS, named_metrics, parse_event, read_events
 from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
@@ -190,20 +190,22 @@ def test_report_and_status_survive_odd_files(name: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("host", "is_held", "is_told"),
-    [(host_name(), False, True), (host_name(), True, False), ("elsewhere", False, False)],
+    ("host", "is_held", "is_reported"),
+    [(host_name(), False, True), (host_name(), True, False), (host_name(), None, False), ("elsewhere", False, False)],
 )
 def test_a_run_whose_process_is_gone_is_not_shown_as_running(
-    host: str, is_held: bool, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    host: str, is_held: bool | None, is_reported: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_status(tmp_path, Status("running", 5))
     start = {"event": "start", "time": 1.0, "hosts": [host]}
     step = {"event": "step", "step": 5, "eta_seconds": 9, "time": 2.0}
     (tmp_path / METRICS).write_text("".join(json.dumps(each) + "\n" for each in (start, step)))
+    if is_held is not None:  # without the file nothing is known, as on a disk without locks
+        (tmp_path / LOCK).touch()
     with lock_folder(tmp_path) if is_held else nullcontext():
         assert serried(["status", f"run.dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert ("it was killed, and the same command resumes it" in printed) == is_told == ("eta" not in printed)
+    assert ("its process is gone; run the same command to resume" in printed) == is_reported == ("eta" not in printed)
 
 
 def test_status_is_read_back_as_written_and_reason_is_one_printable_line(tmp_path: Path) -> None:

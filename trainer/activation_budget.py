@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from math import ceil
 from typing import Any
@@ -18,6 +19,7 @@ from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
 from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan, Share
+from serried.trainer.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
 from serried.trainer.task import Task, map_tensors
 
@@ -60,14 +62,6 @@ def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int
     return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
 
 
-def device_type(config: RunConfig) -> str:
-    """Return the type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan
-    is for another."""
-    is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
-    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
-    return "cpu" if is_cpu else config.launch.device
-
-
 def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
     """Return what a rank does of the work on a block."""
     return Share(
@@ -77,7 +71,7 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
         sequence=layout.tensor if layout.sequence else 1,
         trains_weights=config.adapter.method == "none",
         adapters=config.adapter.rank if config.adapter.method != "none" else 0,
-        fuses_norms=device_type(config) != "cpu",
+        fuses_norms=is_for_gpus(config),
     )
 
 
@@ -154,6 +148,7 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         alive,
+        norms_of_a_gpu() if is_for_gpus(config) else nullcontext(),
         torch.autocast("cpu", low_dtype, enabled=low_dtype is not None, cache_enabled=False),
     ):
         empty(module)

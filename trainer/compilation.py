@@ -1,6 +1,8 @@
 """What torch.compile does in a run: announced, reported, kept for the next start."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -34,6 +36,7 @@ class Compilation:
         torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
         self._console, self._seen, self._recompiled = console, _newest(), 0
         self._is_first = True
+        self._unreported: list[tuple[int, int]] = []
         self.blocks = 0
         """Blocks on this rank."""
 
@@ -43,9 +46,22 @@ class Compilation:
             f"compiling  {self.blocks} blocks in the first step, which takes longer; kept in {os.environ[_CACHE]}"
         )
 
+    @contextmanager
+    def unreported(self) -> Iterator[None]:
+        """Do not report what is compiled inside this context, such as attention in evaluations, whose shapes vary."""
+        began = _newest()
+        yield
+        self._unreported.append((began, _newest()))
+
     def report(self, step: int) -> None:
         """Print what was compiled in ``step``: in the first one as expected, later as a warning."""
-        found = [each for each in _compilations() if each.start_time_us > self._seen]
+        found = [
+            each
+            for each in _compilations()
+            if each.start_time_us > self._seen
+            and not any(began < each.start_time_us <= ended for began, ended in self._unreported)
+        ]
+        self._unreported.clear()
         if not found:
             return
         self._seen = _newest()

@@ -16,7 +16,7 @@ from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
-from serried.trainer.activation_budget import chosen_mix, device_type, number_of_firsts
+from serried.trainer.activation_budget import chosen_mix, number_of_firsts
 from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
@@ -138,7 +138,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
         task.open_data(task.prepare(lambda _: None))
     if trainer.epochs is not None:  # the number of steps depends on the data
         config = with_steps(config, training_data(task))
-    device = device_type(config)
+    device = _device_type(config)
     built = model_to_train(config, task, device)
     sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
@@ -158,6 +158,14 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
         much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
         lines.append(f"WARNING    does not fit: {much}; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _device_type(config: RunConfig) -> str:
+    """Type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan is for
+    another."""
+    is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
+    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
+    return "cpu" if is_cpu else config.launch.device
 
 
 def _is_for_gpus(config: RunConfig) -> bool:

@@ -165,7 +165,7 @@ class Report:
             self._task.on_step(Event(step, {"loss": result.loss, **metrics}))
 
     def _expect_best_metric(self, metrics: Mapping[str, float]) -> None:
-        """Warn at once of what may turn out as a mistake only in the first evaluation, which may name others."""
+        """Warn now about a metric that may be missing in the first evaluation, which may have others."""
         metric, trainer = self._config.checkpoint.best_metric, self._config.trainer
         if metric not in {"loss", *metrics} and trainer.evaluates_every and not trainer.evaluate:
             known = ", ".join(["loss", *metrics])

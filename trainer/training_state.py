@@ -1,7 +1,7 @@
 """Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,13 +94,14 @@ class TrainingState:
     @contextmanager
     def evaluated(self) -> Iterator[None]:
         """Have the model compute with the average of its weights, if the run keeps one."""
-        if self._average is None:
-            yield
-            return
-        self.parallel.reshard()
-        with self._average.in_use():
-            yield
+        with nullcontext() if self.compilation is None else self.compilation.unreported():
+            if self._average is None:
+                yield
+                return
             self.parallel.reshard()
+            with self._average.in_use():
+                yield
+                self.parallel.reshard()
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group of the whole model by name."""

@@ -186,6 +186,8 @@ def _in_rgb(image: Any) -> Any:
         return image.convert("RGB")
     values = np.asarray(image)
     least, largest = values.min(), values.max()
+    if image.mode == "I" and least >= 0 and largest <= 255:  # 8 bits in wider numbers
+        return image.convert("RGB")
     if image.mode == "F" or least < 0 or largest > _MOST:
         raise ValueError(
             f"pixels of mode {image.mode} from {least:g} to {largest:g}, where 8 bits, or whole numbers from 0 to "

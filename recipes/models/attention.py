@@ -36,7 +36,7 @@ class Documents(NamedTuple):
     """int32, where documents begin in all sequences one behind another, and where the last ends; None: each sequence
     is one"""
     longest: int
-    """What no document is longer than."""
+    """Upper bound on the length of a document."""
     window: int | None
 
 
@@ -152,7 +152,9 @@ def documents(positions: Tensor | None, length: int, window: int | None) -> Docu
     if positions is None:
         return Documents(None, length, window)
     begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
-    torch._dynamo.maybe_mark_dynamic(begins, 0)  # or a compiled block would be compiled again for each number of them
+    # Or a compiled block would be compiled again for each number of documents. The name is not public, but documented:
+    # https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    torch._dynamo.maybe_mark_dynamic(begins, 0)
     return Documents(begins, length, window)
 
 

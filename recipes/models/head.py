@@ -58,7 +58,7 @@ class LanguageModelHead(nn.Module):
         return self.loss(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
     def compile_parts(self) -> None:
-        """Compile what of the loss is not a product, as it passes over the logits many times."""
+        """Compile the element-wise passes of the loss over the logits; ``parallel.compile`` calls it."""
         if "passes" in inspect.signature(self.loss).parameters:
             self.loss = partial(self.loss, passes=compiled_passes())  # type: ignore[call-arg]
 
@@ -116,18 +116,21 @@ class Chunk(NamedTuple):
     """Whether the target's row is here, [T]"""
 
 
-def _measure(hidden: Tensor, weight: Tensor, *target: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _measure(
+    hidden: Tensor, weight: Tensor, soft_cap: float | None, *target: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the logits, in fp32 and capped, the log of the sum of their exponentials, and what is picked of them."""
-    logits = (hidden @ weight.T).float()
+    logits = _capped((hidden @ weight.T).float(), soft_cap)
     return logits, *_measured(logits, *target)
 
 
+def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
+
+
 def _measured(
-    logits: Tensor, row: Tensor, is_here: Tensor, soft_cap: float | None, smoothing: float, all_rows: int
-) -> tuple[Tensor, Tensor]:
-    """As ``_measure``; caps ``logits`` in place."""
-    if soft_cap is not None:
-        logits.div_(soft_cap).tanh_().mul_(soft_cap)
+    logits: Tensor, row: Tensor, is_here: Tensor, smoothing: float, all_rows: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
     if smoothing:
         picked = torch.lerp(picked, logits.sum(dim=1) / all_rows, smoothing)
@@ -181,20 +184,22 @@ EAGER = Passes(_measure, logit_gradients)
 def compiled_passes() -> Passes:
     """Return passes that read the products and write the gradients, both in the dtype of products, and nothing else."""
 
-    def measure(product: Tensor, *target: Any) -> tuple[Tensor, Tensor]:
-        return _measured(product.to(torch.float32, copy=True), *target)
+    def measure(product: Tensor, soft_cap: float | None, *target: Any) -> tuple[Tensor, Tensor]:
+        return _measured(_capped(product.to(torch.float32, copy=True), soft_cap), *target)
 
-    def derive(product: Tensor, normalizer: Tensor, row: Tensor, is_here: Tensor, *rest: Any) -> Tensor:
-        logits, soft_cap = product.to(torch.float32, copy=True), rest[1]
-        if soft_cap is not None:
-            logits.div_(soft_cap).tanh_().mul_(soft_cap)
-        return _derive(logits, normalizer, row, is_here, *rest).to(product.dtype)
+    def derive(
+        product: Tensor, normalizer: Tensor, row: Tensor, is_here: Tensor, factors: Tensor, soft_cap: float | None,
+        terms: HeadTerms, all_rows: int,
+    ) -> Tensor:  # fmt: skip
+        logits = _capped(product.to(torch.float32, copy=True), soft_cap)
+        return _derive(logits, normalizer, row, is_here, factors, soft_cap, terms, all_rows).to(product.dtype)
 
-    one, two = torch.compile(measure, dynamic=False), torch.compile(derive, dynamic=False)
+    # Of other lengths after the first there is one more graph, for all of them: blocks have one for each.
+    one, two = torch.compile(measure), torch.compile(derive)
 
-    def multiply_and_measure(hidden: Tensor, weight: Tensor, *target: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def multiply_and_measure(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         product = hidden @ weight.T
-        return product, *one(product, *target)
+        return product, *one(product, *rest)
 
     def gradients(chunk: Chunk, *rest: Any) -> Tensor:
         found: Tensor = two(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, *rest)
@@ -210,8 +215,9 @@ def chunks(
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     all_rows = vocabulary.all_rows(rows)
-    # In 16 bits twice the tokens take no more memory, and the gradient of the weight is read and written half as often.
-    tokens = chunk_tokens(vocabulary.most_rows(rows)) * (1 if passes.keeps_logits else 4 // weight.itemsize)
+    # Twice the tokens then take no more memory, and the gradient of the weight is read and written half as often.
+    is_lean = weight.itemsize == 2 and soft_cap is None and not passes.keeps_logits
+    tokens = chunk_tokens(vocabulary.most_rows(rows)) * (2 if is_lean else 1)
     step = -(-tokens // len(targets))  # the same on all ranks
     for start in range(0, hidden.shape[0], step):
         mine = slice(start, start + step)
@@ -221,7 +227,7 @@ def chunks(
         is_here = (row >= 0) & (row < rows)
         row = row.clamp(0, rows - 1)
         logits, normalizer, picked = passes.measure(
-            chunk, weight, row, is_here, soft_cap, terms.label_smoothing, all_rows
+            chunk, weight, soft_cap, row, is_here, terms.label_smoothing, all_rows
         )
         normalizer, picked = vocabulary.combine(normalizer, picked)
         losses = normalizer - picked
@@ -252,7 +258,7 @@ class Gradients:
         if low.dtype in (torch.float16, torch.float32):
             # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
             with torch.autocast(low.device.type, enabled=False):
-                if low.dtype == torch.float16 and low.is_cuda:
+                if of_logits.dtype == torch.float16 and low.is_cuda:
                     self.weight += torch.mm(low.T, chunk.hidden, out_dtype=torch.float32)
                 else:
                     self.weight.addmm_(of_logits.float().T, chunk.hidden.float())

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # of torch.fx and of torch.distributed's own estimates
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
@@ -32,7 +31,8 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import Context, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
-from serried.trainer.activation_budget import chosen_mix, device_type, reason_of
+from serried.trainer.activation_budget import chosen_mix, reason_of
+from serried.trainer.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import Model, build_model, model_to_train, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.plan.allocator import Phase, extended, unused_bytes
@@ -273,7 +273,7 @@ def _trace_rank(
             if layout.expert > 1:
                 groups.make_for_experts()
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
-        with mode, trace, _norms_of_a_gpu() if device_type(config) != "cpu" else nullcontext():
+        with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
             empty(model.module)
             batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
             phases = Phases()
@@ -356,36 +356,6 @@ def _attend_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
 def _without_places(context: Context, make: Callable[..., Any], length: int, device: torch.device) -> Any:
     whole = make(None)  # as if all of the sequence were here
     return type(context).mask(context, make, length, device) if isinstance(whole, Tensor) else whole
-
-
-class _FusedNorm(torch.autograd.Function):
-    """``F.rms_norm`` as torch computes it on a GPU, in one kernel; without data it takes it apart, as on a CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        del eps
-        scale = x.new_empty(*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
-        ctx.save_for_backward(x, weight, scale)
-        return x * scale if weight is None else x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        return grad * x, None, None if weight is None else torch.zeros_like(weight), None
-
-
-@contextmanager
-def _norms_of_a_gpu() -> Iterator[None]:
-    def fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        found: Tensor = _FusedNorm.apply(x, shape, weight, eps)
-        return found
-
-    plain = F.rms_norm
-    F.rms_norm = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm = plain
 
 
 @contextmanager

@@ -277,8 +277,13 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         keys = [word.partition("=")[0] for word in advised]
         kept = [word for word in words if word.partition("=")[0] not in keys]
         assert warnings(*kept, *advised) == [], "what fits can be pasted"
+    longer = ["data.sequence_length=147456", "model.max_sequence_length=147456"]
     (warning,) = warnings(
-        "recipe=llama8b_131k", "launch.processes=16", "parallel.context=16", "trainer.activation_checkpoint=none"
+        "recipe=llama8b_131k",
+        "launch.processes=16",
+        "parallel.context=16",
+        "trainer.activation_checkpoint=none",
+        *longer,
     )
-    assert "does not fit: 82." in warning, "keys and values of whole sequences"
+    assert "does not fit: 81." in warning, "keys and values of whole sequences"
     assert warning.endswith("these fit: parallel.context_method=ring")

@@ -395,8 +395,8 @@ def test_all_ranks_save_when_the_control_file_says_so(cluster: Cluster, text: Pa
 
 def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=0.001")).code == 75
-    assert (status(run_dir)["step"], status(run_dir)["reason"]) == (1, "trainer.max_minutes=0.001")
+    assert run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=0.0001")).code == 75
+    assert (status(run_dir)["step"], status(run_dir)["reason"]) == (1, "trainer.max_minutes=0.0001")
     ended = run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=1000"))
     assert ended.code == 0
     assert "changed since" not in ended.printed

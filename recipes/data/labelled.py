@@ -111,8 +111,7 @@ def open_dataset(
     if TRAINING not in splits:
         raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {TRAINING}")
     training, label = splits[TRAINING], section.label_column if isinstance(section, LabelledSection) else None
-    for key, column in columns.items():
-        check_column(key, column, training.column_names, typed)
+    check_columns(columns, training.column_names, typed)
     split = validation_split(section, list(splits))
 
     def both(names: Sequence[str], number: Callable[[Any], int]) -> LabelledData:
@@ -139,8 +138,11 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
             raise UserError(f"{where} has the label {value}, which is not a class; leave such rows out")
 
 
-def check_column(key: str, column: str, names: Sequence[str], where: str) -> None:
-    """Raise ``UserError`` if ``column``, named by ``key``, is none of ``names``."""
-    if column not in names:
-        near = nearest(column, names) or ["COLUMN"]
+def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
+    """Raise ``UserError`` if a column, by the key that names it, is none of ``names``."""
+    left = [name for name in names if name not in columns.values()] or ["COLUMN"]
+    for key, column in columns.items():
+        if column in names:
+            continue
+        near = nearest(column, left) or left
         raise UserError(f"{key}={column}: {where} has the columns {', '.join(names)}; use {key}={near[0]}")

@@ -14,7 +14,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
 from serried.configs.tasks import LabelledSection, TextsSection
 from serried.recipes.data.files import assignment, library
-from serried.recipes.data.labelled import TRAINING, Classes, LabelledData, check_column, open_dataset, validation_split
+from serried.recipes.data.labelled import TRAINING, Classes, LabelledData, check_columns, open_dataset, validation_split
 
 _KINDS = (".jsonl", ".csv")
 
@@ -116,8 +116,7 @@ def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int]
     rows = _csv_rows if path.suffix == ".csv" else _json_rows
     for number, row in enumerate(rows(path, text), 1):
         where = f"{path}, row {number}"
-        for key, column in columns.items():
-            check_column(key, column, [str(name) for name in row], where)
+        check_columns(columns, [str(name) for name in row], where)
         one, label = row[section.text_column], "" if label_column is None else row[label_column]
         if not isinstance(one, str) or not isinstance(label, str | int):
             labelled = " and, as its label, a text or a whole number" * (label_column is not None)

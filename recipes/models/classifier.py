@@ -71,7 +71,8 @@ def not_built(named: str, pretrained: bool, samples: str, error: Exception) -> U
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     if pretrained:
         return UserError(
-            f"{named} task.pretrained=true: the weights cannot be read or downloaded: {reason}; run it once on a "
-            "machine with network and share its cache (TORCH_HOME, HF_HOME), or use task.pretrained=false"
+            f"{named} task.pretrained=true: the weights cannot be read or downloaded: {reason.rstrip('.')}; put them "
+            "into its folder, or if it is a name run it once with network and share its cache (TORCH_HOME, "
+            "HF_HOME), or use task.pretrained=false"
         )
     return UserError(f"{named} cannot be built for {samples}: {reason}")

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--profile", nargs="+", choices=ROWS, default=[], help="rows of which to print the kernels too")
+    parser.add_argument("--profile", nargs="+", choices=ROWS, default=[], help="rows whose kernels to print too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="serried-gpu-") as folder:
         for shape in options.shapes:

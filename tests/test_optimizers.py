@@ -349,7 +349,7 @@ def test_frozen_group_is_not_trained_and_has_no_state() -> None:
         ({"all": {"parameters": "*", "frozen": True}}, "optim.groups.all.frozen=true leaves no parameter to train"),
         (
             {"all": {"parameters": "decoder.*"}, "slow": {"parameters": "decoder.weight"}},
-            "matches only parameters of groups before it, of which the first counts .*; put optim.groups.slow before",
+            "matches only parameters of earlier groups, .*; put optim.groups.slow before it",
         ),
     ],
 )

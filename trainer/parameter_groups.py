@@ -77,9 +77,9 @@ def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, Param
         if matched and group not in group_of.values():
             first = group_of[matched[0]]
             raise UserError(
-                f"optim.groups.{group}.parameters={section.parameters} matches only parameters of groups before it, of "
-                f"which the first counts (optim.groups.{first}.parameters={groups[first].parameters}); put "
-                f"optim.groups.{group} before it"
+                f"optim.groups.{group}.parameters={section.parameters} matches only parameters of earlier groups, and "
+                f"a parameter belongs to the first group that matches (optim.groups.{first}.parameters="
+                f"{groups[first].parameters}); put optim.groups.{group} before it"
             )
         if not matched or not (section.frozen or any(is_trained[name] for name in matched)):
             names = list(is_trained) if section.frozen else trained

@@ -41,7 +41,7 @@ def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tu
     """Return mean and standard deviation of the colours that the model expects: ImageNet's, if it does not say.
 
     ``checkpoints``: of the run that is continued, newest first. A model of transformers is trained further with what
-    they name, whatever its folder names; earlier versions wrote no such file, and always used ImageNet's.
+    they name, regardless of its folder; earlier versions wrote no such file, and always used ImageNet's.
 
     Raises ``UserError`` if what the model says cannot be used.
     """

@@ -166,6 +166,20 @@ def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFi
     assert "size mismatch at index 0. expected 8, actual 6" in lines[1]
 
 
+def test_what_an_evaluation_compiles_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    compilation, compiled = Compilation(Console(True, 0)), torch.compile(torch.relu, dynamic=False)
+    compiled(torch.ones(3))
+    compilation.report(1)
+    with compilation.unreported():
+        compiled(torch.ones(4))
+    compilation.report(2)
+    compiled(torch.ones(5))
+    compilation.report(3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["compiled", "WARNING"]
+    assert "step 3 compiled a block again, number 1" in lines[1]
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

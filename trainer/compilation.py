@@ -62,9 +62,9 @@ class Compilation:
             and not any(began < each.start_time_us <= ended for began, ended in self._unreported)
         ]
         self._unreported.clear()
+        self._seen = _newest()
         if not found:
             return
-        self._seen = _newest()
         graphs = [each for each in found if each.co_name is not None]  # others are their backwards
         seconds = sum(each.duration_us or 0 for each in found) / 1e6
         if self._is_first:

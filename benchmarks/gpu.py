@@ -74,8 +74,7 @@ def measured(
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated()
     parameters = sum(parameter.numel() for parameter in recipe.build_model().parameters())
-    length = config.data.sequence_length
-    flops = recipe._family().flops_per_token(parameters, length) * length * config.trainer.global_batch
+    flops = recipe.flops_per_sample(parameters) * config.trainer.global_batch
     if is_profiled:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             next(racer)

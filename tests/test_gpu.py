@@ -5,7 +5,7 @@ make test ARGS=tests/test_gpu.py
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,9 +35,9 @@ SMALL = ["trainer.steps=10", "optim.lr=0.0003", "model.dim=64", "model.head_dim=
 """Small steps, so that rounding does not grow."""
 
 
-def curve(text: Path, run_dir: Path, *more: str, after: Callable[[Trainer, int], None] | None = None) -> list[float]:
+def curve(text: Path, run_dir: Path, *more: str) -> list[float]:
     """Losses of 10 steps."""
-    ended = run_here(overrides(text, run_dir, *SMALL, *more), after)
+    ended = run_here(overrides(text, run_dir, *SMALL, *more))
     assert ended.code == 0, ended.printed
     lines = [line for line in ended.printed.splitlines() if "WARNING" in line or "Warning" in line]
     assert lines == []
@@ -165,7 +165,6 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(text: Path, tmp_path: 
 )  # fmt: skip
 def test_between_log_lines_the_host_does_not_wait_for_the_gpu(more: list[str], text: Path, tmp_path: Path) -> None:
     seen: list[int] = []
-
     steps = Trainer.steps
 
     def watched(self: Trainer) -> Iterator[int]:

@@ -148,7 +148,7 @@ def test_compiled_passes_over_logits_give_the_loss_and_gradients_of_eager_ones(
     assert all((one - other).norm() <= bound * one.norm() for one, other in zip(*found, strict=True))
 
 
-def test_compiled_passes_over_logits_have_at_most_two_graphs_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_passes_over_logits_have_at_most_three_graphs_each_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
     monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 8)
     torch._dynamo.reset()
@@ -159,7 +159,7 @@ def test_compiled_passes_over_logits_have_at_most_two_graphs_for_any_lengths(mon
         hidden, targets = torch.randn(tokens, 8), torch.randint(19, (tokens,))
         found, expected = (linear_cross_entropy_sum(hidden, weight, targets, passes=each) for each in (passes, None))
         torch.testing.assert_close(found, expected)
-    assert graphs.frame_count <= 6, "for each of both: lengths of 1 are graphs of their own"
+    assert graphs.frame_count <= 6, "of both passes: the first length, one token, and any other"
 
 
 def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:

@@ -148,7 +148,7 @@ def test_compiled_passes_over_logits_give_the_loss_and_gradients_of_eager_ones(
     assert all((one - other).norm() <= bound * one.norm() for one, other in zip(*found, strict=True))
 
 
-def test_compiled_passes_over_logits_have_at_most_three_graphs_each_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_passes_have_at_most_three_graphs_each_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
     monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 8)
     torch._dynamo.reset()

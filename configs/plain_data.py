@@ -52,6 +52,17 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return content
 
 
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file, of any size.
+
+    Raises:
+        OSError: it cannot be read.
+        NotPlainData: it is not a regular file.
+    """
+    with open_regular(path) as file:
+        return file.read()
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON document.
 

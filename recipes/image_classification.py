@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import read_if_there
 from serried.configs.tasks import ImageSection
 from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
 from serried.recipes.data.images import (
+    UPRIGHT,
     FolderImages,
     Image,
     cropped_at_random,
@@ -43,7 +45,10 @@ class ImageClassification(Classification):
     # data -----------------------------------------------------------------------------------------------------------
 
     def open_samples(self) -> LabelledData:
-        return open_images(self.config)
+        # A run that began when images of folders were not turned keeps its pixels.
+        newest = resumed_checkpoints(self.run)[:1]
+        began = [str(read_if_there(each / "state.json").get("data_fingerprint", UPRIGHT)) for each in newest]
+        return open_images(self.config, upright=all(each.endswith(UPRIGHT) for each in began))
 
     def prepare(self, show: Callable[[str], None]) -> str:
         if self.config.pretrained:  # one process per node downloads what is not there
@@ -121,8 +126,10 @@ class ImageClassification(Classification):
 
     def notes(self, starts_from_scratch: bool) -> Sequence[str]:
         del starts_from_scratch
-        splits = (self._data.training, self._data.validation)
-        return [split.note for split in splits if isinstance(split, FolderImages) and split.note]
+        splits = [each for each in (self._data.training, self._data.validation) if isinstance(each, FolderImages)]
+        told = "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
+        kept = [told + self.run.another_run] if splits and not splits[0].upright else []
+        return [split.note for split in splits if split.note] + kept
 
     @property
     def opens_in(self) -> str:

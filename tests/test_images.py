@@ -1,6 +1,7 @@
 """Image classification: one curve on every layout, the same pixels after a resume, and one line for a mistake."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def images(folder: Path, run_dir: Path, *more: str, model: str = "vit") -> list[
         "precision=fp32", "optim.lr=0.003", "optim.weight_decay=0", "launch.device=cpu",
     ]  # fmt: skip
     return [*small, *more]
+
+
+def configured(section: ImageSection, run_dir: Path) -> ImageClassification:
+    """The task of a run in ``run_dir``."""
+    task = ImageClassification()
+    run = RunSection(name="run", dir=run_dir)
+    task.configure(RunConfig.model_construct(run=run, task=section, checkpoint=CheckpointSection()))
+    return task
 
 
 def train(argv: list[str], code: int = 0) -> None:
@@ -153,6 +162,83 @@ def test_rows_of_a_dataset_are_images_too(folder: Path, tmp_path: Path) -> None:
     assert len(found.validation) == 3 * 5
     with pytest.raises(UserError, match=r"task.label_column=label: .* has the columns picture, kind; use"):
         open_images(ImageSection(**keys | {"label_column": "label"}))
+
+
+def test_photo_is_turned_as_its_exif_orientation_says(tmp_path: Path) -> None:
+    import datasets
+    from transformers.image_utils import load_image
+
+    (tmp_path / "photos/train/red").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    for orientation in range(10):  # 1 to 8 have a meaning
+        for ending in ("png", "tif", "webp"):
+            exif = pillow.Exif()
+            exif[0x0112] = orientation
+            name = tmp_path / f"photos/train/red/{orientation}.{ending}"
+            pillow.fromarray(pixels).save(name, exif=exif, lossless=True)
+    names = sorted((tmp_path / "photos/train/red").iterdir())
+    table = datasets.Dataset.from_dict({"image": list(map(str, names)), "label": ["red"] * 30})
+    table.cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows/train.parquet")
+    for place in ("photos", "rows"):
+        training = open_images(ImageSection(path=str(tmp_path / place))).training
+        for number, name in enumerate(names):
+            right = np.array(load_image(str(name)))
+            found = np.array(training[number].pixels)
+            assert np.array_equal(found, right), f"{name.name} of {place}"
+    (tmp_path / "photos/train/red/0.png").write_bytes(
+        names[3].read_bytes().replace(b"eXIfMM\x00*", b"eXIfMM\x00+")  # damaged: pixels as they are stored
+    )
+    assert training[3].pixels.size == (6, 4)
+
+
+def test_run_that_began_before_photos_were_turned_keeps_its_pixels(tmp_path: Path) -> None:
+    for name in ("red", "blue"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        exif = pillow.Exif()
+        exif[0x0112] = 6
+        pillow.new("RGB", (6, 4)).save(tmp_path / "train" / name / "a.png", exif=exif)
+    state = tmp_path / "run/checkpoints/step-00000002/state.json"
+    state.parent.mkdir(parents=True)
+
+    def opened(fingerprint: str) -> ImageClassification:
+        state.write_text(json.dumps({"data_fingerprint": fingerprint}))
+        return configured(ImageSection(path=str(tmp_path)), tmp_path / "run")
+
+    now = opened("1234-upright")
+    assert now.dataset("train")[0].pixels.size == (4, 6)
+    assert not now.notes(False)
+    before = now.dataset("train").fingerprint.removesuffix("-upright")
+    then = opened(before)
+    assert then.dataset("train")[0].pixels.size == (6, 4)
+    assert then.dataset("train").fingerprint == before  # the data count as unchanged
+    assert then.notes(False) == [
+        "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
+        "run.dir=OTHER"
+    ]
+
+
+def test_file_that_is_no_image_of_pixels_is_refused_and_starts_no_program(tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "photos/train/red"
+    folder.mkdir(parents=True)
+    pillow.new("RGB", (6, 4)).save(tmp_path / "a.eps")
+    postscript = (tmp_path / "a.eps").read_bytes()
+    (folder / "a.png").write_bytes(postscript)
+    training = open_images(ImageSection(path=str(tmp_path / "photos"))).training
+    with pytest.raises(UserError, match=r"cannot read .*/a\.png as an image: cannot identify image file"):
+        training[0]
+    rows = {"image": [{"bytes": postscript, "path": None}], "label": ["red"]}
+    table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image(decode=False))
+    table.to_parquet(tmp_path / "rows/train.parquet")
+    with pytest.raises(UserError, match="cannot read row 1 of the dataset: UnidentifiedImageError"):
+        open_images(ImageSection(path=str(tmp_path / "rows"))).training[0]
+    (folder / "a.png").unlink()
+    os.mkfifo(folder / "a.png")
+    with pytest.raises(UserError, match=r"cannot read .*/a\.png as an image: .* is not a regular file"):
+        training[0]
+    with pytest.raises(UserError, match=r"a\.png is not a regular file; remove it"):
+        open_images(ImageSection(path=str(tmp_path / "photos")))
 
 
 def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
@@ -357,8 +443,7 @@ def test_class_without_images_may_be_in_the_validation_split(folder: Path, tmp_p
 
 
 def test_label_of_a_batch_is_that_of_its_images(folder: Path) -> None:
-    task = ImageClassification()
-    task.config = ImageSection(path=str(folder), image_size=16)
+    task = configured(ImageSection(path=str(folder), image_size=16), folder / "run")
     sample = task.dataset("train")[20]
     pixels, labels = task.collate([Image(sample.pixels, 1), task.augment(sample, 5)])
     assert (pixels.shape, pixels.dtype, labels.tolist()) == ((2, 3, 16, 16), torch.uint8, [1, 1])

@@ -350,9 +350,25 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "cache").iterdir())
 
 
+def as_pipe(path: Path) -> None:
+    """Replace a file by a pipe, which blocks whoever opens it."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        *(
+            lambda folder, name=name: as_pipe(folder / name)
+            for name in (
+                "summary.json",
+                "tokenizer.json",
+                "train-00000.bin",
+                "train-00000.starts",
+                "validation-00000.starts",
+            )
+        ),
         lambda folder: (folder / "train-00000.bin").unlink(),
         lambda folder: os.truncate(folder / "train-00000.bin", 900),
         lambda folder: os.truncate(folder / "validation-00000.bin", 100),
@@ -372,6 +388,15 @@ def test_damaged_folder_is_refused_and_prepared_again(tmp_path: Path, damage: Ca
         open_prepared(whole.folder)
     assert np.array_equal(everything(prepare(data), "train"), tokens)
     assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_pipe_in_place_of_what_a_cache_remembers_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(monkeypatch)
+    data = section(many_files(tmp_path / "text"), tmp_path / "cache")
+    whole = prepare(data)
+    (memo,) = (tmp_path / "cache/memos").iterdir()
+    as_pipe(memo)
+    assert prepare(data).key == whole.key
 
 
 def test_prepared_data_that_this_node_lacks_is_said_so(tmp_path: Path) -> None:

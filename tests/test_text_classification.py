@@ -1,6 +1,7 @@
 """Sequence classification: transformers' own models and losses, on any layout."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,10 @@ def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_te
     assert [found.training[0].label, found.validation[0].label] == [1, 1]
     (tmp_path / "val.csv").write_text('text,label\ngood,1\n"bad,0\ngood,1\n')
     with pytest.raises(UserError, match=r"cannot read .*val\.csv, row 2: unexpected end of data; fix or remove"):
+        open_texts(section, encoder)
+    (tmp_path / "val.csv").unlink()
+    os.mkfifo(tmp_path / "val.csv")
+    with pytest.raises(UserError, match=r"cannot read .*val\.csv: .* is not a regular file"):
         open_texts(section, encoder)
     (tmp_path / "train.csv").write_text("text,label\ngood,1\n")
     with pytest.raises(UserError, match=r"has train\.csv and train\.jsonl; keep one file of each split"):

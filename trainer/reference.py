@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, read_regular
 from serried.configs.schema import RunConfig
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
@@ -98,8 +99,8 @@ class _Split:
     def read(self, context: Context) -> None:
         """Read what is known on rank 0, for all ranks. A collective."""
         if context.session.is_main:
-            with suppress(OSError):  # there is none yet
-                content = self._path.read_bytes()
+            with suppress(OSError, NotPlainData):  # there is none yet
+                content = read_regular(self._path)
                 if len(content) == self.numbers.nbytes:  # else it is damaged, and computed again
                     self.numbers = np.frombuffer(content, self.numbers.dtype).reshape(self.numbers.shape).copy()
         if dist.is_initialized():

@@ -1,9 +1,12 @@
 """Images and their classes: a folder with a subfolder for each class, or a Hugging Face dataset."""
 
+import contextlib
 import hashlib
+import io
 import math
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +16,20 @@ import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.configs.plain_data import expanded
+from serried.configs.plain_data import expanded, open_regular
 from serried.configs.tasks import ImageSection
-from serried.recipes.data.files import assignment, library
+from serried.recipes.data.files import assignment, library, opened
 from serried.recipes.data.labelled import TRAINING, LabelledData, open_dataset, unknown_class, validation_split
 
 _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+_FORMATS = frozenset(
+    ("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
+)
+"""Formats of pixels that Pillow may find in a file, whatever its name. For PostScript it would start an interpreter."""
+_ORIENTATION = 0x0112
+"""The EXIF tag of how a camera was held."""
+UPRIGHT = "-upright"
+"""End of the fingerprint of a folder whose images are turned as their EXIF orientation says."""
 _ROWS = (".parquet", ".arrow", ".json", ".csv")
 """Endings of files in the folder of a dataset."""
 _CENTRE = 0.875
@@ -39,9 +50,9 @@ class Image(NamedTuple):
     label: int
 
 
-def open_images(section: ImageSection) -> LabelledData:
-    """Look up the images that ``section`` names, and read none. Raises ``UserError`` if there are none, or the splits
-    have other classes."""
+def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
+    """Look up the images that ``section`` names, and read none. ``upright``: turn those of a folder as their EXIF
+    orientation says. Raises ``UserError`` if there are none, or the splits have other classes."""
     library("PIL", "task=image_classification", extra="vision")
     folder, typed = expanded(section.path), assignment("task.path", section.path)
     try:
@@ -50,7 +61,7 @@ def open_images(section: ImageSection) -> LabelledData:
             names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
         has_rows = any(name == "data" or name.endswith(_ROWS) for name in names)
         if is_folder and (TRAINING in names or not has_rows):
-            return _open_folder(section, folder, typed, names)
+            return _open_folder(section, folder, typed, names, upright)
     except OSError as error:
         raise UserError(f"{typed}: cannot look at {error.filename}: {error.strerror}; use another folder") from None
     if not is_folder and (section.path.startswith(("/", ".", "~")) or section.path.count("/") != 1):
@@ -64,7 +75,7 @@ def open_images(section: ImageSection) -> LabelledData:
 class FolderImages:
     """The images of one split of a folder."""
 
-    def __init__(self, folder: Path, classes: Sequence[str] | None = None) -> None:
+    def __init__(self, folder: Path, classes: Sequence[str] | None = None, *, upright: bool = True) -> None:
         """``classes``: those of the training split, None for itself."""
         entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
         found = {entry.name: entry.path for entry in entries if entry.is_dir()}
@@ -72,6 +83,7 @@ class FolderImages:
         told = f"images not used: {unused:,} in {folder}, outside of class folders; move them to {folder}/CLASS/"
         self.note = told if unused else ""
         """For the user."""
+        self.upright = upright
         self.classes = sorted(found) if classes is None else list(classes)
         self._folder, self._names, labels, key = folder, [], [], hashlib.sha256()
         for name in sorted(found):
@@ -85,18 +97,16 @@ class FolderImages:
         for name in self.empty:  # the names of others are those of folders
             key.update(f"{name}\n".encode("utf-8", "surrogateescape"))
         self.unknown = sorted(found.keys() - set(self.classes))
-        self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest()
+        self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest() + UPRIGHT * upright
 
     def __len__(self) -> int:
         return len(self._names)
 
     def __getitem__(self, index: int) -> Image:
-        from PIL import Image as pillow
-
         path = self._folder / self._names[index]
         try:
-            with pillow.open(path) as file:
-                return Image(_in_rgb(file), int(self._labels[index]))
+            with open_regular(path) as file:
+                return Image(_decoded(file, self.upright), int(self._labels[index]))
         except Exception as error:  # of any kind: decoders read a file of anyone's
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it, {_RESUMES}") from None
@@ -107,19 +117,22 @@ def _files(folder: str) -> Iterator[tuple[str, int]]:
         if entry.is_dir():
             yield from _files(entry.path)
         elif _is_image(entry.name):
-            yield entry.path, entry.stat().st_size
+            status = entry.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{entry.path} is not a regular file; remove it")
+            yield entry.path, status.st_size
 
 
 def _is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in _ENDINGS  # noqa: PTH122 -- a million of them
 
 
-def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str]) -> LabelledData:
+def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str], upright: bool) -> LabelledData:
     form = f"images are expected in {folder}/{TRAINING}/CLASS/"
     if TRAINING not in names:
         found = f"holds {', '.join(names[:_SHOWN])}" if names else "is empty"
         raise UserError(f"{typed}: the folder {found}, and no {TRAINING}; {form}")
-    training = FolderImages(folder / TRAINING)
+    training = FolderImages(folder / TRAINING, upright=upright)
     if not training.classes or not len(training):
         raise UserError(f"{typed}: {folder / TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
     if training.empty:
@@ -129,7 +142,7 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
             "into them"
         )
     name = validation_split(section, names)
-    validation = FolderImages(folder / name, training.classes) if name else None
+    validation = FolderImages(folder / name, training.classes, upright=upright) if name else None
     if validation is not None:
         if validation.unknown:
             raise unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
@@ -146,8 +159,10 @@ class TableImages:
 
     def __init__(self, table: Any, image: str, label: str, number: Callable[[Any], int]) -> None:
         """``number``: of the class of a label."""
-        self._table, self._image, self._label, self._number = table, image, label, number
-        self.fingerprint = str(table._fingerprint)  # datasets has no public name for it
+        feature = library("datasets", "a dataset").Image
+        self.fingerprint = str(table.cast_column(image, feature())._fingerprint)  # datasets has no public name for it
+        self._table = table.cast_column(image, feature(decode=False))  # it would open any format
+        self._image, self._label, self._number = image, label, number
 
     def __len__(self) -> int:
         return len(self._table)
@@ -155,7 +170,8 @@ class TableImages:
     def __getitem__(self, index: int) -> Image:
         try:
             row = self._table[index]
-            return Image(_in_rgb(row[self._image]), self._number(row[self._label]))
+            with contextlib.ExitStack() as stack:
+                return Image(_decoded(_file_in(row[self._image], stack), True), self._number(row[self._label]))
         except Exception as error:  # of any kind, as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
@@ -164,17 +180,44 @@ class TableImages:
             ) from None
 
 
+def _file_in(cell: Any, stack: contextlib.ExitStack) -> Any:
+    """Open the file of a cell, as ``datasets`` describes it, until ``stack`` ends."""
+    if cell["bytes"] is not None:
+        return io.BytesIO(cell["bytes"])
+    is_address = "://" in cell["path"]
+    return opened(cell["path"], stack) if is_address else stack.enter_context(open_regular(Path(cell["path"])))
+
+
 def _open_dataset(section: ImageSection, name: str) -> LabelledData:
     image, label = section.image_column, section.label_column
     columns = {"task.image_column": image, "task.label_column": label}
 
     def opened(table: Any, number: Callable[[Any], int]) -> TableImages:
-        return TableImages(table.cast_column(image, library("datasets", "a dataset").Image()), image, label, number)
+        return TableImages(table, image, label, number)
 
     return open_dataset(section, name, columns, f"folder with {TRAINING}/CLASS/", opened)
 
 
 # pixels ---------------------------------------------------------------------------------------------------------------
+
+
+def _decoded(file: Any, upright: bool) -> Any:
+    """Return the image in an open file as a PIL image in RGB; ``upright``: turned as its EXIF orientation says, like
+    ``datasets`` and transformers do. Raises errors of any kind if it cannot be read."""
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    pillow.init()
+    with pillow.open(file, formats=[name for name in pillow.ID if name in _FORMATS]) as image:
+        image.load()
+        return _in_rgb(ImageOps.exif_transpose(image) if upright and _is_turned(image) else image)
+
+
+def _is_turned(image: Any) -> bool:
+    try:
+        return image.getexif().get(_ORIENTATION, 1) != 1
+    except Exception:  # EXIF data of the web are often damaged, and the pixels are not
+        return False
 
 
 def _in_rgb(image: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.configs.plain_data import expanded
+from serried.configs.plain_data import NotPlainData, expanded, read_regular
 from serried.configs.tasks import LabelledSection, TextsSection
 from serried.recipes.data.files import assignment, library
 from serried.recipes.data.labelled import TRAINING, Classes, LabelledData, check_columns, open_dataset, validation_split
@@ -106,10 +106,12 @@ def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed
 def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int], str]:
     """Return the texts and labels of a file, and a digest."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         text = content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"cannot read {path}: it is not UTF-8") from None
+    except (OSError, NotPlainData) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     texts: list[str] = []
     labels: list[str | int] = []
     columns, label_column = _columns(section), section.label_column if isinstance(section, LabelledSection) else None

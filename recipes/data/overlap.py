@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import read_regular
 from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import Encoded
 from serried.recipes.data.prepare import Prepared, write_json, write_summary
@@ -39,13 +40,13 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
         write_json(partial / _SHARED, int(shared.sum()))
 
     with Progress(show, 1) as progress:
-        make_folder(folder, write, (folder / _SHARED).exists, progress)
+        make_folder(folder, write, (folder / _SHARED).is_file, progress)
     return folder if left_out(folder) else None
 
 
 def left_out(folder: Path) -> int:
     """Number of documents that ``kept_apart`` removed because they are trained on."""
-    return int(json.loads((folder / _SHARED).read_bytes()))
+    return int(json.loads(read_regular(folder / _SHARED)))
 
 
 def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any
 
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.plain_data import expanded
+from serried.configs.plain_data import expanded, read_regular
 from serried.recipes.data.atomic_folder import make_folder, other_cache
 from serried.recipes.data.chat import chat_encoder
 from serried.recipes.data.encode import Encoder, TextEncoder
@@ -205,7 +205,7 @@ class _Memo:
 
     def recall(self) -> str | None:
         try:
-            memo = json.loads(self._path.read_bytes())
+            memo = json.loads(read_regular(self._path))
             return memo["key"] if memo["state"] == self._state else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -232,7 +232,7 @@ def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer 
     counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
     for number, job in enumerate(jobs_of(units)):
         done = partial / f"done-{number:05d}.json"
-        if done.exists():
+        if done.is_file():
             progress.skipped(sum(unit.size_bytes for unit in job))
         else:
             of_job, made = write_shards(
@@ -240,7 +240,7 @@ def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer 
             )
             found = {split: shard.as_json(partial) for split, shard in made.items()}
             write_json(done, {"counts": asdict(of_job), "shards": found})
-        plain = json.loads(done.read_bytes())
+        plain = json.loads(read_regular(done))
         counts.add(Counts.from_json(plain["counts"]))
         for split, shard in plain["shards"].items():
             shards[split].append(Shard.from_json(partial, shard))
@@ -255,7 +255,7 @@ def _tokenizer_of_text(
 ) -> Tokenizer:
     """Return the tokenizer made from the text, or the one that an interrupted preparation left."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        return tokenizer_from_spec(json.loads(path.read_bytes()))
+        return tokenizer_from_spec(json.loads(read_regular(path)))
     if section.tokenizer == "chars":
         return CharsTokenizer(all_characters(units, section.tokenizer))
     progress.say(f"learning a tokenizer of {section.vocab_size:,} ids")
@@ -323,12 +323,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _open(folder: Path) -> Prepared:
-    summary = json.loads((folder / "summary.json").read_bytes())
+    summary = json.loads(read_regular(folder / "summary.json"))
     if summary["format"] != _FORMAT:
         raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
     if folder.name.endswith((".tmp", ".partial")):
         raise ValueError("it was never finished")
-    tokenizer = tokenizer_from_spec(json.loads((folder / "tokenizer.json").read_bytes()))
+    tokenizer = tokenizer_from_spec(json.loads(read_regular(folder / "tokenizer.json")))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
     shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(

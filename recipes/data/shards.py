@@ -6,6 +6,7 @@ followed by the end mark. The shards of a split, in order, are one stream: their
 Files of other tools are used in place.
 """
 
+import os
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from serried.configs.plain_data import open_regular
 from serried.recipes.data.encode import Encoded
 from serried.records.files import replacing
 
@@ -61,7 +63,7 @@ class TokenStream:
         """Raises ``ValueError`` or ``OSError`` for a file that is missing or too short."""
         self._tokens = [_mapped(each.tokens, each.dtype, each.offset_bytes, each.count) for each in shards]
         self._supervised = [_mapped(each.supervised, "u1", 0, each.count) for each in shards if each.supervised]
-        self._starts = [_mapped(each.starts, "<i8", 0, each.starts.stat().st_size // 8) for each in shards]
+        self._starts = [_mapped(each.starts, "<i8", 0, None) for each in shards]
         self._token_bounds = np.cumsum([0, *(len(tokens) for tokens in self._tokens)])
         self._document_bounds = np.cumsum([0, *(len(starts) for starts in self._starts)])
         if self._supervised and len(self._supervised) != len(shards):
@@ -112,9 +114,16 @@ class TokenStream:
         return range(int(first), int(last) + 1)
 
 
-def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
-    # As a plain array: slices of np.memmap cost more. An empty one cannot be mapped.
-    return np.asarray(np.memmap(path, dtype, "r", offset, (count,))) if count else np.empty(0, dtype)
+def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> np.ndarray:
+    """Map ``count`` numbers; None: as many as there are."""
+    if count == 0:
+        return np.empty(0, dtype)
+    with open_regular(path) as file:
+        if count is None:
+            count = os.fstat(file.fileno()).st_size // np.dtype(dtype).itemsize
+        if not count:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))  # plain: slices of np.memmap cost more
 
 
 class ShardWriter:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import read_regular
 from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import TextEncoder
 from serried.recipes.data.hugging_face_dataset import streamed_units
@@ -51,7 +52,7 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
             progress.say("reading documents for validation")
             _write(partial, section, units, tokenizer, wanted)
 
-        make_folder(folder, write, lambda: is_intact(folder), progress)
+        make_folder(folder, write, lambda: is_intact(folder) and (folder / _HELD_OUT).is_file(), progress)
     return open_prepared(folder)
 
 
@@ -59,7 +60,7 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
     """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made. Raises ``UserError`` if
     there is no such dataset, subset or split, or it cannot be had."""
     tokenizer = _tokenizer(section)
-    places = (prepared.folder / _HELD_OUT).read_bytes()
+    places = read_regular(prepared.folder / _HELD_OUT)
     held_out = frozenset(json.loads(places))
     fraction = 0.0 if section.validation_split else section.validation_fraction
 

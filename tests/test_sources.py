@@ -247,6 +247,36 @@ def test_text_beside_rows_is_refused_with_globs_that_work(tmp_path: Path) -> Non
     assert "name one kind" in refusal(tmp_path / "mixed/*", tmp_path / "cache")
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.json.gz"])
+def test_a_named_json_file_with_a_row_in_each_line_is_read_as_rows(tmp_path: Path, name: str) -> None:
+    content: Any = "\ufeff" + lines()
+    write(tmp_path, {name: gzip.compress(content.encode()) if name.endswith(".gz") else content})
+    assert [row.content for row in all_rows(tmp_path / name)] == TEXTS
+    write(tmp_path, {"b.json": '{"n": 1}\n{"n": 2}\n'})
+    assert "has no column 'text'; its columns are n" in refusal(tmp_path / "b.json", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps([{"text": text} for text in TEXTS]),
+        json.dumps([{"instruction": "a", "output": "b"}], indent=2),
+        json.dumps({"text": "one document"}, indent=2),
+    ],
+)
+def test_a_json_file_with_rows_that_are_not_lines_is_refused(tmp_path: Path, content: str) -> None:
+    write(tmp_path, {"a.json": content})
+    assert "jq -c" in (message := refusal(tmp_path / "a.json", tmp_path / "cache"))
+    assert "data.path=lines.jsonl" in message
+
+
+@pytest.mark.parametrize("content", ['{"name": "package"}', '{\n "text": 1', "[1, 2]", '["a"]', "text", '[{"a": 1}]'])
+def test_a_json_file_without_rows_is_one_document_of_text(tmp_path: Path, content: str) -> None:
+    write(tmp_path, {"a.json": content})
+    pieces = [row.content for row in all_rows(tmp_path / "a.json", validation_fraction=1e-9)]
+    assert b"".join(pieces) == content.encode()
+
+
 # Hugging Face ---------------------------------------------------------------------------------------------------------
 
 

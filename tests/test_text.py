@@ -119,6 +119,27 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert found(tmp_path / "text") == ["a.txt", "more/b.txt"]
 
 
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**", "*/**/*.txt", "**/more/*.txt", "**/**/*.txt"])
+def test_links_in_a_circle_end_in_a_glob(tmp_path: Path, pattern: str) -> None:
+    write(tmp_path, {"text/a/a.txt": "x", "text/b/b.txt": "y", "elsewhere/c.txt": "z"})
+    text = tmp_path / "text"
+    (text / "a/more").symlink_to(tmp_path / "elsewhere")
+    links = {"loop": text, "a/up": text, "a/beside": text / "b", "b/back": text / "a", "b/self": text / "b"}
+    for name in links:
+        (text / name).symlink_to(links[name])
+    names = found(f"{text}/{pattern}")
+    assert len(names) == len({*names}) < 20
+    assert "a/more/c.txt" in names
+    if "more" not in pattern:
+        assert {"a/a.txt", "b/b.txt"} <= {*names}
+
+
+def test_a_glob_follows_a_link_to_a_folder_beside_it(tmp_path: Path) -> None:
+    write(tmp_path, {"text/a.txt": "x"})
+    (tmp_path / "same").symlink_to(tmp_path / "text")
+    assert found(f"{tmp_path}/**/*.txt") == ["same/a.txt", "text/a.txt"]
+
+
 def test_the_standard_library_is_there_without_tests() -> None:
     files = stdlib(data_section(name="stdlib", sequence_length=16))._files
     names = [file.name for file in files]

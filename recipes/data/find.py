@@ -67,8 +67,7 @@ def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list
 def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
     fixed = next(i for i, part in enumerate(pattern.parts) if glob.has_magic(part))
     root = Path(*pattern.parts[:fixed])
-    # Not Path.glob, which would find hidden files too.
-    matches = (Path(match) for match in sorted(glob.iglob(str(pattern), recursive=True)))  # noqa: PTH207
+    matches = map(Path, sorted(_matches(str(pattern))))
     if files := [SourceFile(match.relative_to(root).as_posix(), match) for match in matches if match.is_file()]:
         return files
     if not root.exists():
@@ -79,6 +78,49 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
         f"{assignment('data.path', typed)} matches no file; {holds}; ** matches folders below, as in "
         f"{assignment('data.path', root / '**' / '*.txt')}"
     )
+
+
+def _matches(pattern: str) -> set[str]:
+    """Return the paths that ``pattern`` matches. As ``glob.iglob`` finds them, for which links in a circle have no
+    end."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would find hidden files too
+    at = parts.index("**")
+    rest = parts[at + 1 :] or ("*",)
+    tops = glob.iglob(str(Path(*parts[:at]))) if at else ["."]  # noqa: PTH207
+    found: set[str] = set()
+    for top in tops:
+        for folder in _folders_below(top):
+            found |= _matches(str(Path(glob.escape(folder), *rest)))
+    return found
+
+
+def _folders_below(top: str) -> Iterator[str]:
+    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, each once and none to a folder
+    that it is in."""
+    followed: set[tuple[int, int]] = set()
+    left: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    while left:
+        folder, above = left.pop()
+        try:
+            status = os.stat(folder)  # noqa: PTH116
+            here = (status.st_dev, status.st_ino)
+            if here in above or not stat.S_ISDIR(status.st_mode):
+                continue
+            inside = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
+        except OSError:
+            continue  # as glob does
+        yield folder
+        for entry in inside:
+            if entry.name.startswith(".") or not entry.is_dir():
+                continue
+            if entry.is_symlink():
+                link = (status.st_dev, entry.inode())
+                if link in followed:
+                    continue
+                followed.add(link)
+            left.append((entry.path, above | {here}))
 
 
 def walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:

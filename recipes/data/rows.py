@@ -38,7 +38,8 @@ _UNIT_BYTES = 32 << 20
 
 _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
-
+_LONGEST_LINE = 16 << 20
+"""Bytes of the first line of a file that are read to see whether it holds rows."""
 
 _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
 """Columns of common data sets of questions and answers, such as Alpaca."""
@@ -232,6 +233,48 @@ def _lines_from(path: Path | str) -> str:
     """The command that writes one line for each object of a JSON array, or of objects over several lines."""
     quoted = shlex.quote(str(path))
     return f"jq -c 'if type == \"array\" then .[] else . end' {quoted} > lines.jsonl"
+
+
+def holds_rows(path: Path, column: Column) -> bool:
+    """Return whether a file of JSON, which may be one document of text, has a row in each line. Raises ``UserError`` if
+    it has rows in another form."""
+    with open_plain(path) as stream:
+        line = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
+        first = line.decode("utf-8-sig", "replace").strip()
+        if not first.startswith(("{", "[")):
+            return False
+        try:
+            row = json.loads(first)
+            following = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
+        except (ValueError, RecursionError):  # over several lines
+            row, following = None, stream.read(PIECE_BYTES)
+    if isinstance(row, dict):
+        return _is_row(row, column) or _is_object(following)
+    begun = f"{first}\n{following.decode('utf-8', 'replace')}" if row is None else first
+    try:
+        row, _ = json.JSONDecoder().raw_decode(begun.removeprefix("[").lstrip())
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(row, dict) or not _is_row(row, column):
+        return False
+    raise UserError(
+        f"{path} holds rows that are not one a line; to make lines of it: {_lines_from(path)}; then use "
+        "data.path=lines.jsonl (a copy that ends in .txt is read as one document of text)"
+    )
+
+
+def _is_row(row: dict[str, Any], column: Column) -> bool:
+    """Return whether the document of ``row`` can be found, in the format of ``column`` or in another."""
+    return any(each.found(row) for each in (column, Column("text", "text"), Column("messages", "chat"))) or (
+        {*_SIDES} <= row.keys()
+    )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,22 @@
 """The user's own files: plain text, a document each, or rows (``.jsonl``, ``.parquet``), a document in each row."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from serried.configs.data_section import SourceSection, register_source
 from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment, ending_of, kind_of
 from serried.recipes.data.find import check_path, find_files
-from serried.recipes.data.rows import Column, RowFiles
+from serried.recipes.data.rows import Column, RowFiles, holds_rows
 from serried.recipes.data.source import Source
 from serried.recipes.data.text import TextFiles
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Files that are one document each, in a folder. A file that is named, or matches a glob, may end in anything."""
 ROW_SUFFIXES = (".jsonl", ".parquet")
+_JSON_SUFFIXES = (".json", ".ndjson")
+"""Files that hold rows or one document, as their first line shows. In a folder they are left out."""
 
 
 class RowsSection(SourceSection):
@@ -40,7 +43,8 @@ class TextSection(RowsSection):
 def text(section: Any) -> Source:
     """Return files of text or files of rows."""
     files = find_files(section.path, (*TEXT_SUFFIXES, *ROW_SUFFIXES))
-    rows = [file for file in files if kind_of(file.path) in ROW_SUFFIXES]
+    column = Column.of(section)
+    rows = [file for file in files if _has_rows(file.path, column)]
     texts = [file for file in files if file not in rows]
     if texts and rows:
         globs = [assignment("data.path", f"{section.path}/**/*{ending_of(each[0].path)}") for each in (rows, texts)]
@@ -49,7 +53,7 @@ def text(section: Any) -> Source:
             f"files of rows ({rows[0].name}: {len(rows)}); name one kind with a glob, as in {' or '.join(globs)}"
         )
     if rows:
-        return RowFiles(rows, Column.of(section))
+        return RowFiles(rows, column)
     if section.format != "text":
         columns = "columns chosen and rejected"
         if section.format == "chat":
@@ -59,3 +63,8 @@ def text(section: Any) -> Source:
             f"{columns}, or data=hf"
         )
     return TextFiles(files, section.validation_fraction)
+
+
+def _has_rows(path: Path, column: Column) -> bool:
+    kind = kind_of(path)
+    return kind in ROW_SUFFIXES or (kind in _JSON_SUFFIXES and holds_rows(path, column))

@@ -77,9 +77,9 @@ class DataSection(SourceSection):
 
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
-    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
+    validation_fraction: Number = Field(default=0.05, ge=0, lt=1)
     """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
-    files."""
+    files. 0: train on all of it."""
     format: Literal["text", "chat", "preference"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
     answers."""
@@ -107,6 +107,11 @@ class DataSection(SourceSection):
     def is_streamed(self) -> bool:
         """Whether the source is read during training."""
         return bool(getattr(self, "streaming", False))
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether all documents are trained on, unless files of tokens are for validation by their name."""
+        return not self.validation_fraction and not getattr(self, "validation_split", None)
 
     @property
     def mixed(self) -> Mapping[str, MixedSource]:
@@ -219,10 +224,21 @@ class TextRunConfig(RunConfig):
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
         yield from self.task.mistakes_with(self)
+        if self.data.keeps_none and self.data.name != "tokens" and not self.data.validation:
+            yield from self.mistake_of_evaluation()
         if self.data.sequence_length > self.model.max_sequence_length:
             yield (
                 f"data.sequence_length={self.data.sequence_length} exceeds "
                 f"model.max_sequence_length={self.model.max_sequence_length}; "
                 f"use data.sequence_length={self.model.max_sequence_length} or "
                 f"model.max_sequence_length={self.data.sequence_length}"
+            )
+
+    def mistake_of_evaluation(self) -> Iterator[str]:
+        """Refuse evaluations where nothing is kept for them."""
+        if self.trainer.eval_every != 0:
+            yield (
+                "data.validation_fraction=0 trains on all documents and keeps none to evaluate on; add "
+                "trainer.eval_every=0, or a validation set of its own: "
+                "data.validation.NAME.name=text data.validation.NAME.path=FILES"
             )

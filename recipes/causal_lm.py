@@ -108,7 +108,7 @@ class CausalLM(TextTask):
         }
         self._check_tokenizers([*sources.values(), *validation.values()])
         held_out = {name: prepared.whole() for name, prepared in validation.items()}
-        if len(sources) > 1:  # what one source keeps back may be in another
+        if len(sources) > 1 and not self._data.keeps_none:  # what one source keeps back may be in another
             held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
         training, cache = list(sources.values()), cache_folder(self._data)
         apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
@@ -166,11 +166,26 @@ class CausalLM(TextTask):
         lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
         return ["sample     the first sequence; trained on: lines with >", *lines]
 
-    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
+    def dataset(self, split: str) -> Any:
         assert self._prepared is not None, "open_data comes first"
+        if self._keeps_none(split):
+            return None
         if split not in self._datasets:
             self._datasets[split] = self._open(split)
         return self._datasets[split]
+
+    def _keeps_none(self, split: str) -> bool:
+        """Whether ``split`` is that of validation, and all is trained on. Raises ``UserError`` if the run evaluates on
+        nothing else."""
+        sources = self._sources.values()
+        if split != DEFAULT_VALIDATION or any(each.splits["validation"].tokens for each in sources):
+            return False
+        assert isinstance(self.run, TextRunConfig)
+        if not self._data.keeps_none and not getattr(self._data, "is_prepared", False):
+            return False
+        for mistake in () if self._data.validation else self.run.mistake_of_evaluation():
+            raise UserError(mistake)
+        return True
 
     def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         if split in self._held_out:

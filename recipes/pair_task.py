@@ -29,6 +29,8 @@ class PairTask(CausalLM):
 
     def dataset(self, split: str) -> Any:
         assert self._prepared is not None, "open_data comes first"
+        if self._keeps_none(split):
+            return None
         if split not in self._pairs:
             prepared, name = self._held_out.get(split, self._prepared), split
             if split in self._held_out or split == WHOLE:

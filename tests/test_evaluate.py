@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -342,3 +343,61 @@ def test_what_compares_evaluations_needs_some(key: str) -> None:
     check_validation(config, [DEFAULT_VALIDATION])
     with pytest.raises(UserError, match=f"^{key} compares evaluations, and there is no validation data; set data"):
         check_validation(config, ["other"])
+
+
+# without data kept back -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_on_all_documents_and_evaluates_on_none(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = tiny_overrides(text, run, "data.validation_fraction=0", "trainer.steps=2")
+    ended = run_here(argv)
+    assert ended.code == 0, ended.printed
+    size = sum(path.stat().st_size + 1 for path in text.iterdir())  # each file and its end mark
+    assert f"train {size:,} tokens of 30 files, validation 0 of 0" in ended.printed
+    assert not metrics(run, "eval")
+    assert run_here([*argv, "checkpoint.keep_best=true", "trainer.eval_every=2"]).error.count("validation") >= 1
+
+
+def test_evaluating_on_nothing_is_refused_with_overrides_that_work(text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "data.validation_fraction=0", "trainer.eval_every=1")
+    message = run_here(argv).error
+    assert "add trainer.eval_every=0, or a validation set of its own" in message
+    own = re.findall(r"data\.validation\.NAME\.\S+", message)
+    own = [word.replace("NAME", "own").replace("FILES", str(tmp_path / "own.txt")) for word in own]
+    (tmp_path / "own.txt").write_text("dolor sit amet, not seen before; " * 100)
+    ended = run_here([*argv, *own, "trainer.steps=2", "trainer.eval_batches=1"])
+    assert ended.code == 0, ended.printed
+    events = metrics(tmp_path / "run", "eval")
+    assert [(event["set"], event["step"]) for event in events] == [("own", 1), ("own", 2)]
+    found = main(["evaluate", f"run.dir={tmp_path / 'run'}", "json=true", "trainer.eval_batches=1"])
+    assert found == 0
+
+
+@pytest.mark.parametrize("more", ["data.streaming=true", "data.packing=best_fit", "data.validation_split=validation"])
+def test_rows_are_all_trained_on(more: str, text: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for split in ("train", "validation"):
+        lines = [json.dumps({"text": f"{path.read_text()} {split}"}) + "\n" for path in sorted(text.iterdir())]
+        (rows / f"{split}.jsonl").write_text("".join(lines))
+    argv = tiny_overrides(text, tmp_path / "run", "data=hf", f"data.path={rows}", "data.validation_fraction=0", more)
+    ended = run_here([*argv, "trainer.steps=2"])
+    assert ended.code == 0, ended.printed
+    if more == "data.streaming=true":
+        assert "validation 0 tokens" in ended.printed
+    else:
+        assert "tokens of 30 documents, validation" in ended.printed
+    evaluating = run_here([*argv, "trainer.steps=2", "trainer.eval_every=2", "checkpoint.resume=never"])
+    assert evaluating.code == (0 if "split" in more else EXIT_MISTAKE)
+
+
+def test_a_mixture_is_all_trained_on(text: Path, tmp_path: Path) -> None:
+    sources = ["data=mixture", "data.validation_fraction=0", "trainer.steps=1"]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 4000)
+        sources += [f"data.sources.{name}.name=text", f"data.sources.{name}.path={tmp_path / name}.txt"]
+    argv = [word for word in tiny_overrides(text, tmp_path / "run", *sources) if not word.startswith("data.path=")]
+    ended = run_here(argv)
+    assert ended.code == 0, ended.printed
+    assert ended.printed.count("train 4,001 tokens of 1 file, validation 0 of 0") == 2

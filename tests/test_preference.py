@@ -337,3 +337,10 @@ def test_batches_have_one_shape_where_a_gpu_compiles_attention_for_each(
     monkeypatch.setattr(attention_choice, "has_flex", lambda _: True)
     words = ["recipe=dpo", "task.loss=simpo", "model=mistral7b", "data.sequence_length=256"]
     assert Preference(compose([*words, f"model.sliding_window={window}"]))._needs_one_shape == is_whole
+
+
+def test_all_pairs_are_trained_on(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(dpo(model, run, "data.validation_fraction=0", "trainer.eval_every=0", "trainer.steps=1", "task.loss=simpo"))
+    assert not runs.metrics(run, "eval")
+    train(dpo(model, run, "data.validation_fraction=0", "trainer.eval_every=1"), 78)

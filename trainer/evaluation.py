@@ -226,6 +226,8 @@ def evaluate(
         )
     parallel = load_model(config, task, resolve_layout(config.parallel, session.world_size), session.device, checkpoint)
     names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *task.further_validation()]
+    if len(names) > 1 and task.dataset(DEFAULT_VALIDATION) is None:
+        names.remove(DEFAULT_VALIDATION)
     found = []
     for name in names:
         dataset = task.dataset(name)

@@ -278,7 +278,7 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
         raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
-    if source.noun == "file" or (train and validation) or not section.validation_fraction:
+    if source.noun == "file" or (train and validation) or section.keeps_none:
         return  # a text too small for validation is refused by the sequences it lacks
     if source.validation_split:
         what = "training" if not train else "validation"

@@ -36,12 +36,12 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
 
     They are those of ``data.validation_split``, else those whose content's hash is below ``data.validation_fraction``:
     of all that pass it, whether they are in the validation set or not, none is trained on. For that the whole of a
-    ``data.validation_split`` is read.
+    ``data.validation_split`` is read. If none is kept, there are no documents.
 
     Raises ``UserError`` if the source cannot be read, or has too little for one sequence.
     """
     tokenizer = _tokenizer(section)
-    units = streamed_units(section, section.validation_split or section.split)
+    units = [] if section.keeps_none else streamed_units(section, section.validation_split or section.split)
     wanted = sequences * section.sequence_length + 1
     names = [[unit.name, unit.size_bytes] for unit in units]
     identity = [_FORMAT, _identity(section, tokenizer), names, wanted, section.validation_split]
@@ -111,7 +111,7 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
                 writer.add(encoded, begins=True)
                 counts.validation.documents += 1
         counts.validation.tokens = writer.tokens
-    if counts.validation.tokens <= section.sequence_length:
+    if counts.validation.tokens <= section.sequence_length and not section.keeps_none:
         keep = f"data.validation_fraction={section.validation_fraction:g}"
         raise UserError(
             f"the documents for validation ({section.validation_split or keep}) of {section.path} have "
@@ -119,7 +119,8 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
             f"{section.sequence_length + 1:,}; keep more of them, or use shorter sequences"
         )
     write_json(folder / _HELD_OUT, sorted(held_out))
-    write_summary(folder, counts, {"validation": [writer.shard()]}, "document", tokenizer)
+    shards = {"validation": [writer.shard()]} if writer.tokens else {}
+    write_summary(folder, counts, shards, "document", tokenizer)
 
 
 def _held_out_rows(section: Any, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Row]]]:

@@ -140,7 +140,8 @@ def _made(peers: Collection[list[int]]) -> dist.ProcessGroup | None:
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the ``value`` of each rank of ``group`` (None: of all), JSON data, by rank. A collective, on the host.
 
-    Not through the store of ``Session.gather``, which ends with torchrun and belongs to the training thread.
+    Not through the store of ``Session.gather``, which ends with the launcher and belongs to the training thread. After
+    the first step ranks exchange values in this way alone: a run whose launcher was killed must still be able to save.
     """
     if not dist.is_initialized():
         return [value]

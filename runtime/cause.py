@@ -60,12 +60,14 @@ class Cause:
         return self._failure
 
     def _without_store(self, mine: Failure) -> Failure:
-        """Return ``mine``, unless it is a consequence of torchrun's end before there was anything to save."""
-        if self.first_step_is_done or mine.exit_code == EXIT_MISTAKE:
+        """Return ``mine``, unless it is a consequence of the launcher's end: before there was anything to save, or in a
+        rollback, which has nothing to save either."""
+        if mine.exit_code == EXIT_MISTAKE or (self.first_step_is_done and not is_consequence(mine.reason)):
             return mine
         time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
         end = self._signals.end_of_parent
-        return mine if end is None else Failure(self._rank, f"{end} before the first step", EXIT_STOPPED)
+        when = "" if self.first_step_is_done else " before the first step"
+        return mine if end is None else Failure(self._rank, f"{end}{when}", EXIT_STOPPED)
 
     def of(self, error: BaseException) -> Failure:
         """Return ``error`` of this rank as a failure, from what this rank alone knows."""

@@ -1,11 +1,13 @@
 """Stopping: whatever asks for it, the run ends at a step boundary with a checkpoint, and goes on as if nothing was."""
 
 import gc
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +35,14 @@ from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
 from serried.program import main
 from serried.records.trackers.processes import Trackers
+from serried.runtime.cause import Cause
 from serried.runtime.early import ASKING
+from serried.runtime.exchange import Exchange
 from serried.runtime.session import open_session
+from serried.runtime.signals import Signals
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
+from serried.trainer.pace import SlowRank
 from serried.trainer.trainer import Trainer
 
 STEPS = 6
@@ -539,6 +545,94 @@ def test_signal_after_recorded_outcome_keeps_it(
     assert (done.returncode, done.stderr) == (code, "")
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == (state, code)
     assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == [state]
+
+
+# the launcher ----------------------------------------------------------------------------
+
+
+def train_without_a_store(argv: list[str], port: int, folder: str) -> int:
+    """The store is gone, for each rank, before step 2; step 3 is interrupted by what the kernel sends then. A rank
+    counts as slow meanwhile."""
+    os.environ["MASTER_PORT"] = str(port)
+    train = Loop._train
+
+    def lose_store(self: Loop, step: int, batches: Any) -> None:
+        if step == 2:
+            (Path(folder) / f"in-step-2-{os.environ['RANK']}").touch()
+            until(lambda: (Path(folder) / "gone").exists())
+            with pytest.raises(RuntimeError):
+                self._context.session.gather("")
+        if step == 3:
+            os.kill(os.getpid(), TERM)
+        train(self, step, batches)
+
+    with patch.object(Loop, "_train", lose_store), patch.object(SlowRank, "named", lambda _: (1, 2.0)):
+        return _as_a_process(argv)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("parallel.pipeline=2", "model.layers=2", "trainer.ema_decay=0.9", "trainer.eval_every=2"),
+        ("data=hf", "data.streaming=true", "data.validation_fraction=0.2"),
+    ],
+)
+def test_run_whose_store_ended_with_the_launcher_saves_and_stops(
+    more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    from torch.distributed import TCPStore
+
+    run_dir, stores = tmp_path / "run", [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = stores[0].port
+
+    is_over = threading.Event()
+
+    def end_store() -> None:
+        until(lambda: is_over.is_set() or len([*tmp_path.glob("in-step-2-*")]) == 2)
+        stores.clear()
+        (tmp_path / "gone").touch()
+
+    if "data=hf" in more:
+        (tmp_path / "rows").mkdir()
+        rows = [json.dumps({"text": path.read_text()[:200]}) for path in sorted(text.glob("*.txt"))]
+        (tmp_path / "rows" / "rows.jsonl").write_text("\n".join(rows * 2))
+        more = (*more, f"data.path={tmp_path / 'rows'}")
+    argv = arguments(text, run_dir, "checkpoint.every=0", "trainer.log_every=1", *more)
+    launcher = threading.Thread(target=end_store)
+    launcher.start()
+    try:
+        answers = cluster.run(
+            2, "tests.test_shutdown:train_without_a_store", argv=argv, port=port, folder=str(tmp_path)
+        )  # fmt: skip
+    finally:
+        is_over.set()
+        launcher.join()
+    assert [answer.value for answer in answers] == [75, 75], answers[0].printed
+    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", 3)
+    assert steps_saved(run_dir) == [3]
+    assert "Traceback" not in answers[0].printed
+
+
+def test_error_of_the_lost_store_after_the_end_of_the_launcher_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import DistNetworkError, TCPStore
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    signals, exchange = Signals(), Exchange(0, 2, 1.0)
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    exchange.store = TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    with pytest.raises(DistNetworkError) as of_store:
+        exchange.gather("")
+
+    def found(error: BaseException) -> tuple[str, int]:
+        cause = Cause(0, range(2), LaunchSection(), signals, exchange)
+        cause.first_step_is_done = True
+        return cause.first(error)[1:]
+
+    assert found(of_store.value)[1] == 70, "the launcher still runs"
+    signals._parent = -1
+    assert found(of_store.value) == ("the end of torchrun (process -1)", 75)
+    assert found(ZeroDivisionError("here"))[1] == 70
 
 
 # torchrun --------------------------------------------------------------------------------

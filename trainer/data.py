@@ -12,6 +12,7 @@ import torch
 from serried.configs.errors import UserError
 from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
 from serried.parallel.checks import with_values
+from serried.parallel.groups import gather_plain
 from serried.parallel.mesh import Layout
 from serried.runtime.console import Console
 from serried.runtime.session import Session
@@ -104,7 +105,7 @@ class Data:
         state = {"samples": self.samples(step), "data_fingerprint": self.fingerprint}
         if self._stream is None:
             return state
-        parts = self._session.gather(self._stream.state(self.samples(step)))
+        parts = gather_plain(self._stream.state(self.samples(step)))
         return state | {"stream": {key: value for part in parts for key, value in part.items()}}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.configs.schema import HealthSection
+from serried.parallel.groups import gather_plain
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.shard_specs import ShardSpec
 from serried.runtime.session import Session
@@ -144,7 +145,7 @@ class ReplicaCheck:
                 along[kind.along(self._layout)] = None
         if not odd:
             return
-        hosts = self._session.gather(self._session.host())
+        hosts = gather_plain(self._session.host())
         named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(odd))
         which = "holds" if len(odd) == 1 else "hold"
         doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from serried.parallel.groups import gather_plain
 from serried.records.metrics import check_metric_names
 from serried.trainer.context import Context
 from serried.trainer.health import respond
@@ -64,7 +65,7 @@ class StepLog:
         self._report.running(step)
         if (slow := self.meter.slow.named()) is not None:
             rank, share = slow
-            self._report.slow(rank, session.gather(session.host())[rank], share)
+            self._report.slow(rank, gather_plain(session.host())[rank], share)
         return rates
 
     def _respond(self, step: int, result: StepResult) -> None:

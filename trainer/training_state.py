@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.schema import RunConfig
+from serried.parallel.groups import gather_plain
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Objective
@@ -119,7 +120,7 @@ class TrainingState:
         layout = self.parallel.layout
         if layout.pipeline > 1:  # each stage knows its own parameters and groups
             ranks = layout.world // layout.pipeline
-            answers = self._session.gather(None if self._session.rank % ranks else optimizer)
+            answers = gather_plain(None if self._session.rank % ranks else optimizer)
             optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
         return self.step.state() | {"optimizer": optimizer}
 

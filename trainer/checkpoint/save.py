@@ -112,7 +112,7 @@ class Checkpointer:
         started = time.perf_counter()
         has_changed = _names_and_shapes(self._parts()) != self._planned  # optimizer state that the first step created
         if self._layout.pipeline > 1:  # the state of a stage is known to its ranks alone
-            has_changed = any(self._session.gather(has_changed))
+            has_changed = any(self._all(has_changed))
         if has_changed:
             self._plan_save()
         staged = self._stage()
@@ -235,7 +235,7 @@ class Checkpointer:
         if stages == 1:
             return [specs]
         ranks = self._layout.world // stages
-        answers = self._session.gather([spec.plain() for spec in specs] if self._rank % ranks == 0 else None)
+        answers = self._all([spec.plain() for spec in specs] if self._rank % ranks == 0 else None)
         return [[TensorSpec.of_plain(entry) for entry in answer] for answer in answers[::ranks]]
 
     # in the background ----------------------------------------------------------------------------------------------
@@ -310,7 +310,8 @@ class Checkpointer:
         return None
 
     def _all(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, through the group of this thread."""
+        """Every rank's ``value``, by rank, through the group of the background thread: while that thread is idle, the
+        training thread may use it too."""
         return [value] if self._world is None else gather_plain(value, self._world)
 
 

@@ -1,6 +1,7 @@
 """Preference training: the losses of TRL, on any layout, with a reference that is computed once."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,34 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(
     train(resumed, 78)
     assert "model.safetensors has other content; put that one back, or use run." in capsys.readouterr().err
     train([*resumed, "checkpoint.allow_changes=true"])
+
+
+def test_damaged_reference_is_reported_and_computed_again(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*dpo(model, tmp_path / "run"), f"data.cache_dir={tmp_path / 'cache'}", "trainer.eval_every=0"]
+    argv += ["trainer.deterministic=true", "trainer.steps=2"]
+    train([*argv, f"run.dir={tmp_path / 'whole'}"])
+    (path,) = (tmp_path / "cache" / "reference").iterdir()
+    content = path.read_bytes()
+    numbers = content[: len(content) // 16 * 16]
+    assert content == numbers + zlib.crc32(numbers).to_bytes(4, "little")
+
+    def resumed(name: str, found: bytes) -> str:
+        train([*argv, f"run.dir={tmp_path / name}", "trainer.stop_at=1"], 75)
+        path.write_bytes(found)
+        capsys.readouterr()
+        train([*argv, f"run.dir={tmp_path / name}"])
+        assert runs.losses(tmp_path / name) == runs.losses(tmp_path / "whole")
+        assert path.read_bytes() == content
+        return capsys.readouterr().out
+
+    damaged = bytearray(content)
+    damaged[next(place for place in range(6, len(numbers), 8) if numbers[place : place + 2] != b"\xf8\x7f")] ^= 8
+    said = f"WARNING    {path} is damaged; the reference is computed again\n"
+    assert said in resumed("flipped", bytes(damaged))
+    assert said in resumed("cut", content[:-9])
+    assert said not in resumed("without-checksum", numbers)
 
 
 def test_a_model_that_is_trained_and_a_frozen_one_have_each_a_reference(model: Path, tmp_path: Path) -> None:

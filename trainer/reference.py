@@ -2,11 +2,12 @@
 
 They are computed by the model of the run, on its own layout, before its own weights replace the pretrained ones, so
 there is never a second model. Rank 0 keeps them in a file, NaN for samples that no step has asked for yet, under a name
-that is a hash of all that they depend on.
+that is a hash of all that they depend on. The CRC-32 of the numbers follows them, little-endian.
 """
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
+from serried.runtime.console import Console
 from serried.trainer.base_model import same_files
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
@@ -99,14 +101,28 @@ class _Split:
     def read(self, context: Context) -> None:
         """Read what is known on rank 0, for all ranks. A collective."""
         if context.session.is_main:
-            with suppress(OSError, NotPlainData):  # there is none yet
-                content = read_regular(self._path)
-                if len(content) == self.numbers.nbytes:  # else it is damaged, and computed again
-                    self.numbers = np.frombuffer(content, self.numbers.dtype).reshape(self.numbers.shape).copy()
+            self._read(context.console)
         if dist.is_initialized():
             both = torch.from_numpy(self.numbers).to(context.session.device)
             dist.broadcast(both, 0)
             self.numbers = both.cpu().numpy()
+
+    def _read(self, console: Console) -> None:
+        try:
+            content = read_regular(self._path)
+        except FileNotFoundError:
+            return
+        except (OSError, NotPlainData) as error:
+            console.say(f"WARNING    cannot read {self._path}: {error}; the reference is computed again")
+            return
+        numbers, checksum = content[: self.numbers.nbytes], content[self.numbers.nbytes :]
+        if len(numbers) < self.numbers.nbytes or checksum not in (b"", _checksum(numbers)):
+            console.say(f"WARNING    {self._path} is damaged; the reference is computed again")
+            return
+        self.numbers = np.frombuffer(numbers, self.numbers.dtype).reshape(self.numbers.shape).copy()
+        if not checksum:  # written by a version without checksums
+            with suppress(UserError):
+                self._write()
 
     def compute(self, context: Context, parallel: DistributedModel) -> None:
         """Compute what is missing. A collective."""
@@ -135,11 +151,16 @@ class _Split:
     def _write(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, self.numbers.tobytes())
+            numbers = self.numbers.tobytes()
+            write_atomically(self._path, numbers + _checksum(numbers))
         except OSError as error:
             raise UserError(
                 f"cannot write {self._path}: {error.strerror}; choose another folder: data.cache_dir=FOLDER"
             ) from None
+
+
+def _checksum(numbers: bytes) -> bytes:
+    return zlib.crc32(numbers).to_bytes(4, "little")
 
 
 class _Found(Kept):

@@ -250,16 +250,28 @@ def test_second_preparation_waits_for_the_first(tmp_path: Path, monkeypatch: pyt
     assert said == ["preparing data: another process does it; waiting for that", ""]
 
 
-def test_abandoned_preparation_is_removed_after_two_weeks(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    fresh, old, aside = cache / "k.partial", cache / "l.partial", cache / "m.elsewhere.tmp"
-    for folder in (fresh, old, aside):
-        write(folder, {"train-00000.bin": "x"})
-        if folder != fresh:
-            for path in (folder / "train-00000.bin", folder):
-                os.utime(path, (LONG_AGO, LONG_AGO))
+def test_abandoned_preparation_is_removed_after_two_weeks_and_no_folder_of_others(tmp_path: Path) -> None:
+    cache, key = tmp_path / "cache", "0123456789abcdef" * 2
     prepare(section(many_files(tmp_path / "text"), cache))
-    assert (fresh.exists(), old.exists(), aside.exists()) == (True, False, False)
+    (prepared,) = (folder for folder in cache.iterdir() if (folder / "summary.json").exists())
+    abandoned = [cache / name for name in (f"{key}.partial", f"apart-{key}.partial", f"{key}.{'f' * 12}.tmp")]
+    for folder in abandoned:
+        shutil.copytree(prepared, folder)
+        write(folder, {".train-00001.bin.my-host.ffff.tmp": "x", "done-00000.json": "{}"})
+    fresh = cache / f"{'f' * 32}.partial"
+    shutil.copytree(prepared, fresh)
+    others = [cache / name for name in ("thesis.tmp", "download.partial", f"{'e' * 32}.partial", f"{key}.tmp")]
+    for folder in others:
+        write(folder, {"precious.txt": "x"})
+    write(cache, {f"{'d' * 32}.partial": "a file"})
+    others.append(cache / f"{'d' * 32}.partial")
+    for folder in (*abandoned, *others):
+        for path in (*folder.glob("*"), folder):
+            os.utime(path, (LONG_AGO, LONG_AGO))
+    (tmp_path / "text" / "more.txt").write_text("more")
+    prepare(section(tmp_path / "text", cache))
+    assert not any(folder.exists() for folder in abandoned)
+    assert all(folder.exists() for folder in (fresh, *others))
 
 
 @pytest.mark.usefixtures("small_shards")

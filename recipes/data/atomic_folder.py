@@ -4,6 +4,7 @@ interruption."""
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -15,6 +16,13 @@ from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment
 from serried.recipes.data.progress import Progress
 
+_NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
+"""Of a folder that this module made beside ``folder``, whose name ends in a hash."""
+_CONTENTS = re.compile(
+    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised)"
+    r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
+)
+"""Of a file in it."""
 _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 
@@ -99,13 +107,17 @@ def _is_still(partial: Path, descriptor: int) -> bool:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove discarded folders after a day, and partial ones after two idle weeks."""
-    for pattern, after in (("*.tmp", _ABANDONED_SECONDS), ("*.partial", _GIVEN_UP_SECONDS)):
-        for folder in cache.glob(pattern):
-            with contextlib.suppress(OSError):
-                written = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-                if time.time() - written > after:
-                    shutil.rmtree(folder)
+    """Remove discarded folders after a day, and partial ones after two idle weeks: those of this module alone. The
+    cache may be a folder where other programs keep files of theirs."""
+    for folder in cache.iterdir():
+        if (named := _NAME.fullmatch(folder.name)) is None or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            entries = list(folder.iterdir())
+            written = max(entry.stat().st_mtime for entry in (folder, *entries))
+            is_over = time.time() - written > (_GIVEN_UP_SECONDS if named[1] else _ABANDONED_SECONDS)
+            if is_over and all(_CONTENTS.fullmatch(entry.name) for entry in entries):
+                shutil.rmtree(folder)
 
 
 def _cannot_write(cache: Path, error: OSError, source_bytes: int) -> UserError:

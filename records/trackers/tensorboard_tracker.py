@@ -28,7 +28,7 @@ class TensorBoardTracker:
         folder = run.folder / "tensorboard"
         self.note = f"TensorBoard: tensorboard --logdir {folder}"
         folder.mkdir(exist_ok=True)
-        previous = list(folder.glob("events.out.tfevents.*"))
+        previous = list(folder.glob("events.out.tfevents.*.serried"))
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.serried").open("wb")
         self._records: Any = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")

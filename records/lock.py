@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from serried.configs.plain_data import NotPlainData, open_regular
+
 LOCK = ".lock"
 _LOOKS, _LOOK_SECONDS = 5, 0.05
 """Before a folder counts as locked by another process: one that only looks holds the lock for a moment."""
@@ -22,7 +24,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
     """
     looks = _LOOKS
     while True:
-        lock = (folder / LOCK).open("wb")
+        lock = open(folder / LOCK, "ab", opener=_own)  # noqa: SIM115 -- the caller closes it
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,13 +46,18 @@ def lock_folder(folder: Path) -> IO[bytes]:
 def is_locked(folder: Path) -> bool | None:
     """Return whether a process holds the lock of a run's or a sweep's folder; None: that cannot be known."""
     try:
-        with (folder / LOCK).open("rb") as file:
+        with open_regular(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, NotPlainData):
         return None
     return False
+
+
+def _own(name: str, flags: int) -> int:
+    """Open a file of the folder itself: a link may lead to any file, and a pipe would block."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def is_same_file(path: Path, file: IO[bytes]) -> bool:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,12 +30,13 @@ class RunFolder:
     """``run.dir``, claimed by one process at a time. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
-        """Make and claim the folder. Raises ``UserError`` if it cannot be written, or another process is training
-        there."""
+        """Make and claim the folder. Raises ``UserError`` if it cannot be written, would be written through a link, or
+        another process is training there."""
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
         self._failing: set[str] = set()
+        _refuse_links(path)
         self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -213,6 +215,18 @@ class RunFolder:
                 if self._made_folder:
                     self.path.rmdir()
         self._lock.close()
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuse links at what is appended to or moved into: a folder from elsewhere may have some to any file of the user.
+    All else is replaced as a whole."""
+    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log")]
+    for link in chain(written, path.glob("log/*"), path.glob(f".earlier-*{_UNFINISHED}")):
+        if link.is_symlink():
+            raise UserError(
+                f"{link} is a link to {link.readlink()}, and a run writes in its own folder alone; remove the link, "
+                "or use run.dir=FOLDER"
+            )
 
 
 def _is_of(line: bytes, step: int) -> bool:

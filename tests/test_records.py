@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,7 +17,7 @@ from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
 from serried.records.files import write_atomically
-from serried.records.lock import LOCK, lock_folder
+from serried.records.lock import LOCK, is_locked, lock_folder
 from serried.records.metrics import METRICS, named_metrics, parse_event, read_events
 from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
@@ -258,6 +259,43 @@ def test_a_folder_that_is_claimed_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "run")
     first.close()
     RunFolder(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize(
+    "name", [LOCK, "metrics.jsonl", "lost.jsonl", "log", "log/rank-0.log", "log/hang.txt", ".earlier-1.partial"]
+)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(name: str, is_there: bool, tmp_path: Path) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "run" / name
+    if is_there and name in ("log", ".earlier-1.partial"):
+        elsewhere.mkdir()
+    elif is_there:
+        elsewhere.write_text("precious")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    (tmp_path / "run" / "status.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"{re.escape(name)} is a link to .*elsewhere, .*use run.dir=FOLDER"):
+        RunFolder(tmp_path / "run")
+    assert elsewhere.exists() == is_there
+    assert not elsewhere.is_file() or elsewhere.read_text() == "precious"
+    assert not elsewhere.is_dir() or not [*elsewhere.iterdir()]
+    assert (tmp_path / "run" / "status.json").exists()
+
+
+def test_lock_is_no_link_no_pipe_and_keeps_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_folder(tmp_path)
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).hardlink_to(tmp_path / "precious")
+    lock_folder(tmp_path).close()
+    assert (tmp_path / "precious").read_text() == "precious"
+    (tmp_path / LOCK).unlink()
+    os.mkfifo(tmp_path / LOCK)
+    assert is_locked(tmp_path) is None
+    with pytest.raises(UserError, match="cannot write the run folder"):
+        RunFolder(tmp_path)
 
 
 def test_a_removed_renamed_or_replaced_folder_is_not_ours_and_not_written(tmp_path: Path) -> None:

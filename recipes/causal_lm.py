@@ -419,9 +419,13 @@ class CausalLM(TextTask):
         """Return the tokenizer of the data if that is open, else the named one."""
         if self._prepared is not None:
             return self._prepared.tokenizer
-        named = named_tokenizer(self._data)
-        assert named is not None, "open_data comes first"
-        return named
+        assert self._named_tokenizer is not None, "open_data comes first"
+        return self._named_tokenizer
+
+    @functools.cached_property
+    def _named_tokenizer(self) -> Tokenizer | None:
+        """Read once: that of a checkpoint may be deleted while its model writes text."""
+        return named_tokenizer(self._data)
 
     def target_bytes(self, batch: Batch) -> int:
         if self._text_bytes is None:

@@ -65,8 +65,9 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
         has_tokenizer = (checkpoint / "tokenizer.json").exists() or not (checkpoint / "adapter_config.json").exists()
         if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
             update["tokenizer"] = str(checkpoint.absolute())
-        if (checkpoint / "chat_template.jinja").exists():
-            update["chat_template"] = str(checkpoint / "chat_template.jinja")
+        if (template := checkpoint / "chat_template.jinja").exists():
+            text = template.read_text("utf-8")  # now: the checkpoint may be deleted while its model writes text
+            update["chat_template"] = text if "{" in text else str(template)
         data = data.model_copy(update=update)
     return config.model_copy(update={"model": model, "data": data})
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from inspect import getdoc
 from pathlib import Path
 from textwrap import indent
@@ -21,7 +22,7 @@ from serried.configs.words import number, pairs, run_key
 from serried.opening import opened, task_of_text, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.records.metrics import METRICS
-from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
+from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings, typed_command
@@ -348,8 +349,9 @@ def generate(words: list[str]) -> int:
     device       cpu or cuda; precision=bf16 is read too
     """
     given, overrides = pairs(words, "generate", (*_GENERATE_TAKES, "prompt"), reads_overrides=True)
+    prompt = given.get("prompt", "")
     with suppress(BrokenPipeError):  # the reader has closed the pipe
-        _writer(given, overrides, "generate", tokens=200)[0].write([given.get("prompt", "")])
+        _writer(given, overrides, "generate", prompt, tokens=200).write([prompt])
     return EXIT_FINISHED
 
 
@@ -360,9 +362,7 @@ def chat(words: list[str]) -> int:
     tokens       of a reply, at most; the other keys are those of serried generate
     """
     given, overrides = pairs(words, "chat", _GENERATE_TAKES, reads_overrides=True)
-    writer, is_chat = _writer(given, overrides, "chat", tokens=1000)
-    if not is_chat:
-        raise UserError("the model was trained on text and not on conversations; use serried generate")
+    writer = _writer(given, overrides, "chat", tokens=1000)
     with suppress(ImportError):
         import readline  # noqa: F401 -- edits the line that input() reads
     said: list[str] = []
@@ -383,12 +383,14 @@ def chat(words: list[str]) -> int:
 _GENERATE_TAKES = ("run.dir", "run.name", "checkpoint", "tokens", "temperature", "top_p", "seed", "device")
 
 
-def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens: int) -> tuple["Writer", bool]:
-    """Return what writes text as ``given`` says, ``tokens`` at most by default, and whether it is a chat."""
+def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: str = "", *, tokens: int) -> "Writer":
+    """Return what writes text as ``given`` says, ``tokens`` at most by default, with the model loaded. ``prompt``: what
+    it will be asked first, if that is known."""
     from serried.configs.formats import printable
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import choose_device, torchrun_says
     from serried.runtime.session import Session
+    from serried.trainer.checkpoint.reading import reading, with_chosen
     from serried.trainer.generation import Sampling, Writer
 
     sampling = Sampling(
@@ -402,17 +404,25 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens
     if torchrun_says()[2] > 1:
         raise UserError(f"serried {command} runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command, task_of_text)
-    config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
-    session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
+    saved, _, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command, task_of_text)
+    session = Session((0, 0, 1, 1), choose_device(saved.launch, 0, 1), saved.launch)
     shown = printable if sys.stdout.isatty() else str
-    task = new_task(config)
-    writer = Writer(
-        config, task, session, checkpoint, sampling,
-        say=lambda text: print(shown(text), end="", flush=True),
-        note=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
-    return writer, not task.echoes_prompt()
+
+    def loaded(checkpoint: Path) -> Writer:
+        with reading(checkpoint):
+            config = as_saved(saved, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
+            task = new_task(config)
+            if command == "chat" and task.echoes_prompt():
+                raise UserError("the model was trained on text and not on conversations; use serried generate")
+            writer = Writer(
+                config, task, session, checkpoint, sampling,
+                say=lambda text: print(shown(text), end="", flush=True),
+                note=lambda line: print(line, file=sys.stderr, flush=True),
+            )  # fmt: skip
+            writer.load([prompt])
+        return writer
+
+    return with_chosen(lambda: find_saved(given, command).folder, loaded)
 
 
 @_command("RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]")
@@ -428,6 +438,7 @@ def evaluate(words: list[str]) -> int:
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import torchrun_says
     from serried.runtime.session import Session, run_in_session
+    from serried.trainer.checkpoint.reading import read_by_all, with_chosen
     from serried.trainer.evaluation import print_evaluation
 
     given, overrides = pairs(words, "evaluate", ("run.dir", "run.name", "checkpoint", "json"), reads_overrides=True)
@@ -444,19 +455,24 @@ def evaluate(words: list[str]) -> int:
     if is_other_data and "data" in type(config).model_fields and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
     is_resharded = not any(key.startswith("parallel") for key in keys)
-    config = as_saved(
-        config, checkpoint, world_size=torchrun_says()[2], is_resharded=is_resharded, is_other_data=is_other_data
-    )
     if config.trainer.micro_batch == AUTO:
         raise UserError("trainer.micro_batch=auto is chosen for training; use trainer.micro_batch=8")
     batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
 
     def work(session: Session) -> int:
-        session.same_everywhere("the config", config.model_dump_json())
-        return print_evaluation(
-            config, new_task(config), session, checkpoint, is_whole=is_other_data, batches=batches,
-            as_json=given.get("json") == "true",
-        )  # fmt: skip
+        def evaluated(checkpoint: Path) -> int:
+            opens = partial(
+                as_saved, config, checkpoint, world_size=torchrun_says()[2], is_resharded=is_resharded,
+                is_other_data=is_other_data,
+            )  # fmt: skip
+            adapted = read_by_all(session, checkpoint, opens)
+            session.same_everywhere("the config", adapted.model_dump_json())
+            return print_evaluation(
+                adapted, new_task(adapted), session, checkpoint, is_whole=is_other_data, batches=batches,
+                as_json=given.get("json") == "true",
+            )  # fmt: skip
+
+        return with_chosen(lambda: Path(session.once(lambda: str(find_saved(given, "evaluate").folder))), evaluated)
 
     return run_in_session(config.launch, work)
 

@@ -38,6 +38,7 @@ def export_model(words: list[str]) -> int:
     """Run ``serried export``."""
     from serried.recipes.exports.formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
+    from serried.trainer.checkpoint.reading import reading, with_chosen
     from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 
     given, _ = pairs(words, "export", (*_TAKES, "merge", "format"))
@@ -46,14 +47,20 @@ def export_model(words: list[str]) -> int:
         close = nearest(name, [_HUGGING_FACE, *FORMATS])
         hint = f"did you mean format={close[0]}?" if close else f"use one of {', '.join([_HUGGING_FACE, *FORMATS])}"
         raise UserError(f"format={name} is not a format that serried export writes; {hint}")
-    saved = find_saved(given, "export")
-    if name != _HUGGING_FACE:
-        return _export_file(given, saved, name, FORMATS[name])
-    if saved.run is None and not (saved.folder / MANIFEST).is_file():
-        is_adapters = (saved.folder / ADAPTER_CONFIG).is_file()
-        holds = "holds adapters without a run" if is_adapters else "is a plain model folder already"
-        raise UserError(f"{saved.folder} {holds}; export a run or one of its checkpoints")
-    return _write_model(given, saved.folder, base=_base_to_merge(given, saved))
+    run = find_saved(given, "export").run
+
+    def exported(folder: Path) -> int:
+        saved = Saved(folder, run)
+        with reading(folder):
+            if name != _HUGGING_FACE:
+                return _export_file(given, saved, name, FORMATS[name])
+            if run is None and not (folder / MANIFEST).is_file():
+                is_adapters = (folder / ADAPTER_CONFIG).is_file()
+                holds = "holds adapters without a run" if is_adapters else "is a plain model folder already"
+                raise UserError(f"{folder} {holds}; export a run or one of its checkpoints")
+            return _write_model(given, folder, base=_base_to_merge(given, saved))
+
+    return with_chosen(lambda: find_saved(given, "export").folder, exported)
 
 
 def merge_checkpoints(words: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.base_model import base_of, check_base
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files
+from serried.trainer.checkpoint.reading import read_by_all
 from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
@@ -212,33 +213,47 @@ def evaluate(
 
     Raises ``UserError`` if the checkpoint is damaged, or of another model or tokenizer than the data.
     """
-    task.open_saved(checkpoint)
+    read = partial(read_by_all, session, checkpoint)  # each is followed by a collective
+    read(partial(task.open_saved, checkpoint))
     console.doing("preparing data")
-    task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
+    read(lambda: task.open_data(session.once_per_node(partial(task.prepare, console.progress))))
     if isinstance(task, TextTask):
-        session.once(partial(task.check_tokenizer, checkpoint))
+        read(partial(session.once, partial(task.check_tokenizer, checkpoint)))
     console.doing(f"reading {checkpoint}")
-    session.once(partial(check_weights, checkpoint))
+    read(partial(session.once, partial(check_weights, checkpoint)))
     if task.reference_numbers() is not None:
         raise UserError(
             "the loss of task.loss=dpo compares with log-probabilities that only training computes; its evaluations "
             "are in metrics.jsonl"
         )
-    parallel = load_model(config, task, resolve_layout(config.parallel, session.world_size), session.device, checkpoint)
+    layout = resolve_layout(config.parallel, session.world_size)
+    parallel = read(partial(load_model, config, task, layout, session.device, checkpoint))
     names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *task.further_validation()]
-    if len(names) > 1 and task.dataset(DEFAULT_VALIDATION) is None:
-        names.remove(DEFAULT_VALIDATION)
+    datasets = read(partial(_datasets, task, names))
     found = []
+    for name, dataset in datasets.items():
+        wanted = len(dataset) if sequences is None else sequences
+        found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)
+    return found
+
+
+def _datasets(task: Task, names: Sequence[str]) -> dict[str, Dataset]:
+    """Return the data sets ``names``, with all read that a batch of them needs of the checkpoint, such as a pad token.
+    Raises ``UserError`` if there is none of a name."""
+    found = {}
     for name in names:
         dataset = task.dataset(name)
+        if dataset is None and name == DEFAULT_VALIDATION and len(names) > 1:
+            continue
         if dataset is None:
             other = "; use data=text data.path=FILES" if isinstance(task, TextTask) else ""
-            other = "; use task.path=SAMPLES" if hasattr(config.task, "path") else other
+            other = "; use task.path=SAMPLES" if hasattr(task.run.task, "path") else other
             raise UserError(
                 f"there is no {name} data to evaluate on: {type(task).__name__}.dataset({name!r}) returned None{other}"
             )
-        wanted = len(dataset) if sequences is None else sequences
-        found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)
+        if len(dataset):
+            Reader(dataset, task.collate_numbered).read([0], "of the evaluation")
+        found[name] = dataset
     return found
 
 

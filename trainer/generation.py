@@ -10,6 +10,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.reading import reading
 from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import TextTask
 
@@ -28,7 +29,7 @@ class Sampling:
 
 
 class Writer:
-    """Writes text with the model in a checkpoint, which it loads for the first one."""
+    """Writes text with the model in a checkpoint."""
 
     def __init__(
         self,
@@ -46,6 +47,12 @@ class Writer:
         self._sampling, self._say, self._note = sampling, say, note
         self._model: DistributedModel | None = None
 
+    def load(self, said: Sequence[str]) -> None:
+        """Read all of the checkpoint that writing needs. Raises as ``write`` does for ``said``."""
+        with reading(self._checkpoint):
+            self._count(said)  # reads the tokenizer
+            self._model = self._load()
+
     def write(self, said: Sequence[str], *, is_timed: bool = True) -> str:
         """Write what follows ``said``: the text to continue; or of a chat the messages so far, the user's and the
         model's in turn, of which the reply is returned.
@@ -55,14 +62,12 @@ class Writer:
         Raises ``UserError`` if it is too long for the model, or the checkpoint is damaged.
         """
         task, sampling = self._task, self._sampling
-        prompt_tokens = len(task.prompt_ids(said))
+        prompt_tokens = self._count(said)
         trained, longest = task.lengths()
-        if prompt_tokens >= longest:
-            raise UserError(
-                f"the {'prompt' if len(said) == 1 else 'conversation'} has {prompt_tokens:,} tokens, and "
-                f"model.max_sequence_length={longest} is the limit of the model; use a shorter one"
-            )
-        model = self._model = self._model or self._load()
+        if self._model is None:
+            self.load(said)
+        model = self._model
+        assert model is not None
         tokens = min(sampling.tokens, longest - prompt_tokens)
         if prompt_tokens + tokens > trained and len(said) == 1:
             self._note(f"note       it was trained on {trained:,} tokens at a time; text beyond that may be worse")
@@ -84,6 +89,16 @@ class Writer:
         if is_timed or made == tokens:
             self._note(f"ended      after {made:,} tokens, {made / seconds:.1f} a second: {ending}")
         return text
+
+    def _count(self, said: Sequence[str]) -> int:
+        """Return the number of tokens of ``said``. Raises ``UserError`` if they are too many for the model."""
+        tokens, longest = len(self._task.prompt_ids(said)), self._task.lengths()[1]
+        if tokens >= longest:
+            raise UserError(
+                f"the {'prompt' if len(said) == 1 else 'conversation'} has {tokens:,} tokens, and "
+                f"model.max_sequence_length={longest} is the limit of the model; use a shorter one"
+            )
+        return tokens
 
     def _load(self) -> DistributedModel:
         config, device = self._config, self._session.device

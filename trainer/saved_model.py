@@ -1,6 +1,7 @@
 """A trained model, opened from its run folder or checkpoint."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from serried.configs.registry import task_of_model, tasks
 from serried.configs.run_config import check
 from serried.parallel.checks import with_values
 from serried.parallel.mesh import Layout
+from serried.trainer.checkpoint.reading import reading, with_chosen
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.retention import committed
 from serried.trainer.evaluation import check_weights, load_model
@@ -29,8 +31,15 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
     """
     if not path.exists():
         raise UserError(f"{path} does not exist (looked in {Path.cwd()}); give a run folder or a checkpoint in one")
-    found = committed(path / CHECKPOINTS)
-    checkpoint = found[-1] if found else path
+    return with_chosen(
+        lambda: (committed(path / CHECKPOINTS) or [path])[-1], partial(_open, path, declaration, installed)
+    )
+
+
+def _open(
+    path: Path, declaration: Declaration | None, installed: Callable[[str], Declaration], checkpoint: Path
+) -> nn.Module:
+    """Do the work of ``open_model`` with ``checkpoint``, the one that ``path`` means."""
     saved = checkpoint.parent.parent / "config.yaml"
     try:
         plain = read_yaml(saved)
@@ -56,6 +65,7 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
     config = with_values(config, {"precision.name": "fp32"})
     task: Task = (declaration.task or task_of_model(config.task.name))()
     task.configure(config)
-    task.open_saved(checkpoint)
-    check_weights(checkpoint)
-    return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module
+    with reading(checkpoint):
+        task.open_saved(checkpoint)
+        check_weights(checkpoint)
+        return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

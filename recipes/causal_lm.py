@@ -27,7 +27,7 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
-from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, named_tokenizer
 from serried.recipes.data.lanes import StreamDataset
 from serried.recipes.data.mixture import (
     MixtureDataset,
@@ -82,6 +82,8 @@ class CausalLM(TextTask):
         self._left_out: dict[str, int] = {}
         self._text_bytes: TextBytes | None = None
         self._built: ModelFamily | None = None
+        self._saved: Path | None = None
+        """The folder of the saved model that is opened; None: a model is trained."""
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -400,9 +402,18 @@ class CausalLM(TextTask):
             choose=lambda logits: choose(logits[: tokenizer.vocab_size]),  # not the rows that only pad the vocabulary
         )  # fmt: skip
         stream = TextStream(tokenizer, ids)
-        for token in until_end(following, tokenizer.end_id, end_of_turn):
+        for token in until_end(following, {tokenizer.end_id, *self._ends_of_saved()}, end_of_turn):
             yield Piece(stream.add(token), 1)
         yield Piece(stream.rest(), 0)
+
+    def open_saved(self, checkpoint: Path) -> None:
+        self._saved = checkpoint
+
+    def _ends_of_saved(self) -> list[int]:
+        """Return the tokens at which transformers stops writing with the model that was opened."""
+        found = self._base_settings if self._saved is None else _settings_in(self._saved)
+        ends = (found[name].get("eos_token_id") for name in (GENERATION, CONFIG))
+        return next((each for each in map(_as_list, ends) if each), [])
 
     def text_ids(self, text: str, *, begins: bool) -> list[int]:
         tokenizer = self._tokenizer()
@@ -471,11 +482,25 @@ class CausalLM(TextTask):
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         settings = {CONFIG: self._export_config(tokenizer), GENERATION: self._base_settings[GENERATION]}
+        for name, found in settings.items():
+            ends, end_of_turn = _as_list(found.get("eos_token_id")), self._end_of_turn(tokenizer)
+            if end_of_turn is not None and found and end_of_turn not in ends:
+                settings[name] = found | {"eos_token_id": [*(ends or [tokenizer.end_id]), end_of_turn]}
         files = {name: json.dumps(each, indent=2) + "\n" for name, each in settings.items() if each}
         for name, content in (files | hugging_face_files(tokenizer)).items():
             (folder / name).write_text(content, "utf-8")
         if self._data.is_chat:
             (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")
+
+    def _end_of_turn(self, tokenizer: Tokenizer) -> int | None:
+        """Return the token that ends what the model is trained to say; None: it ends with several, or with text."""
+        if not self._data.is_chat or not isinstance(tokenizer, HuggingFaceTokenizer):
+            return None
+        try:
+            _, ids = ask(chat_template(self._data, tokenizer)[0], tokenizer, ["?"])
+        except UserError:  # of a template that wants other messages
+            return None
+        return ids[0] if len(ids) == 1 and ids[0] in tokenizer.added_ids else None
 
     def _special_ids(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the ids of ``config.json``: the base model's, else those that the tokenizer has."""
@@ -484,16 +509,28 @@ class CausalLM(TextTask):
             return {"bos_token_id": tokenizer.start_ids[0]} if tokenizer.start_ids else {}
         ids = {key: base[key] for key in ("bos_token_id", "pad_token_id") if key in base}
         ends = base.get("eos_token_id")  # one, or several
-        is_known = ends == end or (isinstance(ends, list) and end in ends)
+        is_known = end in _as_list(ends)
         return {"bos_token_id": None} | ids | ({"eos_token_id": ends} if is_known else {})
 
     @functools.cached_property
     def _base_settings(self) -> dict[str, dict[str, Any]]:
         """Settings of the base model; empty without one, and if it is gone by the time that a run resumes."""
-        found: dict[str, dict[str, Any]] = {CONFIG: {}, GENERATION: {}}
         with suppress(UserError):
             if (folder := self.pretrained()) is not None:
-                for name in found:
-                    with suppress(OSError, NotPlainData):
-                        found[name] = read_json(folder / name)
-        return found
+                return _settings_in(folder)
+        return {CONFIG: {}, GENERATION: {}}
+
+
+def _settings_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings in a folder of a model, by file; empty ones for a file that cannot be read."""
+    found: dict[str, dict[str, Any]] = {CONFIG: {}, GENERATION: {}}
+    for name in found:
+        with suppress(OSError, NotPlainData):
+            found[name] = read_json(folder / name)
+    return found
+
+
+def _as_list(ids: Any) -> list[int]:
+    """Return ``eos_token_id``, one or several, as a list; empty if it is neither."""
+    several = ids if isinstance(ids, list) else [ids]
+    return several if all(isinstance(each, int) for each in several) else []

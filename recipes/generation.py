@@ -1,6 +1,6 @@
 """Text from a model: one token after another, each chosen by what the model makes of those before it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +55,14 @@ def continued(
         yield token
 
 
-def until_end(tokens: Iterator[int], end_id: int, end_of_turn: Sequence[int]) -> Iterator[int]:
-    """``tokens`` up to the end mark, or to the tokens ``end_of_turn`` one after the other; neither is given on."""
+def until_end(tokens: Iterator[int], end_ids: Collection[int], end_of_turn: Sequence[int]) -> Iterator[int]:
+    """``tokens`` up to one of the end marks, or to the tokens ``end_of_turn`` one after the other; neither is given
+    on."""
     ending = list(end_of_turn)
     held: list[int] = []
     """The latest tokens, which may turn out to be the beginning of ``ending``."""
     for token in tokens:
-        if token == end_id:
+        if token in end_ids:
             break
         held.append(token)
         if ending and held == ending:

@@ -412,6 +412,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
         with reading(checkpoint):
             config = as_saved(saved, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
             task = new_task(config)
+            task.open_saved(checkpoint)
             if command == "chat" and task.echoes_prompt():
                 raise UserError("the model was trained on text and not on conversations; use serried generate")
             writer = Writer(

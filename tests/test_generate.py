@@ -1,6 +1,7 @@
 """serried generate: what a checkpoint writes is what transformers makes it write, token by token, and no slower."""
 
 import io
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from harness.runs import metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
 from serried.recipes.data.chat import CHATML, ask
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
-from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer
+from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.generation import TextStream, chooser, continued, until_end
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.transformer import Llama, Transformer
@@ -130,7 +131,7 @@ def test_the_nucleus_is_that_of_transformers(logits: torch.Tensor, top_p: float)
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 2), max_size=4))
 def test_text_ends_at_the_end_mark_or_the_end_of_a_turn(tokens: list[int], ending: list[int]) -> None:
     expected = tokens[: tokens.index(3)] if 3 in tokens else tokens
-    found = list(until_end(iter(tokens), 3, ending))
+    found = list(until_end(iter(tokens), {3, 7}, ending))
     ends = [at for at in range(len(expected)) if ending and expected[at : at + len(ending)] == ending]
     assert found == (expected[: ends[0]] if ends else expected)
 
@@ -198,6 +199,42 @@ def test_the_command_writes_what_transformers_writes(
     assert printed.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
     assert "step-00000012, fp32 on cpu" in printed.err
     assert "it was trained on 32 tokens at a time" in printed.err
+
+
+def test_text_ends_at_each_end_that_the_folder_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    files = hugging_face_files(BytesTokenizer())  # its own end is 256
+    for name in files:
+        (tmp_path / name).write_text(files[name])
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=8, num_hidden_layers=1, intermediate_size=8, num_attention_heads=1,
+        max_position_embeddings=64, eos_token_id=256,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # writes "a", "b", "c", ... after "a"
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight[97:105] = torch.eye(8)
+        model.lm_head.weight[98:105] = torch.eye(8)[:7]
+    model.save_pretrained(tmp_path)
+
+    def written(**settings: Any) -> str:
+        for name, ends in settings.items():
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
+        assert main(["generate", str(tmp_path), "prompt=a", "tokens=5", "temperature=0"]) == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        new = theirs.generate(torch.tensor([[97]]), do_sample=False, max_new_tokens=5, pad_token_id=0)[0].tolist()
+        text = capsys.readouterr().out.rstrip("\n")
+        assert text == bytes(new[: -1 if new[-1] in theirs.generation_config.eos_token_id else None]).decode()
+        return text
+
+    assert written(generation_config=[256, 103]) == "abcdef"
+    assert written(generation_config=[256, 101, 102], config=[256, 98]) == "abcd"
+    (tmp_path / "generation_config.json").unlink()
+    assert written(config=[100, 256]) == "abc"
 
 
 def test_the_seed_decides_and_an_earlier_checkpoint_writes_something_else(

@@ -19,6 +19,7 @@ from harness.cluster import ROOT
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.chat import CHATML
 from serried.recipes.data.hugging_face_tokenizer import (
     HuggingFaceTokenizer,
     find_tokenizer,
@@ -263,6 +264,47 @@ def test_special_ids_and_settings_for_generation_are_those_of_the_base_model(fol
     config = json.loads((out / "config.json").read_text())
     assert [config[key] for key in ("bos_token_id", "pad_token_id", "eos_token_id")] == [2, 0, [7, end]]
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 2, "temperature": 0.5}
+
+
+WITHOUT_MARKS = (
+    "{% for each in messages %}{{ each.role + ': ' + each.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+WITH_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [(CHATML, [7, 0, "<|im_end|>"]), (WITHOUT_MARKS, [7, 0]), (WITH_A_SYSTEM, [7, 0])],
+)
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_a_model_trained_on_conversations_ends_where_its_template_does(
+    files: dict[str, str], tmp_path: Path, template: str, ends: list[Any], has_settings: bool
+) -> None:
+    library = Library.from_str(files["tokenizer.json"])
+    library.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    settings = json.loads(files["tokenizer_config.json"]) | {"chat_template": template}
+    made = {"tokenizer.json": library.to_str(), "tokenizer_config.json": json.dumps(settings)}
+    end = find_tokenizer(str(write(tmp_path / "base", dict(made)))).end_id
+    ids = [{0: end}.get(each, each) if isinstance(each, int) else library.token_to_id(each) for each in ends]
+    config = transformers.LlamaConfig(vocab_size=330).to_dict() | {"eos_token_id": [7, end]}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    if has_settings:
+        (tmp_path / "base/generation_config.json").write_text(json.dumps({"eos_token_id": [7, end]}))
+    roles = ("system", "user", "assistant")
+    rows = [[{"role": role, "content": f"{role} {number}"} for role in roles] for number in range(30)]
+    lines = "".join(json.dumps({"messages": messages}) + "\n" for messages in rows)
+    chats = write(tmp_path / "chats", {"a.jsonl": lines})
+    out = tmp_path / "model"
+    out.mkdir()
+    recipe(
+        tmp_path / "base", tmp_path, "model=auto", f"model.path={tmp_path / 'base'}", "data.format=chat",
+        f"data.path={chats}", "data.validation_fraction=0.2",
+    ).export_files(out)  # fmt: skip
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == ids
+    assert (out / "generation_config.json").exists() == has_settings
+    if has_settings:
+        assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ids
 
 
 def test_a_dry_run_needs_no_tokenizer_where_the_model_knows_its_size(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return template if isinstance(template, str) else None
 
     @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that were added to the vocabulary, such as marks."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @functools.cached_property
     def _with_marks(self) -> Any:
         return _parsed(self._files["tokenizer.json"])
 

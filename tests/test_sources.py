@@ -219,6 +219,40 @@ def test_bad_tables_are_named(tmp_path: Path, damage: Callable[[Path], Any], exp
     assert re.search(expected, message), message
 
 
+@pytest.mark.parametrize(
+    ("names", "format", "twice"),
+    [
+        (["text", "text", "id"], "text", "text"),
+        (["messages", "messages", "id"], "chat", "messages"),
+        (["instruction", "output", "instruction"], "chat", "instruction"),
+        (["chosen", "rejected", "rejected", "prompt"], "preference", "rejected"),
+        (["prompt", "chosen", "rejected", "prompt"], "preference", "prompt"),
+    ],
+)
+def test_two_columns_of_a_name_are_refused_if_they_are_read(
+    tmp_path: Path, names: list[str], format: str, twice: str
+) -> None:
+    columns = pyarrow.Table.from_arrays([pyarrow.array(["one", "two"])] * len(names), names=names)
+    pyarrow.parquet.write_table(columns, tmp_path / "a.parquet")
+    said = refusal(tmp_path / "a.parquet", tmp_path / "cache", format=format)
+    assert f"a.parquet has 2 columns named '{twice}'; write it with one of them" in said
+
+
+def test_two_fields_of_a_name_in_messages_are_refused(tmp_path: Path) -> None:
+    words = pyarrow.array(["user", "hello"])
+    message = pyarrow.StructArray.from_arrays([words, words, words], names=["role", "content", "role"])
+    column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2], pyarrow.int32()), message)
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column], names=["messages"]), tmp_path / "a.parquet")
+    said = refusal(tmp_path / "a.parquet", tmp_path / "cache", format="chat")
+    assert "a.parquet row 1 or a later one cannot be read: " in said
+
+
+def test_two_columns_of_a_name_that_are_not_read_change_nothing(tmp_path: Path) -> None:
+    values = [pyarrow.array(["one", "two"]), pyarrow.array([1, 2]), pyarrow.array([3, 4])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(values, names=["text", "id", "id"]), tmp_path / "a.parquet")
+    assert [row.content for row in all_rows(tmp_path / "a.parquet")] == ["one", "two"]
+
+
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 def test_truncated_archives_are_named(tmp_path: Path, suffix: str) -> None:
     content = COMPRESSORS[suffix](os.urandom(5000).hex().encode())

@@ -226,6 +226,9 @@ def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_te
     (tmp_path / "val.csv").write_text('text,label\ngood,1\n"bad,0\ngood,1\n')
     with pytest.raises(UserError, match=r"cannot read .*val\.csv, row 2: unexpected end of data; fix or remove"):
         open_texts(section, encoder)
+    (tmp_path / "val.csv").write_text("text,label,text\ngood,1,bad\n")
+    with pytest.raises(UserError, match=r"val\.csv has 2 columns named 'text'; leave all but one out"):
+        open_texts(section, encoder)
     (tmp_path / "val.csv").unlink()
     os.mkfifo(tmp_path / "val.csv")
     with pytest.raises(UserError, match=r"cannot read .*val\.csv: .* is not a regular file"):

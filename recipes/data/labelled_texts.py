@@ -134,7 +134,11 @@ def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
     count, before = 0, csv.field_size_limit(len(text))
     try:
         # Strict: otherwise a quote that is not closed takes in all rows behind it.
-        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        names = list(rows.fieldnames or ())
+        if twice := [name for name in names if names.count(name) > 1]:  # the last one would count
+            raise UserError(f"{path} has {names.count(twice[0])} columns named {twice[0]!r}; leave all but one out")
+        for row in rows:
             count += 1
             yield row
     except csv.Error as error:

@@ -92,8 +92,14 @@ class Column:
         return [*held, *(name for name in (*beside, _TOOLS) if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
-        """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do."""
+        """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do, or two have one
+        name, as joins write them."""
         if found := self.found(names):
+            if twice := [name for name in found if names.count(name) > 1]:
+                raise UserError(
+                    f"{where} has {names.count(twice[0])} columns named {twice[0]!r}; write it with one of them, or "
+                    "under two names"
+                )
             return found
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
         if self.format == "preference":
@@ -383,6 +389,10 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
         contents = values.to_pylist()
     except UnicodeDecodeError:
         contents = [_checked_text(value, row_place(name, number)) for number, value in enumerate(values, first)]
+    except ValueError as error:  # of Arrow: fields of one name within a column
+        raise UserError(
+            f"{row_place(name, first)} or a later one cannot be read: {error}; write the file again"
+        ) from None
     for number, content in enumerate(contents, first):
         yield Row(number, column.content(content, partial(row_place, name, number)))
 

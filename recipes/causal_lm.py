@@ -397,9 +397,16 @@ class CausalLM(TextTask):
         tokenizer = self._tokenizer()
         ids, end_of_turn = self._asked(said)
         choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
+
+        def of_vocabulary(logits: torch.Tensor) -> int:
+            if logits.isnan().any():
+                raise UserError(
+                    "the model computes NaN, so no token is likeliest; use precision=fp32, or other weights"
+                )
+            return choose(logits[: tokenizer.vocab_size])  # not the rows that only pad the vocabulary
+
         following = continued(
-            model, ids, layers=self._cached_layers(), tokens=tokens, device=device,
-            choose=lambda logits: choose(logits[: tokenizer.vocab_size]),  # not the rows that only pad the vocabulary
+            model, ids, layers=self._cached_layers(), tokens=tokens, choose=of_vocabulary, device=device
         )  # fmt: skip
         stream = TextStream(tokenizer, ids)
         for token in until_end(following, {tokenizer.end_id, *self._ends_of_saved()}, end_of_turn):

@@ -27,12 +27,13 @@ def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
-        if temperature == 0:
+        scaled = logits / temperature if temperature else logits
+        if temperature == 0 or not scaled.max().isfinite():  # so close to 0 that numbers are too large
             return int(logits.argmax())
-        probabilities, tokens = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
+        probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
         if top_p < 1:
             before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities.where(before < top_p, 0)
+            probabilities[1:] = probabilities[1:].where(before[1:] < top_p, 0)
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
     return choose

@@ -4,13 +4,16 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_if_there, read_json
-from serried.configs.schema import ParallelSection, RunConfig
+from serried.configs.schema import ParallelSection, RunConfig, Size
 from serried.records.tensors import TensorFolder
 
 _Config = TypeVar("_Config", bound=RunConfig)
+_SHOWN_CHARACTERS = 60
 _PREFIX, _END = "base_model.model.", ".lora_A.weight"
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": [],
@@ -41,6 +44,20 @@ def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{file} cannot be used: {error}") from None
 
 
+def embedded_tokens(folder: Path) -> int:
+    """Return the number of tokens that the saved model in ``folder`` has embeddings for. Raises ``UserError`` if its
+    ``config.json`` does not say so."""
+    file = folder / "config.json"
+    try:
+        return TypeAdapter[int](Size).validate_python(read_json(file)["vocab_size"], strict=True)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        shown = f"{first['input']!r}"[:_SHOWN_CHARACTERS]
+        raise UserError(f"{file}: vocab_size {shown}: {first['msg']}; use another checkpoint") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file} cannot be read: {error}; use another checkpoint") from None
+
+
 def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:
     """Return ``config`` of a run, changed to open the model in ``checkpoint``: with its vocabulary, if it has one.
 
@@ -54,11 +71,8 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
     if not isinstance(config, TextRunConfig):
         return config
     rows = config.model.vocab_size
-    try:
-        if (checkpoint / "config.json").exists() or not (checkpoint / "adapter_config.json").exists():
-            rows = read_json(checkpoint / "config.json")["vocab_size"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
+    if (checkpoint / "config.json").exists() or not (checkpoint / "adapter_config.json").exists():
+        rows = embedded_tokens(checkpoint)
     model, data = config.model.model_copy(update={"vocab_size": rows}), config.data
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}

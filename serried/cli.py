@@ -371,6 +371,9 @@ def chat(words: list[str]) -> int:
         while True:
             try:
                 message = input("> " if asks else "")
+                message.encode("utf-8")  # bytes of another encoding may have become surrogates
+            except UnicodeError:
+                raise UserError("the message is not UTF-8 text; type it, or write the file, in UTF-8") from None
             except EOFError:
                 print(end="\n" if asks else "")  # the next line of the shell begins at the left
                 break

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from harness.cluster import Cluster
 from harness.runs import metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
+from serried.configs.errors import UserError
 from serried.recipes.data.chat import CHATML, ask
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
 from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer, hugging_face_files
@@ -112,6 +114,14 @@ def test_tokens_are_sampled_with_their_probabilities() -> None:
 def test_at_temperature_0_it_is_the_likeliest_and_close_to_0_too(logits: torch.Tensor) -> None:
     assert GREEDY(logits) == int(logits.argmax())
     assert logits[chooser(temperature=1e-5, top_p=1, seed=1)(logits)] >= logits.max() - 0.01
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("tiny", [1e-20, 1e-38, 1e-45, 1e-300, 5e-324])
+def test_numbers_close_to_0_choose_the_likeliest(tiny: float, sign: int) -> None:
+    logits = sign * torch.tensor([3.0, 5.0, 1.0])
+    assert chooser(temperature=tiny, top_p=1, seed=1)(logits) == int(logits.argmax())
+    assert chooser(temperature=1, top_p=tiny, seed=1)(logits) == int(logits.argmax())
 
 
 @given(logits, st.floats(0.05, 0.95))
@@ -283,6 +293,10 @@ def test_a_run_on_conversations_is_asked_in_its_template(
     assert capsys.readouterr().out == "aye<|im_\naye<|im_\n"
     then = "aye<|im_<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert asked[1:] == [first, first + then]
+    for errors in ("strict", "surrogateescape"):  # as in UTF-8, and in the locale C
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+        assert main(["chat", f"run.dir={tmp_path / 'run'}"]) == 78
+        assert "\nerror: the message is not UTF-8 text; " in "\n" + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokenizer", ["chars", "train"])
@@ -309,6 +323,23 @@ def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
         assert main(["generate", str(place), "prompt=lorem", "tokens=20", "seed=3"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[2] != ""
+    weights = tmp_path / "model/model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}, weights)
+    assert main(["generate", str(tmp_path / "model")]) == 78
+    assert "error: the model computes NaN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ['"many"', "-1", "1.5", "null", "[]", "{}", "1" + "0" * 30, "1" * 5000, "NaN"])
+def test_saved_model_whose_number_of_tokens_is_none_is_refused(run_dir: Path, tmp_path: Path, rows: str) -> None:
+    from serried.recipes.saved import embedded_tokens
+
+    saved = next((run_dir / "checkpoints").iterdir())
+    keys = json.loads((saved / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(keys).replace('"vocab_size": 257', f'"vocab_size": {rows}'))
+    with pytest.raises(UserError, match=r"config\.json.*; use another checkpoint$") as refused:
+        embedded_tokens(tmp_path)
+    assert len(str(refused.value)) < 400
 
 
 def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
-from serried.configs.plain_data import read_json
 from serried.recipes.exports.formats import Source
 from serried.recipes.models.transformer import rope_frequencies
+from serried.recipes.saved import embedded_tokens
 from serried.records.tensors import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -118,7 +118,7 @@ def _add_sizes(writer: Any, source: Source) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(section.rope_theta)
     writer.add_layer_norm_rms_eps(section.norm_eps)
-    writer.add_vocab_size(read_json(source.folder / CONFIG)["vocab_size"])
+    writer.add_vocab_size(embedded_tokens(source.folder))
 
 
 def _rope_factors(section: Any) -> Tensor | None:
@@ -177,7 +177,7 @@ def _add_tokenizer(writer: Any, folder: Path) -> None:
     """Add what ``tokenizer.json`` holds; without one the file has no tokenizer."""
     from gguf import SpecialVocab, TokenType
 
-    rows = read_json(folder / CONFIG)["vocab_size"]
+    rows = embedded_tokens(folder)
     if not (folder / "tokenizer.json").is_file():
         writer.add_tokenizer_model("no_vocab")
         return

@@ -73,7 +73,7 @@ class HuggingFaceModel(LossFamily):
     def _of_transformers(self) -> Any:
         transformers = import_transformers()
         path, found = self.section.path, self.section.architecture
-        kind = found.get("model_type")
+        kind = str(found.get("model_type"))
         try:
             self._config = transformers.AutoConfig.for_model(**without_code(found))
             self._config.use_cache = False

@@ -48,6 +48,12 @@ def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def architecture_of(found: Mapping[str, Any]) -> str:
+    """Return the class of transformers that the content of a ``config.json`` names first; empty if it names none."""
+    named = found.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
 def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
 

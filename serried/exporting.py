@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.configs.model_folder import architecture_of
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
@@ -277,7 +278,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
         write(folder, folder := partial / "merged", dtype=None, shard_bytes=2**40, base=base)
     else:
         check_weights(folder)
-    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
+    architecture = architecture_of(read_json(folder / "config.json"))
     if "CausalLM" not in architecture and "LMHead" not in architecture:
         raise UserError(
             f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"

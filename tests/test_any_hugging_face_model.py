@@ -215,6 +215,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "holds a BertForMaskedLM, and model=hf .* use task=masked_lm task.model=",
     ),
     "of images": ({"model_type": "vit", "vocab_size": ...}, "of model_type vit and names no vocab_size, so it is no"),
+    "of a kind that is no text": ({"model_type": []}, "is of model_type .., which no model family reads|no such model"),
     "malformed": ({"num_attention_heads": "four"}, "num_attention_heads"),
 }
 
@@ -227,6 +228,14 @@ def test_folder_of_another_kind_of_model_is_refused(kind: str, tmp_path: Path) -
     with pytest.raises(UserError, match=message) as error:
         CausalLM(compose(["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes"])).build_model()
     assert "\n" not in str(error.value)
+
+
+def test_architectures_that_are_no_list_name_no_class(tmp_path: Path) -> None:
+    config = {"model_type": "phi", **SIZES, "architectures": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = CausalLM(compose(["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes"]))
+    with torch.device("meta"):
+        assert type(task.build_model()).__name__ == "PhiForCausalLM"
 
 
 def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:

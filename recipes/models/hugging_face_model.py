@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.errors import UserError
 from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
-from serried.configs.model_folder import without_code
+from serried.configs.model_folder import architecture_of, without_code
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ParallelPlan
@@ -86,13 +86,13 @@ class HuggingFaceModel(LossFamily):
             elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 reason = "transformers has no causal language model of it"
             raise UserError(f"model.path={path} is of model_type {kind}: {reason}; use another model") from None
-        named = found.get("architectures") or [type(model).__name__]
-        if type(model).__name__ not in named:
-            is_masked = str(named[0]).endswith("ForMaskedLM")
+        named = found.get("architectures")
+        if isinstance(named, list) and named and type(model).__name__ not in named:
+            is_masked = architecture_of(found).endswith("ForMaskedLM")
             instead = f"task=masked_lm task.model={path}" if is_masked else "a folder of that one"
             raise UserError(
-                f"model.path={path} holds a {named[0]}, and model=hf trains causal language models: here a "
-                f"{type(model).__name__}, which has other weights or another attention; use {instead}"
+                f"model.path={path} holds a {architecture_of(found)}, and model=hf trains causal language models: here "
+                f"a {type(model).__name__}, which has other weights or another attention; use {instead}"
             )
         head = model.get_output_embeddings()
         is_tied = head is not None and head.weight is model.get_input_embeddings().weight

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LONGEST_NAP_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
 
 
 class Exchange:
@@ -76,6 +77,23 @@ class Exchange:
             RuntimeError: the store is gone, with its host.
         """
         return value if self.store is None else json.loads(self.store.compare_set(name, "", json.dumps(value)))
+
+    def all_arrive(self, name: str, patience_seconds: float) -> bool:
+        """Return whether all ranks call this with ``name``, this one waiting ``patience_seconds`` at most: the same on
+        all that do.
+
+        Raises:
+            RuntimeError: the store is gone, with its host.
+        """
+        if self.store is None:
+            return True
+        self.store.add(f"arrived/{name}", 1)
+        deadline = time.monotonic() + patience_seconds
+        while not (are_here := self.store.add(f"arrived/{name}", 0) == self._world_size):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return bool(self.first(f"all arrived/{name}", are_here))
 
     def _await(self, keys: list[str], whom: str) -> None:
         """Wait until the store has ``keys``, by polling: no signal is handled inside ``Store.wait``."""

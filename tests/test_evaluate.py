@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from harness.cluster import Cluster
 from harness.forks import typed_on
-from harness.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
+from harness.runs import checkpoint, metrics, overrides, run_here, steps_saved, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose, compose_saved
 from serried.configs.errors import EXIT_MISTAKE, UserError
@@ -335,6 +335,7 @@ def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluatio
     warned, refused = ended.printed.index("WARNING    checkpoint.best_metric=acc"), ended.printed.index("error: ")
     assert warned < ended.printed.index("step 2/6") < refused
     assert "checkpoint.best_metric=acc is not a metric of this task; use one of loss" in ended.printed[refused:]
+    assert steps_saved(tmp_path / "run") == [2, 3]
 
 
 @pytest.mark.parametrize("key", ["trainer.patience=2", "checkpoint.keep_best=true"])

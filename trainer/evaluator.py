@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
+from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from serried.configs.schema import DEFAULT_VALIDATION
 from serried.trainer.context import Context
 from serried.trainer.evaluation import evaluate_by_source
 from serried.trainer.metrics import Meter
+from serried.trainer.out_of_memory import explained
 from serried.trainer.pulse import EVALUATE
 from serried.trainer.report import Report
 from serried.trainer.shutdown import Shutdown
@@ -32,26 +34,55 @@ class Evaluator:
         self._report, self._meter, self._shutdown = report, meter, shutdown
         self._benchmarks = benchmarks
 
-    def evaluate(self, step: int, names: Iterable[str] | None = None) -> None:
+    def evaluate(self, step: int, names: Iterable[str] | None = None) -> Exception | None:
         """Evaluate each validation set (or those in ``names``) on ``trainer.eval_batches`` batches.
 
         A request to stop ends it early; the sets it leaves out are recorded in the progress.
+
+        Returns the error if it failed and all ranks know that: they may save before they raise it, without its results.
+        The set that failed counts as left out. An error that other ranks may not know of is raised.
         """
         progress = self._report.progress
         progress.missed = list(self._validation if names is None else names)
-        for name in [*progress.missed]:
-            if self._shutdown.stops or not self._evaluate_on(name, self._validation[name], step):
-                break
-            progress.missed.remove(name)
+        before = deepcopy(progress)
+        try:
+            for name in [*progress.missed]:
+                before = deepcopy(progress)
+                if self._shutdown.stops or not self._evaluate_on(name, self._validation[name], step):
+                    break
+                progress.missed.remove(name)
+            self._shutdown.settle_evaluation()
+        except Exception as error:
+            failure = self._explained(error)
+            if not self._shutdown.share_failure(failure, step):
+                raise
+            self._state.parallel.reshard()
+            self._report.progress = before
+            return failure
         if progress.early_stop is not None and not self._shutdown.stops:
             self._shutdown.end_early(progress.early_stop)
+        return None
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return ``error``, or the failure that explains it."""
+        context = self._context
+        told = explained(
+            error, context.config, context.task, context.session, context.pulse, self._state.optimizer
+        )  # fmt: skip
+        if told is error:
+            return error
+        told.__cause__ = error
+        assert isinstance(told, Exception)
+        return told
 
     def make_up(self, step: int) -> None:
         """Evaluate what the stop after ``step``, from which the run resumes, left out."""
         progress = self._report.progress
-        progress.missed = [name for name in progress.missed if name in self._validation]
+        evaluates = self._context.config.trainer.evaluates_every > 0
+        progress.missed = [name for name in progress.missed if evaluates and name in self._validation]
         if progress.missed:
-            self.evaluate(step, progress.missed)
+            if (failure := self.evaluate(step, progress.missed)) is not None:
+                raise failure
             if progress.validated_step == step:
                 progress.made_up[str(step)] = dict(progress.validation)
 

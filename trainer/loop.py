@@ -80,9 +80,12 @@ class Loop:
                 self._log(loader)
                 if self._is_due(config.health.replica_check_every):
                     self._saver.compare_replicas(step)
+                failure = None
                 if self._is_due(config.trainer.evaluates_every):
-                    self._evaluator.evaluate(step)
-                self._save(checkpoint_state)
+                    failure = self._evaluator.evaluate(step)
+                self._save(checkpoint_state, ends=failure is not None)
+                if failure is not None:
+                    raise failure
                 yield step
                 if self._shutdown.stops:
                     return
@@ -120,11 +123,11 @@ class Loop:
             self._saver.compare_replicas(self.step)  # a replica that holds a wrong number looks the same
             raise
 
-    def _save(self, checkpoint_state: Callable[[], dict[str, Any]]) -> None:
-        """Begin a checkpoint if one is due, and report one that is complete."""
+    def _save(self, checkpoint_state: Callable[[], dict[str, Any]], *, ends: bool) -> None:
+        """Begin a checkpoint if one is due or the run ``ends`` with this step, and report one that is complete."""
         self._saver.poll()
         config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
-        is_last = self.step == config.trainer.last_step or self._shutdown.stops
+        is_last = self.step == config.trainer.last_step or self._shutdown.stops or ends
         every = config.checkpoint.every
         if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return

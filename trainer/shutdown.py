@@ -34,6 +34,15 @@ class Action(IntEnum):
     STOP = 2
 
 
+_FAILS_WITHIN_SECONDS = 10.0
+_FAILED = 2.0
+"""Vote of a rank whose evaluation failed, where the others vote 1 to stop or 0."""
+
+
+class PeerFailed(Exception):
+    """The evaluation failed on another rank, which has recorded why."""
+
+
 class Shutdown:
     """One rank's part in deciding when the run ends. A context manager around the training loop."""
 
@@ -57,6 +66,8 @@ class Shutdown:
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._boundary = time.monotonic()
         self._travelling: _Votes | None = None
+        self._is_computing = False
+        """Whether a batch of ``unless_stopped`` is with the model."""
 
     def __enter__(self) -> "Shutdown":
         self._session.signals.hold()
@@ -137,19 +148,47 @@ class Shutdown:
         """
         done: deque[torch.cuda.Event] = deque()
         for batch in batches:
-            asked = torch.tensor(0.0 if self._mine() is None else 1.0)
-            if dist.is_initialized():
-                dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-            if asked.item():
+            if self._agreed(0.0 if self._mine() is None else 1.0):
                 self.action = Action.STOP
                 self._settle()
                 return
+            self._is_computing = True
             yield batch
+            self._is_computing = False
             if self._session.device.type == "cuda":
                 done.append(torch.cuda.Event())
                 done[-1].record()
                 if len(done) == 2:
                     done.popleft().synchronize()
+
+    def settle_evaluation(self) -> None:
+        """Agree that an evaluation is complete. A collective, on the host. Raises ``PeerFailed``."""
+        self._agreed(0.0)
+
+    def share_failure(self, error: Exception, step: int) -> bool:
+        """Return whether all ranks know now that the evaluation after ``step`` failed, here with ``error``, and have
+        left it. The others vote before their next batch, unless this rank left the model, where they may wait for it:
+        then only if the same happened to all."""
+        if isinstance(error, PeerFailed):
+            return True
+        self._session.cause.first(error)
+        try:
+            if self._is_computing:
+                self._is_computing = False
+                return self._session.exchange.all_arrive(f"evaluation/{step}", _FAILS_WITHIN_SECONDS)
+            self._agreed(_FAILED)
+        except RuntimeError:  # the others are gone
+            return False
+        return True
+
+    def _agreed(self, vote: float) -> bool:
+        """Return whether a rank votes to stop. Raises ``PeerFailed`` if another rank's evaluation failed."""
+        votes = torch.tensor(vote)
+        if dist.is_initialized():
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        if votes.item() == _FAILED != vote:
+            raise PeerFailed("the evaluation failed on another rank")
+        return bool(votes.item())
 
     def _mine(self) -> str | None:
         """Return why this rank wants to stop; None if it does not."""

@@ -9,7 +9,7 @@ clipping, fused AdamW, a log line every ten steps. The hand-written loop is this
 torch.autocast, with its batches ready on the GPU.
 
 MFU counts the FLOPs of the model in bf16, as the run's own log does: the whole square of attention, nothing that is
-computed again, and for float8 the same peak.
+computed again, and for float8 the same peak. "Causal" counts half of that square, as Megatron does.
 """
 
 import argparse
@@ -28,12 +28,14 @@ from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import Session, open_session
 from serried.trainer.peak_flops import device_name, peak_flops
 
+LAYERS_8B = [
+    "recipe=llama8b", "model.layers=8", "parallel.sync_every_micro_batch=false", "trainer.activation_checkpoint=none",
+]  # fmt: skip
 SHAPES = {
     "llama1b": ["recipe=llama1b", "trainer.micro_batch=2", "trainer.global_batch=2"],
-    "llama8b, 8 of 32 layers": [
-        "recipe=llama8b", "model.layers=8", "trainer.micro_batch=1", "trainer.global_batch=1",
-        "parallel.sync_every_micro_batch=false", "trainer.activation_checkpoint=none",
-    ],
+    "llama1b, 4 sequences": ["recipe=llama1b", "trainer.micro_batch=4", "trainer.global_batch=4"],
+    "llama8b, 8 of 32 layers": [*LAYERS_8B, "trainer.micro_batch=1", "trainer.global_batch=1"],
+    "llama8b, 8 of 32 layers, 2 sequences": [*LAYERS_8B, "trainer.micro_batch=2", "trainer.global_batch=2"],
 }  # fmt: skip
 COMPILED = "trainer.compile=true"
 ROWS = {
@@ -51,8 +53,8 @@ WARM_UP_STEPS = 3
 
 def measured(
     argv: list[str], row: str, session: Session, steps: int, *, is_profiled: bool
-) -> tuple[list[float], int, float]:
-    """Seconds of each step, bytes allocated at most, and FLOPs of a step."""
+) -> tuple[list[float], int, float, float]:
+    """Seconds of each step, bytes allocated at most, FLOPs of a step, and those with half of attention's square."""
     config = compose(argv)
     recipe, trainer = CausalLM(config), None
     recipe.open_data(recipe.prepare(lambda _: None))
@@ -83,7 +85,9 @@ def measured(
     racer.close()
     if trainer is not None:
         trainer.saver.checkpointer.close()
-    return seconds, peak, flops
+    model, length = config.model, config.data.sequence_length
+    attention = 12 * model.layers * model.heads * model.attention_head_dim * length**2
+    return seconds, peak, flops, flops - attention * config.trainer.global_batch / 2
 
 
 def main() -> None:
@@ -105,13 +109,16 @@ def main() -> None:
                 with open_session(compose(argv).launch) as session:
                     if number == 0:
                         print(f"{shape} on {device_name(session.device)}, torch {torch.__version__}\n")
-                        print("| | ms/step: median (lowest to highest) | MFU | speed | memory, GiB |\n|" + 5 * " --- |")
+                        print(
+                            "| | ms/step: median (lowest to highest) | MFU | causal | speed | memory, GiB |\n|"
+                            + 6 * " --- |"
+                        )
                     try:
-                        seconds, peak, flops = measured(
+                        seconds, peak, flops, causal = measured(
                             argv, row, session, options.steps, is_profiled=row in options.profile
                         )
                     except torch.OutOfMemoryError:
-                        print(f"| {row} | out of memory | | | |", flush=True)
+                        print(f"| {row} | out of memory | | | | |", flush=True)
                         continue
                     finally:
                         gc.collect()
@@ -120,9 +127,10 @@ def main() -> None:
                     median = statistics.median(seconds)
                     base = base or median
                     best = peak_flops(device_name(session.device), "bf16")
-                    mfu = f"{flops / median / best:.1%}" if best else "unknown"
+                    shares = [f"{each / median / best:.1%}" if best else "unknown" for each in (flops, causal)]
                     spread = f"{1000 * min(seconds):.1f} to {1000 * max(seconds):.1f}"
-                    numbers = f"{1000 * median:.1f} ({spread}) | {mfu} | {base / median:.3f} | {peak / 2**30:.1f}"
+                    times = f"{1000 * median:.1f} ({spread}) | {' | '.join(shares)} | {base / median:.3f}"
+                    numbers = f"{times} | {peak / 2**30:.1f}"
                     print(f"| {row} | {numbers} |", flush=True)
             print()
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from harness.forks import FORKS, torchruns_variables
 from harness.forks import ROOT as ROOT
 from harness.worker import serve
 
+SPAWNED = multiprocessing.get_context("spawn")
+"""Interpreters of their own: CUDA cannot be used in a fork of a process that has looked for GPUs."""
 _NOT_DONE = {"error": "not done in time"}
 
 
@@ -26,8 +30,13 @@ class Answer:
 class Cluster:
     """Up to ``ranks`` processes, which meet as torchrun's workers do: in a store of the parent's, a prefix a run."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(
+        self, ranks: int, context: Any = FORKS, variables: Callable[..., dict[str, str]] = torchruns_variables
+    ) -> None:
+        """``context``: of multiprocessing; ``variables``: as ``torchruns_variables``."""
         from torch.distributed import TCPStore
+
+        self._context, self._variables = context, variables
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
         self._folder = tempfile.TemporaryDirectory(prefix="serried-tests-")
@@ -45,7 +54,7 @@ class Cluster:
         self._start(world_size)
         outputs = [Path(self._folder.name) / f"run{self._runs}-rank{rank}" for rank in range(world_size)]
         for rank, (worker, output) in enumerate(zip(self._workers, outputs, strict=False)):
-            environment = torchruns_variables(rank, world_size, self._store.port, self._runs)
+            environment = self._variables(rank, world_size, self._store.port, self._runs)
             worker.send(
                 function=function, arguments=arguments, output=str(output),
                 environment=environment if world_size > 1 else {},
@@ -81,7 +90,7 @@ class Cluster:
 
     def _start(self, count: int) -> None:
         """Have ``count`` processes at least."""
-        new = [_Worker() for _ in range(count - len(self._workers))]
+        new = [_Worker(self._context) for _ in range(count - len(self._workers))]
         deadline = time.monotonic() + 120
         for worker in new:
             assert "ready" in worker.answer(deadline)
@@ -89,9 +98,9 @@ class Cluster:
 
 
 class _Worker:
-    def __init__(self) -> None:
-        self._pipe, its_end = FORKS.Pipe()
-        self._process = FORKS.Process(target=serve, args=(its_end,))
+    def __init__(self, context: Any) -> None:
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(its_end,))
         self._process.start()
         its_end.close()  # so that the pipe ends where the process does
 

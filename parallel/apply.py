@@ -80,6 +80,7 @@ def parallelize(
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), shared_buffers(persistent_buffers(model), plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
+    groups.make(ties_ends=bool(plan.tied))
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
     stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
     if low_dtype == torch.float16:
@@ -108,8 +109,6 @@ def parallelize(
 
     runner: Runner
     sync: GradientSync
-    if layout.expert > 1:
-        groups.make_for_experts()
     if layout.is_sharded:
         _refuse_tied_units(model, plan, tied)
         syncs = {number: sharded(stage) for number, stage in stages.items()}

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, is_sharded, local
 from serried.parallel.mesh import Layout
 
@@ -64,11 +65,8 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
 
 
 @torch.no_grad()
-def sum_tied_gradients(parameters: Iterable[HeldTensor], ends: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of parameters that the first and the last stage hold: both then take the same update.
-
-    ``ends``: the ranks of these stages; None: they are one, which has both copies, or this is neither.
-    """
+def sum_tied_gradients(parameters: Iterable[HeldTensor], groups: Groups) -> None:
+    """Sum the gradients of parameters that the first and the last stage hold: both then take the same update."""
     tied: dict[str, list[Tensor]] = {}
     for held in parameters:
         if len(held.spec.holders) > 1 and held.tensor.requires_grad:
@@ -78,8 +76,8 @@ def sum_tied_gradients(parameters: Iterable[HeldTensor], ends: dist.ProcessGroup
     for first, *others in tied.values():
         for other in others:
             first.add_(other)
-        if ends is not None:
-            dist.all_reduce(first, group=ends)
+        if groups.ends is not None:  # else one rank has both stages
+            dist.all_reduce(first, group=groups.ends)
         for other in others:
             other.copy_(first)
 

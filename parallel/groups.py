@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -15,13 +16,49 @@ from serried.parallel.shard_specs import expert_sharding_dim
 
 
 class Groups:
-    """Process groups of this rank. Made on all ranks together, each when it is first asked for.
+    """Process groups of this rank. Made on all ranks together: by ``make``, or each when it is first asked for.
 
     An axis of size 1 has no group: torch would make one for every rank.
     """
 
-    def __init__(self, layout: Layout, device_type: str) -> None:
-        self.layout, self._device_type = layout, device_type
+    def __init__(self, layout: Layout, device_type: str, timeout: timedelta | None = None) -> None:
+        """``timeout``: of their collectives, until ``Session.first_step_done``; None: torch's."""
+        self.layout, self._device_type, self._timeout = layout, device_type, timeout
+        self._is_complete = False
+
+    def make(self, *, ties_ends: bool) -> None:
+        """Make every group that training needs, and connect the ranks of each, before the first step. A collective.
+        May be called again.
+
+        The order is the same on all ranks. A group that is first used inside a step would be connected while a
+        collective of another group is under way, for which NCCL may wait forever
+        (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). All groups of an axis
+        are connected at once, as each rank is in one of them.
+
+        ``ties_ends``: whether the first and the last stage hold copies of a parameter.
+        """
+        if self._is_complete or not dist.is_initialized():
+            return
+        layout = self.layout
+        self._connect(dist.group.WORLD)
+        if layout.is_sharded:
+            self._connect(*self.fsdp.get_all_groups())
+        if layout.expert > 1:
+            self._connect(*self.expert_fsdp.get_all_groups())
+        self._connect(self.tensor)
+        self._connect(self.context)
+        self._connect(self.pipeline)
+        self._connect(self.expert)
+        self._connect(self.stage)
+        if ties_ends:
+            self._connect(self.ends)
+        self._is_complete = True
+
+    def _connect(self, *groups: dist.ProcessGroup | None) -> None:
+        """Start the communicators of ``groups``. Gloo connects its groups when they are made."""
+        for group in groups if self._has_own_backend else ():
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=self._device_type), group=group)
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -44,13 +81,14 @@ class Groups:
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
         )
 
-    def make_for_experts(self) -> None:
-        """Make the mesh of experts. A collective of all ranks, of those of a stage without experts too."""
-        assert self.expert_fsdp is not None
-
     def expert_shard_dim(self, parameter: nn.Parameter) -> int:
         """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
         return expert_sharding_dim(len(parameter) * self.layout.expert, self.layout)
+
+    @property
+    def _has_own_backend(self) -> bool:
+        """Whether tensors of the device have another backend than those of the host; a plan's "fake" has all."""
+        return self._device_type != "cpu" and dist.get_backend() != "fake"
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
         """Return the mesh of the ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
@@ -66,7 +104,7 @@ class Groups:
         for dim, (axis, degree) in enumerate(degrees.items()):
             if axis in names:
                 peers = ranks.movedim(dim, -1).reshape(-1, degree).tolist()
-                group = _made(peers) if len(peers) > 1 else dist.group.WORLD
+                group = self._made(peers) if len(peers) > 1 else dist.group.WORLD
                 assert group is not None
                 groups.append(group)
         if len(names) == 1:
@@ -124,17 +162,20 @@ class Groups:
         return {group.group_name: axis for axis, group in made.items()}
 
     def _group(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
-        return _made([ranks for ranks in peers if len(ranks) > 1])
+        return self._made([ranks for ranks in peers if len(ranks) > 1])
 
-
-def _made(peers: Collection[list[int]]) -> dist.ProcessGroup | None:
-    """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
-    mine = None
-    for ranks in peers:
-        group = dist.new_group(ranks)  # a collective of all ranks
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+    def _made(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
+        """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
+        assert not (peers and self._is_complete), "a group that make() leaves out is made in a step"
+        # The world's group has a backend for host tensors too, with a socket to each peer; here only tensors of the
+        # device travel.
+        backend = dist.get_default_backend_for_device(self._device_type) if self._has_own_backend else None
+        mine = None
+        for ranks in peers:
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)  # a collective of all ranks
+            if dist.get_rank() in ranks:
+                mine = group
+        return mine
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -268,7 +268,7 @@ class DistributedModel:
             if self.metric_names is None:
                 self.metric_names, self._sources = self.agree_on_sums(seen)
             travel()
-            sum_tied_gradients(self.parameters, self.groups.ends)
+            sum_tied_gradients(self.parameters, self.groups)
         if self.groups.tensor is not None:
             reduce_partial_gradients(self.parameters, "tensor", self.groups.tensor)
         self._share_buffers()
@@ -352,7 +352,7 @@ class DistributedModel:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
         checkpoint."""
         if self.buffer_names and self.layout.world > self.layout.pipeline:
-            group = self.groups.stage  # made by all ranks together, also by those of a stage without buffers
+            group = self.groups.stage
             for each in self.buffers:
                 if any(each.tensor is buffer for buffer in self._loads.buffers):
                     continue  # equal on all ranks

@@ -286,7 +286,8 @@ def _start_group(session: Session) -> "Store":
         rank=session.rank,
         world_size=session.world_size,
         timeout=patience,
-        device_id=session.device if session.device.type == "cuda" else None,
+        # No device_id: with it each new_group would split the communicator of the world, one after the other, and the
+        # groups of a pipeline would send through the world's (torch's ProcessGroupNCCL::pointToPoint).
     )
     return dist.PrefixStore("control", store)
 

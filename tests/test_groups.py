@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, Cut
 from harness.cluster import Cluster
+from serried.configs.compose import compose
 from serried.configs.schema import LaunchSection, ParallelSection
 from serried.parallel.apply import parallelize
 from serried.parallel.groups import Groups
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.runtime.session import open_session
 from tests.slurm import wait_for
@@ -55,8 +58,7 @@ class NormalizedAtFirst(nn.Module):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_ranks_of_a_stage_without_buffers_make_the_group_that_shares_them(rank: int) -> None:
-    """NCCL splits the world's communicator for a group, which waits for all ranks of the world."""
+def test_stage_without_buffers_has_the_group_that_shares_them(rank: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
     try:
         parallel = parallelize(
@@ -65,7 +67,45 @@ def test_ranks_of_a_stage_without_buffers_make_the_group_that_shares_them(rank: 
             low_dtype=None, device=torch.device("cpu"),
         )  # fmt: skip
         assert len(parallel.buffers) == (3 if rank < 2 else 0)
-        parallel._share_buffers()
         assert "stage" in parallel.groups.names().values()
     finally:
         dist.destroy_process_group()
+
+
+def groups_made(layout: Layout) -> tuple[list[list[int]], Groups]:
+    """Return the ranks of each group that this rank makes, in order."""
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def recorded(ranks: list[int], **options: object) -> object:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    with patch.object(dist, "new_group", recorded):
+        groups = Groups(layout, "cpu")
+        groups.make(ties_ends=True)
+    return made, groups
+
+
+SHARDED = [
+    pytest.param(cut, MIXTURE if cut in EXPERT_CUTS else (), id=cut.name)
+    for cut in dict.fromkeys((*CUTS, *EXPERT_CUTS))
+    if cut.processes > 1 and "compiled" not in cut.name
+]
+
+
+@pytest.mark.parametrize(("cut", "model"), SHARDED)
+def test_groups_are_made_in_one_order_on_all_ranks_and_none_afterwards(cut: Cut, model: tuple[str, ...]) -> None:
+    """A rank in another order, or without one of the calls, would make NCCL wait forever."""
+    layout = resolve_layout(compose(["model.layers=4", *model, *cut.overrides]).parallel, cut.processes)
+    orders = []
+    for rank in range(cut.processes):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cut.processes)
+        try:
+            made, groups = groups_made(layout)
+            orders.append(made)
+            with pytest.raises(AssertionError, match="made in a step"):
+                groups._group([[0, 1]])
+        finally:
+            dist.destroy_process_group()
+    assert orders == [orders[0]] * cut.processes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -197,7 +198,7 @@ def sharded(
         trained_dtype=trained_type(config),
         frozen_dtype=frozen_type(config, model.plan),
         prepare=partial(_prepare, section, mix, model.plan, compilation),
-        groups=groups,
+        groups=groups or Groups(layout, device.type, timedelta(seconds=config.launch.start_timeout_seconds)),
     )
 
 

@@ -1,6 +1,7 @@
 """Which attention a run computes, in words, and why it cannot compute another."""
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -9,6 +10,8 @@ from serried.configs.errors import UserError
 from serried.recipes.models.attention import CAPABILITY, has_flex
 
 FLEX = "FlexAttention"
+_LEAST_WIDTH = 16
+"""Numbers of a head in torch's kernel (2.11, 2.13)."""
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
@@ -34,8 +37,19 @@ def describe_attention(config: TextRunConfig, device: str) -> str:
     if kernel != "sdpa" and is_cpu:
         return _ROWS
     if kernel != "sdpa" and (not torch.cuda.is_available() or has_flex(torch.device("cuda"))):
+        _check_width(model, "launch.device=cpu" if is_divided else "model.attention=sdpa")
         return FLEX
     return f"{_SDPA} with a mask of queries x keys" if not cap else "attention that holds all scores"
+
+
+def _check_width(model: Any, instead: str) -> None:
+    """Raise ``UserError`` if the heads of ``model`` are too narrow for FlexAttention."""
+    width = getattr(model, "attention_head_dim", model.dim // model.heads)
+    if width < _LEAST_WIDTH:
+        raise UserError(
+            f"heads of {width} numbers (model.dim={model.dim}, model.heads={model.heads}) with {FLEX}, which takes "
+            f"{_LEAST_WIDTH} or more and which this run needs on a GPU; use fewer model.heads, or {instead}"
+        )
 
 
 def _refused(config: TextRunConfig, device: str) -> str:

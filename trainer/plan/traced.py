@@ -268,10 +268,7 @@ def _trace_rank(
         model = _shortened(model, blocks)
     with _world(layout, rank):
         groups = Groups(layout, "cpu")
-        if layout.is_sharded:  # outside of the fake mode: torch reads the ranks of a mesh
-            groups.fsdp  # noqa: B018
-            if layout.expert > 1:
-                groups.make_for_experts()
+        groups.make(ties_ends=bool(model.plan.tied))  # outside of the fake mode: torch reads the ranks of a mesh
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
         with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
             empty(model.module)

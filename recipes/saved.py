@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from serried.configs.adapter_folder import base_of_adapters, described_adapters
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_if_there, read_json
@@ -14,34 +15,13 @@ from serried.records.tensors import TensorFolder
 
 _Config = TypeVar("_Config", bound=RunConfig)
 _SHOWN_CHARACTERS = 60
-_PREFIX, _END = "base_model.model.", ".lora_A.weight"
-_PLAIN: dict[str, Any] = {
-    "peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": [],
-}  # fmt: skip
 
 
 def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
     if they cannot be read, or are of another kind than those that are trained here."""
-    file = folder / "adapter_config.json"
-    try:
-        found = read_json(file)
-        for key, value in _PLAIN.items():
-            if (found.get(key) or value) != value:
-                raise UserError(
-                    f"{file} has {key} {found[key]}; only {value or 'none'} can be used; merge them with PEFT"
-                )
-        names = [name for name in TensorFolder(folder, "adapter_model").specs if name.endswith(_END)]
-        adapter = {
-            "method": "dora" if found.get("use_dora") else "lora",
-            "rank": found["r"],
-            "alpha": found["lora_alpha"],
-            "scale": "rslora" if found.get("use_rslora") else "standard",
-            "modules": [name.removeprefix(_PREFIX).removesuffix(_END) for name in names],
-        }
-        return {"model": {"path": found["base_model_name_or_path"]}, "adapter": adapter}
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} cannot be used: {error}") from None
+    base = base_of_adapters(folder)
+    return {"model": {"path": base}, "adapter": described_adapters(folder, TensorFolder(folder, "adapter_model").specs)}
 
 
 def embedded_tokens(folder: Path) -> int:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.model_folder import architecture_of
@@ -40,7 +41,6 @@ def export_model(words: list[str]) -> int:
     from serried.recipes.exports.formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
     from serried.trainer.checkpoint.reading import reading, with_chosen
-    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 
     given, _ = pairs(words, "export", (*_TAKES, "merge", "format"))
     name = given.get("format", _HUGGING_FACE)
@@ -112,7 +112,6 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
     """Return the base model, if ``merge=true`` asks to add the adapters in a checkpoint to it."""
     from serried.records.tensors import TensorFolder
     from serried.trainer.base_model import check_base
-    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 
     checkpoint, merge = saved.folder, given.get("merge", "false")
     if merge not in ("true", "false"):
@@ -266,7 +265,6 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     from serried.recipes.exports.formats import Source
     from serried.recipes.saved import as_saved
     from serried.trainer.checkpoint.export import export as write
-    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
     from serried.trainer.evaluation import check_weights, load_model
     from serried.trainer.parameter_groups import freeze
 

@@ -14,15 +14,19 @@ import serried
 from harness import runs
 from harness.cluster import Cluster
 from serried import cli
+from serried.configs.adapter_folder import described_adapters
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import AdapterSection
+from serried.opening import config_of_model
+from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import _LEVELS, pack, unpack
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.trainer.adapters import Adapters
+from serried.trainer.evaluation import load_model
 from serried.trainer.model import build_model
 from serried.trainer.trainer import Trainer
 from tests.own_task import Points
@@ -220,6 +224,166 @@ def test_another_base_model_is_refused(models: Path, tmp_path: Path) -> None:
     assert ended.code == 78
     assert "is not the base model that" in ended.printed.splitlines()[-1]
     assert "model.safetensors has other content" in ended.printed.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def exported(single: tuple[Path, list[float]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The adapters of a run, in PEFT's format."""
+    folder = tmp_path_factory.mktemp("exported") / "adapters"
+    assert cli.export([f"run.dir={single[0]}", f"out={folder}"]) == 0
+    return folder
+
+
+def adapters_in(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_that_starts_from_adapters_continues_with_them(
+    cluster: Cluster, models: Path, exported: Path, tmp_path: Path, ranks: int
+) -> None:
+    import peft
+    import transformers
+
+    more = [
+        f"checkpoint.resume={exported}",
+        "trainer.steps=1",
+        "optim.lr=0",
+        f"parallel={('single', 'fsdp')[ranks - 1]}",
+    ]
+    argv = lora(models, tmp_path / "run", *more)
+    if ranks == 1:
+        with runs.kept_batches(CausalLM) as batches:
+            ended = runs.run_here(argv)
+        assert ended.code == 0, ended.printed
+        assert f"step 0 with the weights of {exported}" in ended.printed
+        base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+        theirs = peft.PeftModel.from_pretrained(base, exported)
+        total, count = 0.0, 0
+        for batch in batches:
+            with torch.no_grad():
+                logits = theirs(input_ids=batch.tokens).logits.flatten(0, 1)
+            total += F.cross_entropy(logits, batch.targets.flatten(), reduction="sum").item()
+            count += int((batch.targets != -100).sum())
+        assert runs.losses(tmp_path / "run") == pytest.approx([total / count], abs=1e-5)
+    else:
+        losses(cluster, ranks, argv, tmp_path / "run")
+    saved = adapters_in(runs.checkpoint(tmp_path / "run"))
+    for name, tensor in adapters_in(exported).items():
+        assert saved[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["adapter.alpha=16"], "are not like those that this command describes; use adapter.alpha=8.0"),
+        (["adapter.rank=8", "adapter.modules=[q_proj]"], "use adapter.rank=4 'adapter.modules=[down_proj,gate_proj,"),
+        (["adapter=dora"], "use adapter.method=lora"),
+        (["adapter=none"], "holds adapters; add adapter=lora"),
+    ],
+)
+def test_adapters_unlike_those_of_the_run_are_refused_as_its_start(
+    models: Path, exported: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
+    argv = lora(models, tmp_path / "run", f"checkpoint.resume={exported}", *more)
+    none = [word for word in argv if not word.startswith("adapter.")] if "adapter=none" in more else argv
+    assert message in runs.run_here(none).error
+
+
+def test_model_that_is_not_the_base_model_is_refused_as_the_start_of_adapters(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "llama", tmp_path / "other")
+    error = runs.run_here(lora(models, tmp_path / "run", f"checkpoint.resume={tmp_path / 'other'}")).error
+    assert f"the base model of adapter.method=lora is model.path={models / 'llama'}; use model.path={tmp_path}" in error
+    own = ["adapter=lora", f"run.dir={tmp_path / 'own'}", f"checkpoint.resume={tmp_path / 'other'}"]
+    with pytest.raises(UserError, match=r"is what build_model.. returns; load it there, or leave"):
+        serried.fit(Points, own)
+    words = [f"checkpoint.resume={models / 'llama'}", "trainer.steps=1"]  # the base model itself
+    assert runs.run_here(lora(models, tmp_path / "run", *words)).code == 0
+
+
+def test_every_key_of_peft_that_changes_what_is_computed_is_refused_by_name(exported: Path, tmp_path: Path) -> None:
+    """With the values that PEFT itself writes by default nothing is refused."""
+    import peft
+
+    tensors = adapters_in(exported).keys()
+
+    def described(**keys: Any) -> dict[str, Any]:
+        defaults = peft.LoraConfig(r=4, lora_alpha=8, base_model_name_or_path="base").to_dict()
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**defaults, **keys}, default=list))
+        return described_adapters(tmp_path, tensors)
+
+    modules = [name[17:-14] for name in tensors if name.endswith(".lora_A.weight")]
+    assert described() == {"method": "lora", "scale": "standard", "rank": 4, "alpha": 8.0, "modules": modules}
+    assert described(use_dora=True, use_rslora=True).items() >= {"method": "dora", "scale": "rslora"}.items()
+    free = {
+        "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_core",
+        "qalora_group_size",
+    }  # fmt: skip
+    for key in (*(peft.LoraConfig().to_dict().keys() - free), "a_key_of_tomorrow"):
+        for value in ("pissa", [1], {"q_proj": 2}, -1):
+            with pytest.raises(UserError, match=rf"adapter_config.json has {key} "):
+                described(**{key: value})
+
+
+def opened_by_us(adapters: Path) -> nn.Module:
+    config = config_of_model(adapters, ["data.tokenizer=bytes", "precision=fp32"])
+    return load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), adapters).module
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", False])
+def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
+    models: Path, tmp_path: Path, init: str | bool
+) -> None:
+    import peft
+    import transformers
+
+    def base() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+
+    options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": init}
+    model = peft.get_peft_model(base(), peft.LoraConfig(**options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "adapters")
+    with torch.no_grad():
+        ours = opened_by_us(tmp_path / "adapters")
+        assert_close(ours(TOKENS), peft.PeftModel.from_pretrained(base(), tmp_path / "adapters")(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_alpha": 1e308}, r"has lora_alpha 1e.308: input should be less than or equal to 1000000$"),
+        ({"r": "4"}, "has r 4: a number is needed"),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"holds the tensor base_model.model.model.embed_tokens.*merge",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save .lm_head., which cannot be used here; merge them with"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            "has an adapter of lm_head, which cannot have one here; merge them",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_computed_are_refused_with_the_key_or_tensor(
+    models: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+    usable = {key: value for key, value in options.items() if key not in ("r", "lora_alpha")}
+    model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **usable}))
+    model.save_pretrained(tmp_path / "adapters", save_embedding_layers=False)
+    file = tmp_path / "adapters/adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **options}))
+    with pytest.raises(UserError, match=message):
+        opened_by_us(tmp_path / "adapters")
 
 
 def meta_model(*words: str) -> Any:

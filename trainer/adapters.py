@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG, PREFIX, described_adapters
 from serried.configs.errors import UserError
+from serried.configs.explain import shown
 from serried.configs.near import nearest, nearest_pattern
 from serried.configs.schema import AdapterSection
 from serried.parallel.adapters import MAGNITUDE, A, Adapter, B, attach, is_linear
@@ -20,14 +23,21 @@ from serried.parallel.initialize import initialize_uniform
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import BLOCK, can_quantize, pack, quantize
 from serried.records.tensors import TensorFolder
-from serried.trainer.checkpoint.merge import PREFIX
-from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
+from serried.trainer.checkpoint.retention import ADAPTER
 from serried.trainer.checkpoint.state import Exported
 
 _PIECE_NUMBERS = 2**23
 """Weights that are quantized at a time."""
 _ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class CannotAdapt(UserError):
+    """A pattern of ``adapter.modules`` names no layer that can have an adapter."""
+
+    def __init__(self, pattern: str, told: str) -> None:
+        super().__init__(told)
+        self.pattern = pattern
 
 
 class Adapters:
@@ -149,7 +159,7 @@ class Adapters:
             "lora_dropout": section.dropout,
             "use_rslora": section.scale == "rslora",
             "use_dora": section.method == "dora",
-            "target_modules": self._target_modules(),
+            "target_modules": self._target_modules(self._adapted),
             "fan_in_fan_out": self._is_conv1d,
             "modules_to_save": self._saved_modules or None,
             "bias": "none",
@@ -158,9 +168,27 @@ class Adapters:
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
-    def _target_modules(self) -> list[str]:
-        """Names of the adapted layers as PEFT takes them: last parts alone, if they mean no other layer."""
-        chosen = {_module_of(self._weights[name].name) for name in self._chosen}
+    @property
+    def _adapted(self) -> set[str]:
+        """Names of the adapted layers in a checkpoint."""
+        return {_module_of(self._weights[name].name) for name in self._chosen}
+
+    def check_folder(self, folder: Path) -> None:
+        """Raise ``UserError`` if the adapters in ``folder``, as PEFT saves them, are not like these."""
+        found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs, self._saved_modules)
+        theirs = set(found["modules"])
+        if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()}:
+            raise UserError(unknown_layer(folder, min(unknown)))
+        keys = {key: shown(found[key]) for key in ("method", "rank", "alpha", "scale")}
+        differing = {key: value for key, value in keys.items() if value != shown(getattr(self._section, key))}
+        if theirs != self._adapted:
+            differing["modules"] = f"[{','.join(self._target_modules(theirs))}]"
+        if differing:
+            use = " ".join(shlex.quote(f"adapter.{key}={value}") for key, value in differing.items())
+            raise UserError(f"the adapters in {folder} are not like those that this command describes; use {use}")
+
+    def _target_modules(self, chosen: set[str]) -> list[str]:
+        """Names of the layers ``chosen`` as PEFT takes them: last parts alone, if they mean no other layer."""
         last = {name.rpartition(".")[2] for name in chosen}
         others = {*self._experts, *(_module_of(weight.name) for weight in self._weights.values())} - chosen
         return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
@@ -180,15 +208,21 @@ class Adapters:
         chosen = set[str]()
         for pattern in patterns:
             if stacked := next((name for name in self._experts if _matches(name, pattern)), None):
-                raise UserError(
+                raise CannotAdapt(
+                    pattern,
                     f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}), which are stacked and "
-                    "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'"
+                    "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
             found = [name for name, known in names.items() if any(_matches(each, pattern) for each in known)]
             if not found:
-                raise UserError(_unmatched(pattern, names))
+                raise CannotAdapt(pattern, _unmatched(pattern, names))
             chosen.update(found)
         return [name for name in names if name in chosen]
+
+
+def unknown_layer(folder: Path, name: str) -> str:
+    """The error for adapters in ``folder`` of a layer that cannot have one here."""
+    return f"{folder} has an adapter of {name}, which cannot have one here; merge them with PEFT"
 
 
 def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from serried.configs.adapter_folder import base_of_adapters
 from serried.configs.errors import UserError
 from serried.configs.model_folder import model_folder
-from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
 from serried.trainer.checkpoint.resume import Start
-from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.context import Context
 from serried.trainer.health import digest
@@ -30,6 +29,8 @@ class Base:
     """None: the model has the values that ``build_model()`` gave it."""
     record: dict[str, Any]
     """What a checkpoint keeps of it: ``path``, and ``files``, each with its size and checksum, or a ``digest``."""
+    adapters: Path | None = None
+    """Folder of the adapters that a new run begins with; None: they add nothing at first."""
 
 
 def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
@@ -70,8 +71,7 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
     """Return the folder of the base model that ``checkpoint`` adapts; None: ``module`` was built with its values.
     Raises ``UserError`` if it was built with others."""
     if not (checkpoint / STATE).exists():  # exported, or PEFT's own
-        name = str(read_json(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path"))
-        return model_folder(name, "*.safetensors", "*.json")
+        return model_folder(base_of_adapters(checkpoint), "*.safetensors", "*.json")
     path = _recorded(checkpoint)["path"]
     if path is None:
         _compare({"path": None, "digest": _digest(module)}, checkpoint)

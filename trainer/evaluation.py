@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.mesh import Layout, resolve_layout
@@ -19,12 +20,12 @@ from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.adapters import CannotAdapt, unknown_layer
 from serried.trainer.base_model import base_of, check_base
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files
 from serried.trainer.checkpoint.reading import read_by_all
-from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
+from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
-from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import Reader, evaluation_batches
 from serried.trainer.model import model_to_train, sharded
 from serried.trainer.precision import check_products
@@ -304,14 +305,19 @@ def load_model(
     check_products(config, device)  # as the trainer does
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
-        model = model_to_train(config, task)  # frozen layers compute in their own way
+        try:
+            model = model_to_train(config, task)  # frozen layers compute in their own way
+        except CannotAdapt as error:
+            if (checkpoint / STATE).exists():
+                raise
+            raise UserError(unknown_layer(checkpoint, error.pattern)) from None
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)
     parallel = sharded(config, model, layout, device)
     model.start(parallel, weights, config.trainer.seed)
     if model.adapters is not None:
-        load_weights(checkpoint, parallel, model.exported, model.stem)
+        model.load_adapters(checkpoint, parallel)
     parallel.module.eval()
     return parallel
 

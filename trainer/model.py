@@ -82,6 +82,10 @@ class Model:
         if self.adapters is not None:
             self.adapters.initialize(parallel.parameters, seed)
 
+    def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
+        """Fill the adapters of the sharded model, and the heads beside them, from ``folder``."""
+        load_weights(folder, parallel, self.exported, self.stem)
+
     def _exported_from(self, weights: Path) -> Exported:
         exported = self.task.exported_from(weights)
         return exported if self.adapters is None else self.adapters.exported_base(exported)

@@ -60,6 +60,8 @@ class TrainingState:
             reference.run(self.parallel)  # which changes no weight
         if reference is None or weights not in (None, held):
             model.start(self.parallel, weights, config.trainer.seed)
+        if base is not None and base.adapters is not None:
+            model.load_adapters(base.adapters, self.parallel)
         decay = config.trainer.ema_decay
         self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None
         weight = task.weight_per_sample()

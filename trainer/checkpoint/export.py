@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.model_folder import CONFIG, GENERATION
@@ -25,7 +26,7 @@ from serried.records.tensors import TensorFolder, TensorSpec, header, index_json
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_files, fsync_folder
 from serried.trainer.checkpoint.merge import Built, Mean, Merged
 from serried.trainer.checkpoint.plan import file_names
-from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL, OPTIMIZER
+from serried.trainer.checkpoint.retention import ADAPTER, MODEL, OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE
 
 _INDEX = "model.safetensors.index.json"

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serried.configs.adapter_folder import PREFIX
 from serried.records.tensors import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.state import Exported
-
-PREFIX = "base_model.model."
-"""What PEFT writes before the name of a module of the base model."""
-
 
 _REPLACED = "lm_head.weight"
 """Of the base model, if it has a new head."""

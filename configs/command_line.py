@@ -211,7 +211,7 @@ class CommandLine:
             self.mistakes.append(unfit(key, shown(value), COMMAND_LINE))
         elif is_several:
             in_brackets = f"write a list in brackets, {pasteable(key.path, f'[{value}]')}"
-            remedy = in_brackets if key.kind in ("array", "texts", "integers") else _NO_SWEEP
+            remedy = in_brackets if key.takes_list else _NO_SWEEP
             self.mistakes.append(f"{key.path}={shown(value)} holds several values: {remedy}")
         else:
             self._accept(key, value, parsed.value())

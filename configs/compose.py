@@ -27,11 +27,12 @@ from serried.configs.declaration import FOLDER, declared
 from serried.configs.errors import UserError
 from serried.configs.explain import Origins, explain, shown
 from serried.configs.help import choices_of, files_of
+from serried.configs.keys import all_keys, is_section
 from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_if_there, read_yaml, value_at
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
-from serried.configs.schema import OptimSection, TrackSection
-from serried.configs.suggest import Groups, nearest, unknown_choice
+from serried.configs.schema import OptimSection, RunConfig, TrackSection
+from serried.configs.suggest import Groups, nearest, nearest_keys, pasteable, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
 
@@ -55,6 +56,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
         plain = _composed(line)
         plain = with_model_folder(plain, given)
         config = check(plain)
+        late = _unknown_changes(config)
     except UserError as error:
         late = error.args
     except ValidationError as error:
@@ -62,6 +64,18 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
         late = explain(error, plain, _origins(line), groups, alone=bool(found or line.mistakes))
     _refuse([*found, *line.sentences(plain), *late])
     return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
+
+
+def _unknown_changes(config: RunConfig) -> list[str]:
+    """Return a sentence for each name in ``checkpoint.allow_changes`` that no key or section has."""
+    key, allowed = "checkpoint.allow_changes", config.checkpoint.allow_changes
+    found = []
+    for name in () if isinstance(allowed, bool) else allowed:
+        if name not in all_keys() and not is_section(name):
+            near = [pasteable(key, f"[{each}]") for each in nearest_keys(name, all_keys())]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"e.g. {all_keys()[key].example}"
+            found.append(f"{key}=[{name}]: there is no key {name}; {hint}")
+    return found
 
 
 def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:

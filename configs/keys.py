@@ -31,7 +31,7 @@ _WORDS = {
     "object": ("a section", "null"),
 }
 
-
+_LISTS = ("array", "texts", "integers")
 _NULL = {"type": "null"}
 
 
@@ -75,6 +75,11 @@ class Key:
         return _NULL in self._alternatives
 
     @property
+    def takes_list(self) -> bool:
+        """Whether it may be a list."""
+        return any(each.get("type") == "array" for each in self._alternatives)
+
+    @property
     def bounds(self) -> str:
         """The range in words, such as ``at least 1``; empty when there is none."""
         return _bounds(self._field)
@@ -100,8 +105,10 @@ class Key:
         """Whether ``value``, as typed, is of the key's kind; its range is not checked."""
         if value in ("", "null", self.word) or "${" in value:
             return bool(self.nullable or value != "null")
-        if self.kind in ("array", "texts", "integers"):
-            return value.startswith("[")
+        if self.takes_list and value.startswith("["):
+            return True
+        if self.kind in _LISTS:
+            return False
         if self.kind == "boolean":
             return value.lower() in ("true", "false")
         if self.kind in ("integer", "number"):
@@ -112,7 +119,8 @@ class Key:
     def expected(self) -> str:
         """What a value must be, to follow "is not"."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind][0]
-        return " or ".join([words, *filter(None, [self.word]), *["null"] * self.nullable])
+        lists = [_WORDS["texts"][0]] * (self.takes_list and self.kind not in _LISTS)
+        return " or ".join([words, *lists, *filter(None, [self.word]), *["null"] * self.nullable])
 
     @property
     def override(self) -> str:

@@ -282,7 +282,7 @@ class AdapterSection(Section):
     """``none`` trains the model itself; ``lora``; ``dora``, which also trains the norm of each row of a weight."""
     rank: Annotated[Count, Field(ge=1, le=10**5)] = 16
     """Rank of the update of a weight."""
-    alpha: Number = Field(default=32.0, gt=0)
+    alpha: Number = Field(default=32.0, gt=0, le=10**6)
     """The update of a weight is multiplied by alpha / rank."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of an adapter's inputs."""
@@ -466,9 +466,18 @@ class CheckpointSection(Section):
     """``async``: training continues while a checkpoint is written. ``sync``: it waits; only GPU tensors are copied."""
     resume: str = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
-    files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only)."""
-    allow_changes: bool = False
-    """Resume even if settings that change the loss curve (schedule, seed, data, global batch, ...) have changed."""
+    files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only; with
+    adapters, a PEFT folder)."""
+    allow_changes: bool | tuple[str, ...] = False
+    """Keys or sections that may differ from the checkpoint's though they change the loss curve, as in
+    ``[optim.lr,data.path]``; true: all. Never other weights or another tokenizer."""
+
+    def allows(self, key: str) -> bool:
+        """Return whether ``allow_changes`` lists ``key``, or a section around it."""
+        allowed = self.allow_changes
+        if isinstance(allowed, bool):
+            return allowed
+        return any(key == each or key.startswith(f"{each}.") for each in allowed)
 
     def _mistakes(self) -> Iterator[str]:
         word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())

@@ -42,7 +42,7 @@ from serried.recipes.data.prepare import Prepared, cache_folder, open_prepared, 
 from serried.recipes.data.stream import open_training, prepare_stream
 from serried.recipes.data.summary import marked_lines, summary_of
 from serried.recipes.data.text_bytes import TextBytes
-from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
+from serried.recipes.data.tokenizer import Tokenizer, changed_token, hugging_face_files
 from serried.recipes.generation import TextStream, chooser, continued, until_end
 from serried.recipes.models.attention_choice import describe_attention
 from serried.recipes.models.family import ModelFamily, family_of
@@ -462,6 +462,19 @@ class CausalLM(TextTask):
                 "other text, or its files have changed; name the text with data=text data.path=FILES, which is "
                 "tokenised as the model knows it"
             )
+
+    def check_resumed(self, checkpoint: Path) -> None:
+        now = hugging_face_files(self._tokenizer()).get("tokenizer.json")
+        if now is None or (what := changed_token(checkpoint / "tokenizer.json", now)) is None:
+            return
+        keys, without = "data.tokenizer,data.path", ""
+        if self._data.vocab_size != type(self._data).model_fields["vocab_size"].default:
+            keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # of one that is learned
+        use = shlex.join([f"data.tokenizer={checkpoint}", f"checkpoint.allow_changes=[{keys}]"])
+        raise UserError(
+            f"{checkpoint} was trained with another tokenizer than data.tokenizer={self._data.tokenizer} is now: "
+            f"{what}; use its own, {use}{without}, or {self.run.another_run} to keep both"
+        )
 
     # export ---------------------------------------------------------------------------------------------------------
 

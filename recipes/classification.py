@@ -59,6 +59,20 @@ class Classification(Task):
                 f"{checkpoint / CONFIG} does not name the classes: {error}; use another checkpoint"
             ) from None
 
+    def check_resumed(self, checkpoint: Path) -> None:
+        before, now = self.classes_in(checkpoint), list(self.classes)
+        if before is not None and before != now:
+            number = next(
+                (number for number, names in enumerate(zip(before, now, strict=False)) if names[0] != names[1]),
+                min(len(before), len(now)),
+            )
+            was, is_now = (names[number] if number < len(names) else "none" for names in (before, now))
+            where = assignment("task.path", self.config.path)
+            raise UserError(
+                f"{checkpoint} was trained with other classes than {where} has now: class {number} was {was}, and is "
+                f"{is_now}; use samples of the same classes, or {self.run.another_run}"
+            )
+
     def open_samples(self) -> LabelledData:
         """Return the samples. Called when they are first needed: their classes shape the model."""
         raise NotImplementedError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,12 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, LossTerms, ParallelPlan, Share, Vocabulary
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
+from serried.recipes.data.tokenizer import LARGEST_TOKENIZER, ids_of_tokens
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.head import Chunk, Gradients, LanguageModelHead, chunks
 
 _TEACHER = "teacher"
 """Name of the submodule."""
-
-_LARGEST_TOKENIZER = 256 * 2**20
-"""Bytes of a ``tokenizer.json``."""
 
 
 class Distillation(CausalLM):
@@ -75,7 +73,7 @@ class Distillation(CausalLM):
         super().open_data(places["data"])
         self._folder = Path(places["teacher"])
         own = self._tokenizer().spec().get("files", {}).get("tokenizer.json")
-        if own and self._teacher_ids() not in (None, _ids(json.loads(own))):
+        if own and self._teacher_ids() not in (None, ids_of_tokens(json.loads(own))):
             raise UserError(
                 f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="
                 f"{self._data.tokenizer}; they must have one vocabulary: use another teacher or model"
@@ -85,7 +83,7 @@ class Distillation(CausalLM):
         """Return the ids of the teacher's tokens; None: it has no ``tokenizer.json``."""
         file = self.teacher_folder() / "tokenizer.json"
         try:
-            return _ids(read_json(file, _LARGEST_TOKENIZER)) if file.exists() else None
+            return ids_of_tokens(read_json(file, LARGEST_TOKENIZER)) if file.exists() else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"task.teacher={self.config.teacher}: cannot read {file} ({type(error).__name__}: {error}); put the "
@@ -178,14 +176,6 @@ def _head(model: nn.Module, family: str) -> LanguageModelHead:
     raise UserError(
         f"model.family={family} computes whole logits, and distillation compares them in chunks; use a built-in family"
     )
-
-
-def _ids(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of a ``tokenizer.json`` by token."""
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 class _End(NamedTuple):

@@ -3,6 +3,7 @@
 import functools
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
 from serried.recipes.data.labelled import LabelledData
 from serried.recipes.data.labelled_texts import LabelledText, open_encoder, open_texts
+from serried.recipes.data.tokenizer import changed_token
 from serried.recipes.models.classifier import build_classifier, not_built
 
 _WIDTH_MULTIPLE = 8
@@ -156,6 +158,16 @@ class TextClassification(Classification):
 
     def adapter_settings(self) -> Mapping[str, Any]:
         return {"task_type": "SEQ_CLS", "base_model_name_or_path": self.config.model}
+
+    def check_resumed(self, checkpoint: Path) -> None:
+        super().check_resumed(checkpoint)
+        with suppress(OSError):
+            now = (self._folder / _TOKENIZER[0]).read_text("utf-8")
+            if what := changed_token(checkpoint / _TOKENIZER[0], now):
+                raise UserError(
+                    f"{checkpoint} was trained with another tokenizer than task.model={self.config.model} has: {what}; "
+                    f"use the task.model it was trained with, or {self.run.another_run}"
+                )
 
     def export_files(self, folder: Path) -> None:
         super().export_files(folder)

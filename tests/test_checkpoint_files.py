@@ -678,6 +678,12 @@ def test_what_stays(made: dict[int, tuple[str | None, Any]], keep: int, keep_eve
         assert prune(folder, keep=keep, keep_every=keep_every, best=LOSS if keep_best else None) == []
 
 
+def test_steps_named_to_stay_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path / folder_name(step), tensors=0)
+    assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=None, also=(1, 7))] == [2]
+
+
 def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, 2.0), (3, 3.0)):
         make_checkpoint(tmp_path / folder_name(step), loss=loss, tensors=0)

@@ -379,7 +379,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     (tmp_path / "broken/train/red/a.png").write_text("no image")
     (tmp_path / "file").mkdir()
     (tmp_path / "file/train").write_text("")
-    told = r"cannot read .*/red/a\.png as an image: .*; repair or remove it, then .* checkpoint\.allow_changes=true"
+    told = r"cannot read .*/red/a\.png as an image: .*; repair or remove it, then .*\.allow_changes=\[task\.path\]"
     with pytest.raises(UserError, match=told):
         open_images(ImageSection(path=str(tmp_path / "broken"))).training[0]
     for words, told in (

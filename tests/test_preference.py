@@ -209,7 +209,7 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(
     capsys.readouterr()
     train(resumed, 78)
     assert "model.safetensors has other content; put that one back, or use run." in capsys.readouterr().err
-    train([*resumed, "checkpoint.allow_changes=true"])
+    train([*resumed, "checkpoint.allow_changes=[model.path]"])
 
 
 def test_damaged_reference_is_reported_and_computed_again(

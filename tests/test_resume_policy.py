@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from harness.runs import Ended, checkpoint, losses, metrics, run_here, status, steps_saved, tiny_overrides, tree
 from serried.configs.compose import compose
 from serried.configs.data_section import TextRunConfig
+from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.run_config import run_config_class
+from serried.recipes.data.tokenizer import changed_token
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
 
@@ -181,9 +184,14 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
     }.items():
         line = refusal(text, stopped, change)
         assert f"would change the run: {told}; use run.dir=OTHER to keep both, or checkpoint.resume=never" in line
-        assert line.endswith("or checkpoint.allow_changes=true to resume with the new settings")
+        key = told.partition(" ")[0]
+        assert line.endswith(f"or 'checkpoint.allow_changes=[{key}]' to resume with the new settings")
     several = refusal(text, stopped, "optim.lr=0.1", "trainer.seed=3", "trainer.log_every=2")
     assert "would change the run: optim.lr 0.003 -> 0.1; trainer.seed 1 -> 3; use" in several
+    assert "'checkpoint.allow_changes=[optim.lr,trainer.seed]'" in several
+    beside = refusal(text, stopped, "optim.lr=0.1", "trainer.seed=3", "checkpoint.allow_changes=[optim]")
+    assert "would change the run: trainer.seed 1 -> 3; use" in beside
+    assert "'checkpoint.allow_changes=[optim,trainer.seed]'" in beside
     model = refusal(text, stopped, "model.dim=64", "data=stdlib", "data.path=null", "trainer.steps=7")
     changes = "data.name text -> stdlib; model.dim 16 -> 64; trainer.steps 6 -> 7; use"
     assert changes in model, "all that changed is named, data first"
@@ -212,10 +220,76 @@ def test_other_content_under_the_same_path_is_refused_until_allowed(text: Path, 
     before = tree(tmp_path / "run")
     line = refusal(text, tmp_path / "run", *data)
     assert "other data (fingerprint" in line
-    assert "checkpoint.allow_changes=true" in line
+    assert "'checkpoint.allow_changes=[optim.lr,data.path]'" in refusal(
+        text, tmp_path / "run", *data, "checkpoint.allow_changes=[optim.lr]"
+    )
+    assert "'checkpoint.allow_changes=[data.path]'" in line
     assert tree(tmp_path / "run") == before
-    train(text, tmp_path / "run", *data, "checkpoint.allow_changes=true")
+    train(text, tmp_path / "run", *data, "checkpoint.allow_changes=[data.path]")
     assert resumed_from(tmp_path / "run") == [None, 2]
+
+
+def test_checkpoint_before_an_allowed_change_is_kept(text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    more = ["optim.lr=1", "checkpoint.allow_changes=[optim.lr]", "checkpoint.every=1", "checkpoint.keep=1"]
+    printed = train(text, tmp_path / "run", *more, "trainer.stop_at=4", code=75).printed
+    assert f"{tmp_path}/run/checkpoints/step-00000002 is kept" in printed
+    assert steps_saved(tmp_path / "run") == [2, 4]
+    assert "is kept" not in train(text, tmp_path / "run", *more, "trainer.stop_at=5", code=75).printed
+    assert steps_saved(tmp_path / "run") == [2, 5]
+    train(text, tmp_path / "run", *more[1:])
+    assert steps_saved(tmp_path / "run") == [2, 5, 6]
+
+
+@pytest.mark.parametrize("tokenizer", ["train", "chars"])
+def test_tokenizer_learned_again_is_refused_under_the_weights_whatever_is_allowed(
+    tokenizer: str, tmp_path: Path
+) -> None:
+    folder, run_dir = tmp_path / "text", tmp_path / "run"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the cat sat on the mat with a hat and that was that " * 60)
+    own = [f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path}/cache"]
+    own += ["data.vocab_size=280"] * (tokenizer == "train")
+    train(folder, run_dir, *own, "trainer.stop_at=2", code=75)
+    (folder / "b.txt").write_text("Quincunx zigzag QUIZ jazz, buzz & fizz! " * 60)
+    before = tree(run_dir)
+    for allowed in ("false", "true", "[data]"):
+        line = refusal(folder, run_dir, *own, f"checkpoint.allow_changes={allowed}")
+        assert f"was trained with another tokenizer than data.tokenizer={tokenizer} is now: '" in line
+    assert tree(run_dir) == before
+    use = line.partition("use its own, ")[2].partition(" without" if tokenizer == "train" else ", or")[0]
+    if tokenizer == "train":
+        train(folder, run_dir, own[1], *shlex.split(use))
+        assert resumed_from(run_dir) == [None, 2]
+        assert 2 in steps_saved(run_dir), "its tokenizer is read again at the next start"
+
+
+def test_token_that_is_added_to_a_tokenizer_changes_no_other(tmp_path: Path) -> None:
+    now = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "<end>", "id": 2}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(now))
+
+    def changed(**other: Any) -> str | None:
+        return changed_token(tmp_path / "tokenizer.json", json.dumps({**now, **other}))
+
+    assert changed() is changed(version="1.0") is None
+    assert changed(added_tokens=[*now["added_tokens"], {"content": "<new>", "id": 3}]) is None
+    assert changed(model={"vocab": {"b": 0, "a": 1}}) == "'a' had id 0, and now has 1"
+    assert changed(model={"vocab": [["a", -1.0], ["b", -2.0]]}) is None
+    assert changed(added_tokens=[]) == "'<end>' had id 2, and now has none"
+    assert changed_token(tmp_path / "none.json", "{}") is None
+
+
+def test_names_in_allow_changes_are_looked_up() -> None:
+    for typed, told in {
+        "[optim.lrr]": "there is no key optim.lrr; did you mean 'checkpoint.allow_changes=[optim.lr]'?",
+        "optim.lr": "is not true or false or a list of texts; e.g. 'checkpoint.allow_changes=[optim.lr]'",
+        "optim.lr,trainer.seed": "write a list in brackets, 'checkpoint.allow_changes=[optim.lr,trainer.seed]'",
+    }.items():
+        with pytest.raises(UserError) as error:
+            compose([f"checkpoint.allow_changes={typed}"])
+        assert str(error.value).endswith(told)
+    allowed = compose(["checkpoint.allow_changes=[optim,data.sources.web.path]"]).checkpoint
+    assert [key for key in ("optim.lr", "optimistic", "trainer.seed") if allowed.allows(key)] == ["optim.lr"]
 
 
 def test_the_same_content_under_another_path_is_the_same(text: Path, stopped: Path, tmp_path: Path) -> None:

@@ -211,6 +211,27 @@ def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(
     assert "has the class new, which the model does not know: neg, pos" in capfd.readouterr().err
 
 
+def test_other_classes_or_tokens_under_the_weights_are_refused_whatever_is_allowed(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(folder, here)
+    argv = texts(here, tmp_path / "run")
+    train([*argv, "trainer.stop_at=2"], 75)
+    resumed, rows = [*argv, "checkpoint.allow_changes=true"], here / "data/train.jsonl"
+    tokenizer = here / "bert/tokenizer.json"
+    before = rows.read_text(), tokenizer.read_text()
+    tokenizer.write_text(before[1].replace('"good": 2', '"good": 3').replace('"fine": 3', '"fine": 2'))
+    train(resumed, 78)
+    assert "another tokenizer than task.model=" in (told := capfd.readouterr().err)
+    assert "has: 'good' had id 2, and now has 3; use the task.model" in told
+    tokenizer.write_text(before[1])
+    for name, text in ((rows, before[0]), (here / "data/val.csv", (here / "data/val.csv").read_text())):
+        name.write_text(text.replace("neg", "worse"))
+    train(resumed, 78)
+    assert "has now: class 0 was neg, and is pos; use samples of the same classes" in capfd.readouterr().err
+
+
 def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_text(
     folder: Path, tmp_path: Path
 ) -> None:

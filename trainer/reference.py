@@ -53,7 +53,7 @@ class ReferencePass:
             raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
         """Of the pretrained model."""
-        before = Start() if context.config.checkpoint.allow_changes else start
+        before = Start() if context.config.checkpoint.allows("model.path") else start
         self.files = same_files("reference", self.folder, before, context)
         """Its files of weights, with checksums."""
         trained = _numbers_of_run(context.config, data)

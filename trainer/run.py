@@ -70,7 +70,9 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
         is_over = is_last or _ended_early(start, config.trainer.patience)
         if start.checkpoint is not None and is_over:
-            check_data(start, (data or Data(task, session, console)).fingerprint, config)
+            data = data or Data(task, session, console)
+            session.once(partial(task.check_resumed, start.checkpoint))
+            check_data(start, data.fingerprint, config)
             build_model(config, task).check_names(start.checkpoint, None)
             return _nothing_to_do(config, start, console, folder)
         if config.trainer.micro_batch == AUTO:

@@ -308,6 +308,10 @@ class Task:
         """Prepare for the model in ``checkpoint``, which is opened and not trained further. Called before ``prepare``
         and ``build_model``."""
 
+    def check_resumed(self, checkpoint: Path) -> None:
+        """Raise ``UserError`` if the numbers that the model in ``checkpoint`` takes or gives, such as ids of tokens or
+        classes, mean something else in the data now. Called after ``open_data``, on one rank."""
+
     def teacher_folder(self) -> Path | None:
         """Return the folder of the weights of a frozen model within the model; None: there is none."""
         return None

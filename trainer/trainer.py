@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import checked_layout
@@ -17,8 +18,9 @@ from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
+from serried.trainer.adapters import Adapters
 from serried.trainer.base_model import Base, find_base, same_files
-from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
+from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
 from serried.trainer.compilation import check_compiler
@@ -59,7 +61,7 @@ class Trainer:
         check_products(config, session.device)
         set_determinism(config.trainer.deterministic)
         self._data = data = data or Data(task, session, console)
-        check_data(start, data.fingerprint, config)
+        before_changes = _check_resumed(context, start, data)
         data.start(start, config.trainer.global_batch)
         check_validation(config, data.validation)
         benchmarks = open_benchmarks(context, data.validation)
@@ -85,6 +87,7 @@ class Trainer:
         self._report = report = Report(context, start)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
         self._unchanging = {
+            "changed_after": before_changes,
             "base": base and base.record,
             "teacher": teacher_files,
             "reference": before and before.files,
@@ -171,6 +174,18 @@ class Trainer:
         }
 
 
+def _check_resumed(context: Context, start: Start, data: Data) -> list[int]:
+    """Compare what the checkpoint was trained on with ``data``. Returns the steps of checkpoints to keep, after which
+    that or the settings changed."""
+    config, session = context.config, context.session
+    if start.checkpoint is not None:
+        session.once(partial(context.task.check_resumed, start.checkpoint))
+    before_changes = steps_before_changes(start, check_data(start, data.fingerprint, config), config.run.dir)
+    if start.step in before_changes and start.step not in start.state.get("changed_after", []):
+        context.console.say(f"{start.checkpoint} is kept: what follows has other settings or data")
+    return before_changes
+
+
 def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
     """Return the model and the base model of its adapters, if it has any, after checking that the weights to start with
     fit."""
@@ -191,11 +206,34 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
                 "model.path=FOLDER_OR_NAME"
             )
         base = find_base(Path(folder) if folder else None, model.module, start.checkpoint, session)
+        if start.weights is not None and start.origin is not None:
+            adapters = session.once(partial(_adapters_to_start_with, config, model.adapters, start.weights, folder))
+            base = replace(base, adapters=adapters and Path(adapters))
         weights = base.folder
+    elif weights is not None and session.once((weights / ADAPTER_CONFIG).is_file):
+        raise UserError(
+            f"checkpoint.resume={weights} holds adapters; add adapter=lora and the base model, or merge them with PEFT"
+        )
     if weights is not None:
         session.once(partial(task.check_weights, weights))
     model.check_names(start.checkpoint, weights)
     return model, base
+
+
+def _adapters_to_start_with(config: RunConfig, adapters: Adapters, given: Path, base: str) -> str | None:
+    """Return the folder that ``checkpoint.resume`` names if it holds adapters that fit; None: it is the ``base`` model.
+    On one rank. Raises ``UserError`` if they do not fit, or it holds another model."""
+    if (given / ADAPTER_CONFIG).is_file():
+        adapters.check_folder(given)
+        return str(given)
+    if base and given.is_dir() and given.samefile(base):
+        return None
+    key = "task.model" if hasattr(config.task, "model") else "model.path"
+    base, instead = (f"{key}={base}", f"use {key}={given}") if base else ("what build_model() returns", "load it there")
+    raise UserError(
+        f"checkpoint.resume={given} holds a model without adapters, and the base model of adapter.method="
+        f"{config.adapter.method} is {base}; {instead}, or leave checkpoint.resume out"
+    )
 
 
 def _name_of_base(config: RunConfig, base: Base | None) -> str | None:

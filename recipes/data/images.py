@@ -39,7 +39,7 @@ _MOST = 2**16 - 1
 _SHAPES = (math.log(3 / 4), math.log(4 / 3))
 """Logarithms of the least and the largest width of a random crop, for a height of 1."""
 _SHOWN = 5
-_RESUMES = "then resume with checkpoint.allow_changes=true"
+_RESUMES = "then resume with 'checkpoint.allow_changes=[task.path]'"
 
 
 class Image(NamedTuple):

@@ -8,14 +8,17 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.configs.plain_data import parse_json
+from serried.configs.plain_data import parse_json, read_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LARGEST_TOKENIZER = 256 * 2**20
+"""Bytes of a ``tokenizer.json``."""
 END = "<|end|>"
 """Text of the end mark of tokenizers that are made here."""
 TOKENIZER_CONFIG = {
@@ -156,6 +159,32 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
     if spec["kind"] == "hugging_face":
         return dict(spec["files"])
     return {name: json.dumps(content, indent=2) + "\n" for name, content in _own_files(tokenizer, spec).items()}
+
+
+def ids_of_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the content of a ``tokenizer.json`` by token."""
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+
+
+def changed_token(saved: Path, now: str) -> str | None:
+    """Return in words which token of the file ``saved``, a ``tokenizer.json``, has another id in ``now``, the content
+    of one; None: each has its own, or there is no such file."""
+    try:
+        before = read_bytes(saved, LARGEST_TOKENIZER).decode()
+        if before == now:
+            return None
+        ids = ids_of_tokens(parse_json(now))
+        for token, number in ids_of_tokens(parse_json(before)).items():
+            if (other := ids.get(token)) != number:
+                return f"{token!r} had id {number}, and now " + ("has none" if other is None else f"has {other}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read {saved} ({type(error).__name__}: {error}); use another checkpoint") from None
+    return None
 
 
 def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:

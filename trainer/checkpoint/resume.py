@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,8 @@ class Start:
     """Content of the checkpoint's state.json."""
     notes: list[str] = field(default_factory=list)
     """For the user."""
+    changed: Sequence[str] = ()
+    """Settings that change the numbers of the run, and differ from those of ``checkpoint``."""
 
     @property
     def step(self) -> int:
@@ -77,12 +80,11 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
         if damage:
             notes.append(f"damaged: {'; '.join(damage)}; continuing from the newest complete one, {path}")
         with taking_from(path):
-            if not config.checkpoint.allow_changes:
-                _refuse_changes(path, state["config"], config)
+            changed = _allowed_changes(path, state["config"], config)
             notes += changes(state, config, session.world_size)
             if path.parent == config.run.dir / CHECKPOINTS:
                 notes += session.once(partial(_edits, state, config))
-        return Start(path, origin=chosen["origin"], state=state, notes=notes)
+        return Start(path, origin=chosen["origin"], state=state, notes=notes, changed=changed)
     if damage:
         raise UserError(
             f"no checkpoint is complete: {'; '.join(damage)}; use checkpoint.resume=never to start again (keeps them "
@@ -210,15 +212,29 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
     return notes
 
 
-def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
-    """Raise ``UserError`` where the checkpoint was trained on other data than ``fingerprint`` stands for."""
-    if start.checkpoint is None or config.checkpoint.allow_changes or start.state["data_fingerprint"] == fingerprint:
-        return
+def check_data(start: Start, fingerprint: str, config: RunConfig) -> bool:
+    """Return whether the checkpoint was trained on other data than ``fingerprint`` stands for. Raises ``UserError`` if
+    it was, and that is not allowed."""
+    if start.checkpoint is None or start.state["data_fingerprint"] == fingerprint:
+        return False
+    keys = [key for key in flatten(plain(config)) if is_free(key, config, by_content=True)]
+    # What the fingerprint depends on beside the content.
+    own = (*(f"{section}." for section in _own_sections(config)), "trainer.global_batch", "trainer.seed")
+    if any(map(config.checkpoint.allows, keys)) or any(key.startswith(own) for key in start.changed):
+        return True
+    paths = [key for key in keys if key.endswith(".path")] or keys
     raise UserError(
         f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use {config.another_run} to keep both, the same files, or checkpoint.allow_changes=true to "
+        f"{fingerprint}); use {config.another_run} to keep both, the same files, or {_allowing(paths[:1], config)} to "
         "resume with these"
     )
+
+
+def steps_before_changes(start: Start, has_other_data: bool, run_dir: Path) -> list[int]:
+    """Return the steps of the run's checkpoints after which its settings or data have changed."""
+    earlier = list(start.state.get("changed_after") or [])
+    is_changed = start.continues(run_dir) and (has_other_data or bool(start.changed))
+    return sorted({*earlier, start.step}) if is_changed else earlier
 
 
 # what changed ---------------------------------------------------------------------------------------------------------
@@ -259,7 +275,21 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return dict(json.loads(config.model_dump_json()))
 
 
-def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
+def _own_sections(config: RunConfig) -> list[str]:
+    """Sections that only some tasks have, data first."""
+    return [section for section in reversed(type(config).model_fields) if section not in RunConfig.model_fields]
+
+
+def _allowing(keys: Sequence[str], config: RunConfig) -> str:
+    """Return the override that allows ``keys`` to change, beside those that may already."""
+    allowed = config.checkpoint.allow_changes
+    listed = [*(() if isinstance(allowed, bool) else allowed), *keys]
+    return shlex.quote(f"checkpoint.allow_changes=[{','.join(listed)}]") if listed else "checkpoint.allow_changes=true"
+
+
+def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> list[str]:
+    """Return the keys that change the numbers and differ from the ``earlier`` config, that of checkpoint ``path``.
+    Raises ``UserError`` if one may not."""
     changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
     if config.adapter.method != "none":  # the base model may have moved: its content is compared
@@ -268,11 +298,12 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
                 changed.pop(key, None)
     if before.get("schedule.name") == after["schedule.name"] == "constant":
         changed.pop("trainer.steps", None)
-    if all(is_free(key, config) for key in changed):
-        return
-    named = [key for key in changed if not is_free(key, config) or is_free(key, config, by_content=True)]
-    # Sections that only some tasks have come first: data, then model.
-    own = [section for section in reversed(type(config).model_fields) if section not in RunConfig.model_fields]
+    counting = [key for key in changed if not is_free(key, config)]
+    if all(map(config.checkpoint.allows, counting)):
+        return counting
+    named = [key for key in changed if key in counting or is_free(key, config, by_content=True)]
+    named = [key for key in named if not config.checkpoint.allows(key)]
+    own = _own_sections(config)  # first
     named.sort(key=lambda key: own.index(key.partition(".")[0]) if key.partition(".")[0] in own else len(own))
     if path.parent == config.run.dir / CHECKPOINTS:
         ways = [f"{config.another_run} to keep both", "checkpoint.resume=never to start again here"]
@@ -280,7 +311,7 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
     # The weights would not fit another model.
     if not any(key.startswith("model.") and key != "model.path" for key in named):
-        ways.append("checkpoint.allow_changes=true to resume with the new settings")
+        ways.append(f"{_allowing(named, config)} to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
     raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
 

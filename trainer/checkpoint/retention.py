@@ -7,7 +7,7 @@ whole checkpoint.
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from serried.configs.plain_data import NotPlainData, is_number, read_json
@@ -17,8 +17,6 @@ from serried.trainer.checkpoint.saved_state import STATE
 
 MODEL, ADAPTER, OPTIMIZER = STEMS = ("model", "adapter_model", "optimizer")
 """Stems of the files of weights, of a run that trains adapters those of the adapters, and of the optimizer's state."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""Says how adapters are used, for PEFT; beside them alone."""
 
 _NAME = re.compile(r"step-([0-9]{8,255})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
@@ -83,15 +81,16 @@ def sweep(checkpoints: Path) -> list[str]:
 
 
 def prune(
-    checkpoints: Path, *, keep: int, keep_every: int, best: tuple[str, str] | None, problems: list[str] | None = None
-) -> list[Path]:
+    checkpoints: Path, *, keep: int, keep_every: int, best: tuple[str, str] | None, also: Collection[int] = (),
+    problems: list[str] | None = None,
+) -> list[Path]:  # fmt: skip
     """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
 
-    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none), and the one that was best
-    when it was evaluated, also after it was saved (of equals the oldest), by ``best``, a metric ("loss" is one) and
-    "min" or "max". One whose manifest cannot be read, or whose files are not of the manifest's sizes, neither counts
-    nor is deleted: damage cannot push out the last good one, and may help to find its cause. Checksums, which take
-    reading all, are not compared.
+    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none) or in ``also``, and the one
+    that was best when it was evaluated, also after it was saved (of equals the oldest), by ``best``, a metric ("loss"
+    is one) and "min" or "max". One whose manifest cannot be read, or whose files are not of the manifest's sizes,
+    neither counts nor is deleted: damage cannot push out the last good one, and may help to find its cause. Checksums,
+    which take reading all, are not compared.
 
     Does not raise if the disk fails; failures are appended to ``problems``, a line each.
     """
@@ -101,7 +100,7 @@ def prune(
     except OSError as error:
         problems.append(f"cannot read {checkpoints}: {error.strerror}")
         return []
-    stay = set(intact[-keep:])
+    stay = {*intact[-keep:], *(path for path in intact if _step(path) in also)}
     if keep_every:
         stay |= {path for path in intact if _step(path) % keep_every == 0}
     if best is not None and (found := _best(intact, *best)):

@@ -255,7 +255,10 @@ class Checkpointer:
                 if problem is None:
                     section = self._section
                     best = (section.best_metric, section.best_mode) if section.keep_best else None
-                    prune(self._folder, keep=section.keep, keep_every=section.keep_every, best=best, problems=notes)
+                    prune(
+                        self._folder, keep=section.keep, keep_every=section.keep_every, best=best,
+                        also=state.get("changed_after", ()), problems=notes,
+                    )  # fmt: skip
             problem = self._all(problem)[0]
         if problem is not None and self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

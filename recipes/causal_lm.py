@@ -25,6 +25,7 @@ from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig, Trainer
 from serried.configs.tasks import CausalLMSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
+from serried.recipes.data.as_transformers import difference, opened
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, named_tokenizer
@@ -361,7 +362,7 @@ class CausalLM(TextTask):
         return f"a plain model folder: {export} dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
-        notes, has_adapters = self._family().notes(), self.run.adapter.method != "none"
+        notes, has_adapters = [*self._family().notes(), *self._tokenizer_notes()], self.run.adapter.method != "none"
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
         if has_weights or not (has_adapters or self._data.format == "chat"):
             return notes
@@ -374,6 +375,19 @@ class CausalLM(TextTask):
                 f"trained model: model.path=FOLDER_OR_NAME {self.run.another_run}"
             )
         return [*notes, note]
+
+    def _tokenizer_notes(self) -> list[str]:
+        """Return a line if transformers gives other ids."""
+        tokenizer = None if self._prepared is None else self._prepared.tokenizer
+        if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.is_plain or self._data.tokenizer == "train":
+            return []
+        name = self._data.tokenizer
+
+        def encode(text: str) -> list[int]:
+            return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()]
+
+        found = difference("data.tokenizer", name, opened(name), encode, tokenizer.added_tokens)
+        return [] if found is None else [found]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
         """Raises ``UserError`` if the tokenizer or the chat template cannot take ``said``."""

@@ -82,7 +82,7 @@ class MaskedLM(TextClassification):
 
     @functools.cached_property
     def _encoder(self) -> Any:
-        return open_encoder(self._folder, self.config.sequence_length)
+        return open_encoder(self._folder, self.config.sequence_length, self._sides.truncation)
 
     @functools.cached_property
     def _masking(self) -> Masking:
@@ -100,7 +100,7 @@ class MaskedLM(TextClassification):
         )
 
     def open_samples(self) -> LabelledData:
-        return open_texts(self.config, self._encoder)
+        return open_texts(self.config, self._encoder, self._form)
 
     def dataset(self, split: str) -> Any:
         texts = super().dataset(split)

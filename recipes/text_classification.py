@@ -18,6 +18,7 @@ from serried.configs.schema import RunConfig
 from serried.configs.tasks import TextClassSection, TextsSection
 from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
+from serried.recipes.data.as_transformers import Sides, difference, opened, sides
 from serried.recipes.data.labelled import LabelledData
 from serried.recipes.data.labelled_texts import LabelledText, open_encoder, open_texts
 from serried.recipes.data.tokenizer import changed_token
@@ -70,7 +71,25 @@ class TextClassification(Classification):
         return model_folder(self.config.model, *patterns, key="task.model")
 
     def open_samples(self) -> LabelledData:
-        return open_texts(self.config, open_encoder(self._folder, self.config.sequence_length))
+        encoder = open_encoder(self._folder, self.config.sequence_length, self._sides.truncation)
+        return open_texts(self.config, encoder, self._form)
+
+    @functools.cached_property
+    def _theirs(self) -> Any:
+        """The tokenizer as transformers opens it; None if it does not."""
+        return opened(str(self._folder))
+
+    @functools.cached_property
+    def _sides(self) -> Sides:
+        return sides(self._theirs)
+
+    @functools.cached_property
+    def _found(self) -> dict[str, Any]:
+        """Content of ``config.json``."""
+        try:
+            return read_json(self._folder / CONFIG)
+        except (OSError, NotPlainData):
+            return {}  # building the model reports it
 
     def prepare(self, show: Callable[[str], None]) -> str:
         del show
@@ -78,13 +97,31 @@ class TextClassification(Classification):
 
     @functools.cached_property
     def _padding(self) -> int:
-        """Id of the token that fills up a batch: the model's own, else that of the end of a text."""
-        try:
-            found = read_json(self._folder / CONFIG)
-        except (OSError, NotPlainData):
-            return 0  # building the model reports it
-        ids = [found.get(key) for key in ("pad_token_id", "eos_token_id")]
-        return next((each for each in ids if isinstance(each, int)), 0)
+        """Id of the token that fills up a batch: the model's own, else one that no text ends with, since models read
+        the last token that is another one. Raises ``UserError`` if there is none."""
+        pad, ends = self._found.get("pad_token_id"), self._found.get("eos_token_id")
+        if isinstance(pad, int):
+            return pad
+        encoder, several = open_encoder(self._folder, 2**20), ends if isinstance(ends, list) else []
+        marks = [number for number, each in encoder.get_added_tokens_decoder().items() if each.special]
+        last = encoder.encode("a").ids[-1:]
+        for each in (ends, self._sides.pad_id, self._sides.end_id, *several, *marks):
+            if isinstance(each, int) and each not in last and encoder.id_to_token(each) is not None:
+                return each
+        raise UserError(
+            f"task.model={self.config.model}: its tokenizer has no token that can fill up a batch, such as <pad>; name "
+            f"one as pad_token_id in {self._folder / CONFIG}"
+        )
+
+    @property
+    def _form(self) -> str:
+        """What a batch of the same texts depends on, where it is not what earlier versions made of them."""
+        form = [f"padding on the {self._sides.padding}"] * (self._sides.padding != "right")
+        form += [f"truncation on the {self._sides.truncation}"] * (self._sides.truncation != "right")
+        ids = [self._found.get(key) for key in ("pad_token_id", "eos_token_id")]
+        if self._padding != next((each for each in ids if isinstance(each, int)), 0):
+            form.append(f"padding token {self._padding}")
+        return "".join(f"; {each}" for each in form)
 
     def collate(self, samples: Sequence[LabelledText]) -> TextBatch:
         return TextBatch(*self._padded(samples), torch.tensor([each.label for each in samples]))
@@ -96,11 +133,13 @@ class TextClassification(Classification):
 
     def _filled(self, rows: Sequence[np.ndarray], value: int) -> Tensor:
         """Stack ``rows`` [tokens], filled up with ``value``."""
-        longest = max(map(len, rows))
+        longest, is_left = max(map(len, rows)), self._sides.padding == "left"
+        if is_left and not any(key.startswith("rope_") for key in self._found):
+            longest = self.config.sequence_length  # the places of tokens must not depend on the texts beside them
         width = min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, self.config.sequence_length)
         stacked = np.full((len(rows), width), value, np.int64)
         for into, row in zip(stacked, rows, strict=True):
-            into[: len(row)] = row
+            into[slice(width - len(row), None) if is_left else slice(len(row))] = row
         return torch.from_numpy(stacked)
 
     def example_batch(self, samples: int) -> Any:
@@ -155,6 +194,15 @@ class TextClassification(Classification):
 
     def describe_data(self) -> str:
         return f"{self._sizes('texts')}, at most {self.config.sequence_length:,} tokens each"
+
+    def notes(self, starts_from_scratch: bool) -> Sequence[str]:
+        encoder = open_encoder(self._folder, 2**20)
+        marks = {each.content: number for number, each in encoder.get_added_tokens_decoder().items()}
+        found = difference(
+            "task.model", self.config.model, self._theirs, lambda text: encoder.encode(text).ids, marks,
+            ", a copy of the model's folder",
+        )  # fmt: skip
+        return [*super().notes(starts_from_scratch), *([] if found is None else [found])]
 
     def adapter_settings(self) -> Mapping[str, Any]:
         return {"task_type": "SEQ_CLS", "base_model_name_or_path": self.config.model}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -314,3 +315,44 @@ def test_a_dry_run_needs_no_tokenizer_where_the_model_knows_its_size(tmp_path: P
     learned = CausalLM(compose(["data.tokenizer=train", "data.vocab_size=1000", f"data.cache_dir={tmp_path}"]))
     assert learned.vocab_size() == 1000
     assert not list(tmp_path.iterdir())
+
+
+# what transformers does otherwise -------------------------------------------------------------------------------------
+
+
+NEW = {"content": "<new>", "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"tokenizer_class": "GPT2Tokenizer"}, r"it knows the tokens '<\|endoftext\|>'"),
+        ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "' a' is|'a' is"),
+        ({"tokenizer_class": "LlamaTokenizer", "byte_level": False}, None),
+        ({"added_tokens_decoder": {"300": NEW}}, "it knows the tokens '<new>'"),
+        ({"pad_token": "<pad>"}, "it knows the tokens '<pad>'"),
+    ],
+)
+def test_ids_that_transformers_gives_and_the_file_does_not_are_reported(
+    files: dict[str, str], tmp_path: Path, settings: dict[str, Any], said: str | None
+) -> None:
+    config = json.loads(files["tokenizer_config.json"]) | settings
+    mine = write(tmp_path / "mine", dict(files) | {"tokenizer_config.json": json.dumps(config)})
+    ours, theirs = find_tokenizer(str(mine)), transformers.AutoTokenizer.from_pretrained(mine)
+    assert isinstance(ours, HuggingFaceTokenizer)
+    is_same = len(theirs) == ours.vocab_size and theirs("one two")["input_ids"] == [
+        *ours.start_ids, *ours.encode("one two").tolist()
+    ]  # fmt: skip
+    assert is_same == (said is None)
+    notes = recipe(mine, tmp_path).notes(starts_from_scratch=True)
+    assert len(notes) == (said is not None)
+    if said is None:
+        return
+    assert re.search(said, notes[0])
+    command = re.search(r"python -c '(.*?)'", notes[0])
+    assert command
+    exec(command[1].replace("FOLDER", str(tmp_path / "theirs")))
+    assert not recipe(tmp_path / "theirs", tmp_path).notes(starts_from_scratch=True)
+    other = find_tokenizer(str(tmp_path / "theirs"))
+    assert [*other.start_ids, *other.encode("one two").tolist()] == theirs("one two")["input_ids"]

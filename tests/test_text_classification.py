@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,78 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     assert "6 texts, none to evaluate on" in capfd.readouterr().out
     assert main(texts(folder, tmp_path / "run", "dry_run=true")) == 0
     assert "48 texts, 12 to evaluate on, at most 16 tokens each" in capfd.readouterr().out
+
+
+# the tokenizer's settings ---------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path, tmp_path: Path, config: dict[str, Any], **settings: Any) -> Path:
+    """The Llama of ``folder`` with other keys; a tokenizer with marks, whose ids 0 and 1 are words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    copy = shutil.copytree(folder / "llama", tmp_path / "llama")
+    found = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(found | config))
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "good"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<s>", "</s>", "<end>"])
+    words.save(str(copy / "tokenizer.json"))
+    made = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", **settings}
+    (copy / "tokenizer_config.json").write_text(json.dumps(made))
+    return copy
+
+
+def trained_on(folder: Path, model: Path, run_dir: Path, *more: str) -> tuple[list[Any], float]:
+    argv = texts(folder, run_dir, f"task.model={model}", "trainer.steps=1", "trainer.micro_batch=12", "optim.lr=0")
+    with kept_batches(TextClassification, "loss") as batches:
+        train([*argv, "trainer.eval_every=0", *more])
+    return batches, losses(run_dir)[0]
+
+
+@pytest.mark.parametrize("ends", [[11, 12], None, 11])
+def test_texts_that_end_with_the_token_of_id_0_are_read_to_their_end(folder: Path, tmp_path: Path, ends: Any) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = copied(folder, tmp_path, {"pad_token_id": None, "eos_token_id": ends})
+    rows = [
+        {"text": text, "label": n % 2} for n, text in enumerate(["the film good", "bad", "a very poor film good"] * 4)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (batch,), loss = trained_on(folder, model, tmp_path / "run", f"task.path={tmp_path / 'rows.jsonl'}")
+    theirs = AutoModelForSequenceClassification.from_pretrained(checkpoint(tmp_path / "run"))
+    theirs.config.pad_token_id = None
+    each = [row[mask.bool()] for row, mask in zip(batch.tokens, batch.mask, strict=True)]
+    assert sum(int(row[-1]) == 0 for row in each) == 8
+    scores = torch.cat([theirs(input_ids=row[None]).logits for row in each])
+    assert loss == pytest.approx(F.cross_entropy(scores, batch.labels).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_batches_are_those_of_the_tokenizer_of_transformers(
+    folder: Path, tmp_path: Path, padding: str, truncation: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    sides = {"padding_side": padding, "truncation_side": truncation, "pad_token": "<end>"}
+    model = copied(folder, tmp_path, {"pad_token_id": 12}, **sides)
+    (batch,), _ = trained_on(folder, model, tmp_path / "run", "task.sequence_length=6")
+    rows = [json.loads(line)["text"] for line in (folder / "data/train.jsonl").read_text().splitlines()]
+    theirs = AutoTokenizer.from_pretrained(model)(
+        rows, padding="max_length", truncation=True, max_length=6, return_tensors="pt"
+    )
+    found = {
+        (*row, *mask) for row, mask in zip(theirs["input_ids"].tolist(), theirs["attention_mask"].tolist(), strict=True)
+    }
+    assert {(*row, *mask) for row, mask in zip(batch.tokens.tolist(), batch.mask.tolist(), strict=True)} <= found
+    kept = json.loads((checkpoint(tmp_path / "run") / "state.json").read_text())["data_fingerprint"]
+    assert (f"padding on the {padding}" in kept, "truncation on" in kept) == (padding == "left", truncation == "left")
+
+
+def test_other_ids_of_transformers_are_reported(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = copied(folder, tmp_path, {}, tokenizer_class="BertTokenizer")
+    trained_on(folder, model, tmp_path / "run")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "transformers (BertTokenizer)" in line)
+    assert re.search(r"'.*' is \[[0-9, .]*\] there and \[[0-9, .]*\] here", line)

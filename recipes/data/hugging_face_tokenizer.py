@@ -79,9 +79,28 @@ class HuggingFaceTokenizer(Tokenizer):
         return template if isinstance(template, str) else None
 
     @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether its settings name no class and no tokens by which transformers may read it in another way."""
+        settings = _settings(self._files, "tokenizer_config.json")
+        added = settings.get("added_tokens_decoder")
+        marks = [value for key, value in settings.items() if key.endswith("_token")]
+        marks += [*added.values()] if isinstance(added, dict) else []
+        names = [mark.get("content") if isinstance(mark, dict) else mark for mark in marks]
+        texts = [name for name in names if isinstance(name, str)]
+        return (
+            settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+            and not {"add_prefix_space", "add_bos_token", "add_eos_token", "extra_special_tokens"} & settings.keys()
+            and all(self._tokenizer.token_to_id(text) is not None for text in texts)
+        )
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Texts and ids of tokens that were added to the vocabulary, such as marks."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
     def added_ids(self) -> frozenset[int]:
-        """Ids of tokens that were added to the vocabulary, such as marks."""
-        return frozenset(self._tokenizer.get_added_tokens_decoder())
+        return frozenset(self.added_tokens.values())
 
     @functools.cached_property
     def _with_marks(self) -> Any:

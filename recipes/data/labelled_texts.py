@@ -44,9 +44,9 @@ class Texts:
         return LabelledText(tokens, self._labels[index])
 
 
-def open_encoder(folder: Path, sequence_length: int) -> Any:
-    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens. Raises
-    ``UserError`` if there is none."""
+def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any:
+    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens, or on the
+    other ``side``. Raises ``UserError`` if there is none."""
     tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
@@ -55,12 +55,13 @@ def open_encoder(folder: Path, sequence_length: int) -> Any:
     except Exception as error:  # its own
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from None
     encoder.no_padding()
-    encoder.enable_truncation(sequence_length)
+    encoder.enable_truncation(sequence_length, direction=side)
     return encoder
 
 
-def open_texts(section: TextsSection, encoder: Any) -> LabelledData:
-    """Read the texts that ``section`` names. Raises ``UserError`` if there are none, or a row is wrong."""
+def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledData:
+    """Read the texts that ``section`` names; ``form`` is added to what names their content. Raises ``UserError`` if
+    there are none, or a row is wrong."""
     path, typed = expanded(section.path), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():
@@ -68,16 +69,16 @@ def open_texts(section: TextsSection, encoder: Any) -> LabelledData:
             if each.suffix in _KINDS and files.setdefault(each.stem, each) != each:
                 raise UserError(f"{typed} has {files[each.stem].name} and {each.name}; keep one file of each split")
     if files:
-        return _of_files(section, files, encoder, typed)
+        return _of_files(section, files, encoder, typed, form)
     if not path.is_dir() and section.path.count("/") != 1:
         raise UserError(f"{typed}: there is no such file or folder; name a .jsonl or .csv file, or a dataset")
 
     def opened(table: Any, number: Callable[[Any], int]) -> Texts:
         labels = table[section.label_column] if isinstance(section, LabelledSection) else [0] * len(table)
-        return Texts(table[section.text_column], list(map(number, labels)), encoder, str(table._fingerprint))
+        return Texts(table[section.text_column], list(map(number, labels)), encoder, f"{table._fingerprint}{form}")
 
-    form = f"folder with {TRAINING}.jsonl or {TRAINING}.csv"
-    return open_dataset(section, str(path) if path.is_dir() else section.path, _columns(section), form, opened)
+    wanted = f"folder with {TRAINING}.jsonl or {TRAINING}.csv"
+    return open_dataset(section, str(path) if path.is_dir() else section.path, _columns(section), wanted, opened)
 
 
 def _columns(section: TextsSection) -> dict[str, str]:
@@ -86,7 +87,7 @@ def _columns(section: TextsSection) -> dict[str, str]:
     return {"task.text_column": section.text_column} | labels
 
 
-def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed: str) -> LabelledData:
+def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed: str, form: str) -> LabelledData:
     if TRAINING not in files:
         raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
     split = validation_split(section, files)
@@ -97,7 +98,7 @@ def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed
     if split:
         classes.check(of_splits[1], str(files[split]))
     training, *others = (
-        Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
+        Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint + form)
         for (texts, _, fingerprint), labels in zip(read, of_splits, strict=True)
     )
     return LabelledData(classes.names, training, others[0] if others else None)

@@ -1,5 +1,6 @@
 """``launch=local``: start the ranks on this machine and report how they ended."""
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from serried.launch.forks import fork_ranks, load_to_fork
 from serried.launch.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
 from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import EXIT_UNREPORTED, LAUNCHER, end_in_one_line, is_program
+from serried.runtime.ending import REPORTS
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node, usable_cores
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _OUTPUT = "output"
 _LONGEST_REPORT_LINES = 100
 _NOT_STARTED = "stopped    before training began; the same command starts it"
+_GONE = 256
+"""In place of the exit code 0 of a rank that ended before the run did. No process has that exit code."""
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
@@ -60,45 +64,99 @@ def run_local(
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     is_forked = load is not None and load_to_fork(load, config.launch)
     with NotedSignals() as signals:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener, reports = socket.create_server(("127.0.0.1", 0)), _Reports()
         port = listener.getsockname()[1]
-        variables = [_variables(rank, world, port, output.name) for rank in range(world)]
+        variables = [_variables(rank, world, port, output.name, reports) for rank in range(world)]
         logs = [None, *(output / f"rank-{rank}.log" for rank in range(1, world))]
-        ranks: Sequence[Started] | None
+        processes: Sequence[Started] | None
         if is_forked:
-            ranks = fork_ranks(variables, logs, signals)
-            if ranks is None:
+            processes = fork_ranks(variables, logs, signals)
+            if processes is None:
                 listener.close()
+                reports.close()
                 return None
         else:
-            ranks = [
-                _start_rank(*each, [*(program or training_command()), *argv])
+            processes = [
+                _start_rank(*each, [*(program or training_command()), *argv], reports)
                 for each in zip(variables, logs, strict=True)
             ]
         store = _store(listener)  # in which the ranks find each other, while this lives
+        ranks = [_Rank(number, process, reports) for number, process in enumerate(processes)]
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
+        reports.read()
         del store
-        return _report_end(failed, config, output, since=started, was_asked_to_stop=bool(signals.received))
+        return _report_end(
+            failed, config, output, reports.said, since=started, was_asked_to_stop=bool(signals.received)
+        )
 
 
-def _variables(rank: int, world: int, port: int, run_id: str) -> dict[str, str]:
+class _Reports:
+    """What the ranks write to this process with ``tell_launcher``."""
+
+    def __init__(self) -> None:
+        self.ended: set[int] = set()
+        """Ranks that ended as they should."""
+        self.said: list[str] = []
+        """Errors of ranks whose output is a file, in the order they were printed."""
+        self._end, self.descriptor = os.pipe()
+        os.set_blocking(self._end, False)
+        self._rest = b""
+
+    def read(self) -> None:
+        """Read what the ranks have written since the last call."""
+        with suppress(BlockingIOError):
+            while content := os.read(self._end, 2**16):
+                self._rest += content
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if told.get("ended"):
+                self.ended.add(told["rank"])
+            elif told["rank"]:
+                self.said.append(told["said"])
+
+    def close(self) -> None:
+        """Close this process's end, in a rank."""
+        os.close(self._end)
+
+
+class _Rank:
+    """A rank as ``wait_for_all`` sees it: one that ends with 0 before the run does has failed."""
+
+    def __init__(self, number: int, process: Started, reports: _Reports) -> None:
+        self._number, self._process, self._reports = number, process, reports
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        self._reports.read()
+        self.returncode = _GONE if code == 0 and self._number not in self._reports.ended else code
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        self._process.send_signal(number)
+
+
+def _variables(rank: int, world: int, port: int, run_id: str, reports: _Reports) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
     given = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(),
+        "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(), REPORTS: reports.descriptor,
     }  # fmt: skip
     return {name: str(value) for name, value in given.items()}
 
 
-def _start_rank(variables: Mapping[str, str], log: Path | None, argv: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start_rank(
+    variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports
+) -> "subprocess.Popen[bytes]":
     """Start a rank as an interpreter of its own."""
     # Ours lets signals arrive when it has handlers: an import that is interrupted before may go on.
     until_handled = held_back() if is_program() else nullcontext()
     with log.open("wb") if log else nullcontext() as file, until_handled:
         return subprocess.Popen(
             [sys.executable, *argv],
-            stdout=file, stderr=file, env=os.environ | variables,
+            stdout=file, stderr=file, env=os.environ | variables, pass_fds=(reports.descriptor,),
             process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
         )  # fmt: skip
 
@@ -115,18 +173,21 @@ def _store(listener: socket.socket) -> "TCPStore":
 
 
 def _report_end(
-    failed: Mapping[int, int], config: RunConfig, output: Path, *, since: float, was_asked_to_stop: bool
-) -> int:
+    failed: Mapping[int, int], config: RunConfig, output: Path, said: Sequence[str], *, since: float,
+    was_asked_to_stop: bool,
+) -> int:  # fmt: skip
     """Print what the ranks could not report themselves, and return the exit code of the run.
 
     Args:
         failed: exit codes, negative for a signal, by rank.
+        said: errors of ranks whose output is a file.
         since: when the run was started.
     """
     codes = set(failed.values())
     if not codes:
         return EXIT_FINISHED
     killed = _first_killed(failed, config.launch.stop_timeout_seconds, was_asked_to_stop=was_asked_to_stop)
+    killed = killed or _gone(failed)
     if killed:
         with suppress(OSError):
             record_kill(config.run.dir, killed, since=since)
@@ -137,7 +198,8 @@ def _report_end(
     if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
         print(_NOT_STARTED, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
-        report = "" if killed else _report_of_another_rank(output)
+        # A disk that is full has not taken the report.
+        report = "" if killed else _report_of_another_rank(output) or "".join(said[:1])
         if code == EXIT_MISTAKE:
             _remove_output(output)
         if report or killed:
@@ -169,6 +231,15 @@ def _first_killed(failed: Mapping[int, int], stop_timeout_seconds: float, *, was
         limit = f"launch.stop_timeout_seconds={stop_timeout_seconds:g}"
         return f"rank {rank} was killed by SIGKILL (stopping took longer than {limit})"
     return f"rank {rank} was {killed_by(number)}"
+
+
+def _gone(failed: Mapping[int, int]) -> str | None:
+    """Return, in words, the ranks that ended as if the run had finished."""
+    gone = [str(rank) for rank, code in sorted(failed.items()) if code == _GONE]
+    if not gone:
+        return None
+    which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone[:-1])} and {gone[-1]}"
+    return f"{which} ended with exit code 0 before the run did: something called os._exit() or exit()"
 
 
 def _remove_output(output: Path) -> None:

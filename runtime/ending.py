@@ -1,12 +1,14 @@
 """How a process ends: what is printed, by which rank, and the exit code."""
 
+import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from serried.configs.errors import (
     EXIT_FAILED,
@@ -20,12 +22,17 @@ from serried.configs.errors import (
 )
 from serried.configs.formats import printable
 from serried.configs.words import repeated
+from serried.runtime.early import LAUNCHER
 from serried.runtime.ranks import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 """Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a rank
 stops on request: before the first step there is no status."""
 
+
+REPORTS = "SERRIED_REPORTS"
+"""Environment variable: descriptor of the pipe in which ``launch=local`` reads what ``tell_launcher`` writes."""
+_MOST_TOLD_CHARACTERS = 900  # the system does not mix writes of up to 4096 bytes with those of other ranks
 
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
 """At most, once a process has ended. One that reports nothing lets the one that does end first."""
@@ -84,8 +91,27 @@ def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard:
 
 def say_why(line: str) -> None:
     """Print ``line`` to standard error."""
-    with suppress(OSError, ValueError):  # nobody is left to read it
-        print(printable(line), file=sys.stderr, flush=True)
+    _print_error(printable(line))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print ``error`` with its traceback to standard error."""
+    _print_error("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody is left to read it, or it is a file on a full disk
+        print(text, file=sys.stderr, flush=True)
+    tell_launcher(said=text[-_MOST_TOLD_CHARACTERS:])
+
+
+def tell_launcher(**what: Any) -> None:
+    """Report to ``launch=local``, if that started this process, that this rank ``ended`` as it should, or what it
+    ``said``: the standard error of most ranks is a file, and the disk may be full."""
+    if os.environ.get(LAUNCHER) == str(os.getppid()):  # a descriptor of a rank alone, not of what that starts
+        with suppress(OSError, ValueError, KeyError):
+            told = json.dumps({"rank": int(os.environ["RANK"]), **what}, ensure_ascii=False)
+            os.write(int(os.environ[REPORTS]), f"{told}\n".encode("utf-8", "backslashreplace"))
 
 
 def code_for_agent(code: int) -> int:

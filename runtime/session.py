@@ -2,7 +2,6 @@
 
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +13,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, Tra
 from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
 from serried.runtime.early import importing
-from serried.runtime.ending import exit_code_of, report_alone, say_why
+from serried.runtime.ending import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
 from serried.runtime.exchange import Exchange
 from serried.runtime.live import announced
 from serried.runtime.program import is_called_from_python, typed_command, typed_words
@@ -194,13 +193,15 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
     try:
         with open_session(section) as session:
             try:
-                return work(session)
+                code = work(session)
             except BaseException as error:
                 session.shield()
-                return _report(error, session)
+                code = _report(error, session)
     except (UserError, TrainingFailed, StopRequested) as error:
         # While joining: each machine reports its own error, as the others may have none.
-        return report_alone(error, is_heard=os.environ.get("LOCAL_RANK", "0") == "0")
+        code = report_alone(error, is_heard=os.environ.get("LOCAL_RANK", "0") == "0")
+    tell_launcher(ended=True)
+    return code
 
 
 @contextmanager
@@ -309,5 +310,5 @@ def _report(error: BaseException, session: Session) -> int:
     elif isinstance(error, UserError | TrainingFailed):
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
-        traceback.print_exception(error)
+        print_traceback(error)
     return EXIT_FAILED if isinstance(error, StopRequested) else exit_code_of(error)

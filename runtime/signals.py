@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 from serried.runtime.deadline import deadline_of_job
 from serried.runtime.early import ASKING, LAUNCHER
-from serried.runtime.ending import STATUS_DECIDES, code_for_agent
+from serried.runtime.ending import STATUS_DECIDES, code_for_agent, tell_launcher
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: the process of the sweep that started this run."""
@@ -177,6 +177,7 @@ class Signals:
         if code is None:
             with suppress(OSError):
                 os.write(2, b"interrupted again: ended at once, without saving\n")
+        tell_launcher(ended=True)
         os._exit(EXIT_FAILED if code is None else code)
 
     def _listen(self, pipe: int) -> None:
@@ -206,6 +207,7 @@ class Signals:
         if self.last_words_unheard is not None:
             with suppress(Exception):
                 code = self.last_words_unheard()
+        tell_launcher(ended=True)
         os._exit(code_for_agent(code))
 
     def _look_out(self) -> None:

@@ -194,6 +194,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run und
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a daemon may leave it
 from serried.configs.compose import compose
 from serried.launch.local import run_local
+from serried.records.status import Status, write_status
+from serried.runtime.ending import say_why, tell_launcher
 
 def load():
     {load}
@@ -202,6 +204,7 @@ code = run_local(compose({words}), [], load)
 rank = os.environ.get("RANK")
 if code is None:
     {rank}
+    tell_launcher(ended=True)
 sys.stdout.flush()
 os._exit(code)
 """
@@ -321,6 +324,35 @@ def test_killed_rank_of_a_launcher_is_named(tmp_path: Path) -> None:
     done = launched(tmp_path, "pass", "os.kill(os.getpid(), signal.SIGKILL * (rank == '1')); time.sleep(60)")
     assert done.returncode == 70
     assert done.stderr.startswith("failed: rank 1 was killed by SIGKILL")
+
+
+def test_rank_that_ends_with_0_before_the_run_does_is_named(tmp_path: Path) -> None:
+    done = launched(tmp_path, "pass", "rank == '1' and os._exit(0); time.sleep(60)")
+    reason = "rank 1 ended with exit code 0 before the run did: something called os._exit() or exit()"
+    assert (done.returncode, done.stderr) == (70, f"failed: {reason}\n")
+
+
+def test_ranks_that_all_end_with_0_before_the_run_does_have_failed(tmp_path: Path) -> None:
+    run_dir = str(tmp_path / "run")
+    rank = f"rank == '0' and write_status(__import__('pathlib').Path({run_dir!r}), Status('running', 3)); os._exit(0)"
+    done = launched(tmp_path, "pass", rank)
+    assert done.returncode == 70
+    assert done.stderr.startswith("failed: rank")
+    assert "ended with exit code 0 before the run did" in done.stderr
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["step"], ended["exit_code"]) == ("failed", 3, 70)
+    assert ended["reason"] in done.stderr
+
+
+def test_error_of_another_rank_that_the_disk_does_not_take_is_printed(tmp_path: Path) -> None:
+    done = launched(
+        tmp_path, "pass",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "    time.sleep(60 * (rank == '0'))\n"
+        "    say_why('failed: the disk is full')\n"
+        "    code = 70",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (70, "failed: the disk is full\n")
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ import serried.recipes.data.progress
 import serried.recipes.data.rows
 import serried.recipes.data.shards
 import serried.recipes.data.tokenize
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.recipes.data.prepare import cache_folder, open_prepared, prepare
 from serried.recipes.data.text import TextFiles
@@ -81,8 +82,8 @@ def test_prepared_tokens_are_those_of_the_text(tmp_path: Path, tokenizer: str) -
         assert sum(summary.lengths) == summary.documents
     assert sorted(found) == sorted(files.values())
     assert sorted(path.name for path in prepared.folder.iterdir()) == [
-        "summary.json", "tokenizer.json", "train-00000.bin", "train-00000.starts", "validation-00000.bin",
-        "validation-00000.starts",
+        "summary.json", "tokenizer.json", "train-00000.bin", "train-00000.crc32", "train-00000.starts",
+        "validation-00000.bin", "validation-00000.crc32", "validation-00000.starts",
     ]  # fmt: skip
     again = open_prepared(prepared.folder)
     assert (again.splits, again.tokenizer.spec()) == (prepared.splits, prepared.tokenizer.spec())
@@ -409,6 +410,59 @@ def test_pipe_in_place_of_what_a_cache_remembers_is_not_opened(tmp_path: Path, m
     (memo,) = (tmp_path / "cache/memos").iterdir()
     as_pipe(memo)
     assert prepare(data).key == whole.key
+
+
+def conversations(tmp_path: Path) -> DataSection:
+    """Enough for several blocks of each file."""
+    answer = {"role": "assistant", "content": "b"}
+    rows = [json.dumps({"messages": [{"role": "user", "content": str(row)}, answer]}) for row in range(10_000)]
+    write(tmp_path / "chats", {"chats.jsonl": "\n".join(rows)})
+    return section(tmp_path / "chats" / "chats.jsonl", tmp_path / "cache", format="chat")
+
+
+def test_changed_bit_of_prepared_tokens_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    folder = prepare(conversations(tmp_path)).folder
+    tokens = open_prepared(folder).splits["train"].tokens
+    for kind in ("bin", "starts", "supervised"):
+        path = folder / f"train-00000.{kind}"
+        content = path.read_bytes()
+        assert len(content) > 2**16
+        for place in (0, 2**16 - 1, 2**16, len(content) - 1):
+            flipped = bytearray(content)
+            flipped[place] ^= 8
+            path.write_bytes(flipped)
+            stream = open_prepared(folder).stream("train")
+            with pytest.raises(UserError, match=rf"^prepared data .* is damaged: train-00000.{kind} .*remove"):
+                {"bin": stream.read, "starts": stream.document_starts, "supervised": stream.supervised}[kind](0, tokens)
+            if (kind, place) == ("bin", 2**16):
+                intact = np.frombuffer(content, np.uint16)[5 : 2**15]
+                assert np.array_equal(stream.read(5, 2**15), intact)
+            path.write_bytes(content)
+    stream = open_prepared(folder).stream("train")
+    (folder / "train-00000.crc32").unlink()  # as an earlier version made it
+    earlier = open_prepared(folder).stream("train")
+    assert np.array_equal(stream.read(0, tokens), earlier.read(0, tokens))
+    assert np.array_equal(stream.supervised(0, tokens), earlier.supervised(0, tokens))
+    for start, stop in ((0, tokens), (1, 1), (5, 60), (tokens - 3, tokens), (tokens // 2, tokens // 2 + 9)):
+        assert np.array_equal(stream.document_starts(start, stop), earlier.document_starts(start, stop))
+
+
+@pytest.mark.parametrize("name", ["summary.json", "tokenizer.json"])
+def test_changed_description_of_prepared_tokens_is_refused_and_an_earlier_version_s_read(
+    name: str, tmp_path: Path
+) -> None:
+    data = section(many_files(tmp_path / "text"), tmp_path / "cache", tokenizer="chars")
+    folder = prepare(data).folder
+    content = (folder / name).read_text()
+    place = next(place for place, character in enumerate(content) if character in "123456")
+    (folder / name).write_text(content[:place] + str(int(content[place]) + 1) + content[place + 1 :])
+    with pytest.raises(UserError, match=r"^prepared data .* is damaged .*; remove the folder"):
+        open_prepared(folder)
+    prepare(data)
+    assert (folder / name).read_text() == content
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({key: value for key, value in summary.items() if key != "crc32"}))
+    assert open_prepared(folder).key == folder.name
 
 
 def test_prepared_data_that_this_node_lacks_is_said_so(tmp_path: Path) -> None:

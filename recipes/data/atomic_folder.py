@@ -19,7 +19,7 @@ from serried.recipes.data.progress import Progress
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
 """Of a folder that this module made beside ``folder``, whose name ends in a hash."""
 _CONTENTS = re.compile(
-    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised)"
+    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|crc32)"
     r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
 )
 """Of a file in it."""

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ _FORMAT = 3
 """Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
 
 _SAMPLE_TOKENS = 100
+_CHECKSUM = "crc32"
+"""In ``summary.json``: of all else there, and of ``tokenizer.json``."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +314,8 @@ def write_summary(
         "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip
-    write_json(folder / "summary.json", summary)
+    checksum = _checksum(summary, read_regular(folder / "tokenizer.json"))
+    write_json(folder / "summary.json", {**summary, _CHECKSUM: checksum})
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -319,16 +323,23 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
+def _checksum(summary: Mapping[str, Any], tokenizer: bytes) -> str:
+    return f"{zlib.crc32(tokenizer, zlib.crc32(json.dumps(summary, sort_keys=True).encode())):08x}"
+
+
 # opening --------------------------------------------------------------------------------------------------------------
 
 
 def _open(folder: Path) -> Prepared:
     summary = json.loads(read_regular(folder / "summary.json"))
+    spec = read_regular(folder / "tokenizer.json")
+    if summary.pop(_CHECKSUM, None) not in (None, _checksum(summary, spec)):  # None: of an earlier version
+        raise ValueError("summary.json or tokenizer.json has other bytes than were written")
     if summary["format"] != _FORMAT:
         raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
     if folder.name.endswith((".tmp", ".partial")):
         raise ValueError("it was never finished")
-    tokenizer = tokenizer_from_spec(json.loads(read_regular(folder / "tokenizer.json")))
+    tokenizer = tokenizer_from_spec(json.loads(spec))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
     shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(

@@ -18,6 +18,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXI
 from serried.configs.schema import RunConfig
 from serried.launch.forks import fork_ranks, load_to_fork
 from serried.launch.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
+from serried.records.run_folder import refuse_links
 from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import EXIT_UNREPORTED, LAUNCHER, end_in_one_line, is_program
 from serried.runtime.ending import REPORTS
@@ -49,9 +50,10 @@ def run_local(
         program: what follows the interpreter in place of what trains.
 
     Raises:
-        UserError: the run folder cannot be written.
+        UserError: the run folder cannot be written, or would be through a link.
     """
     started, world = time.time(), processes_per_node(config.launch)
+    refuse_links(config.run.dir)
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
         output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))

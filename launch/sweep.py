@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from serried.configs.compose import config_yaml
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
@@ -20,7 +19,7 @@ from serried.launch.queue import jobs_of, queued_before_another
 from serried.launch.slurm import submit
 from serried.launch.summary import Outcome, outcome_of, read_summary, shown, table, write_summary
 from serried.launch.sweep_run import CONSOLE, train
-from serried.records.lock import is_locked, lock_folder
+from serried.records.lock import FolderLock, is_locked, lock_folder
 from serried.records.metrics import METRICS
 from serried.runtime.ending import in_one_line, say_why
 from serried.runtime.ranks import say
@@ -47,7 +46,9 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
 
     Raises ``UserError`` if another process runs this sweep, or its folder cannot be written.
     """
-    with _claimed(sweep), NotedSignals() as signals:
+    with _claimed(sweep) as lock, NotedSignals() as signals:
+        if lock.warning:
+            say(f"WARNING    {lock.warning}")
         runs = _Runs(sweep, signals, train)
         problem: Exception | None = None
         try:
@@ -67,7 +68,7 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
         return _report_end(sweep, outcomes, signals, problem)
 
 
-def _claimed(sweep: Sweep) -> IO[bytes]:
+def _claimed(sweep: Sweep) -> FolderLock:
     folder = sweep.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import IO
@@ -15,8 +17,39 @@ _LOOKS, _LOOK_SECONDS = 5, 0.05
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Lock ``folder`` until the returned file is closed. On a disk without locks it is not locked.
+class FolderLock:
+    """The lock of a folder, held until it is closed."""
+
+    def __init__(self, file: IO[bytes], stand_in: socket.socket | None) -> None:
+        self._file, self._stand_in = file, stand_in
+
+    @property
+    def warning(self) -> str | None:
+        """What to warn of: a disk without locks, where other machines do not see this lock."""
+        if self._stand_in is None:
+            return None
+        return (
+            f"{Path(self._file.name).parent} is on a disk without file locks: a second start in it on another machine "
+            "is not noticed, and both would damage the run; start it once"
+        )
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def lock_folder(folder: Path) -> FolderLock:
+    """Lock ``folder``. On a disk without locks other processes of this machine alone see that.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -25,6 +58,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
     looks = _LOOKS
     while True:
         lock = open(folder / LOCK, "ab", opener=_own)  # noqa: SIM115 -- the caller closes it
+        stand_in = None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -35,12 +69,17 @@ def lock_folder(folder: Path) -> IO[bytes]:
             time.sleep(_LOOK_SECONDS)
             continue
         except OSError as error:
-            if error.errno not in _CANNOT_LOCK:
+            try:
+                if error.errno not in _CANNOT_LOCK:
+                    raise
+                stand_in = _address_of(lock)
+            except OSError:
                 lock.close()
                 raise
-        if is_same_file(folder / LOCK, lock):  # not removed meanwhile by a command that was refused
-            return lock
-        lock.close()
+        held = FolderLock(lock, stand_in)
+        if is_same_file(folder / LOCK, held):  # not removed meanwhile by a command that was refused
+            return held
+        held.close()
 
 
 def is_locked(folder: Path) -> bool | None:
@@ -60,7 +99,20 @@ def _own(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def is_same_file(path: Path, file: IO[bytes]) -> bool:
+def _address_of(file: IO[bytes]) -> socket.socket:
+    """Take an address that one process of this machine can have at a time, and that ends with it: that of ``file``.
+    Raises ``BlockingIOError`` if another has it."""
+    stat, taken = os.fstat(file.fileno()), socket.socket(socket.AF_UNIX)
+    try:
+        if sys.platform == "linux":  # others have no addresses without a file
+            taken.bind(f"\0serried-{stat.st_dev}-{stat.st_ino}")
+    except OSError as error:
+        taken.close()
+        raise BlockingIOError(error.errno, error.strerror) from None
+    return taken
+
+
+def is_same_file(path: Path, file: IO[bytes] | FolderLock) -> bool:
     """Return whether ``path`` still leads to the open ``file``; true if the disk does not answer."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))

@@ -36,7 +36,7 @@ class RunFolder:
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
         self._failing: set[str] = set()
-        _refuse_links(path)
+        refuse_links(path)
         self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -50,6 +50,11 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
         self._earlier = read_status(path)
+
+    @property
+    def warning(self) -> str | None:
+        """What to warn of: see ``FolderLock``."""
+        return self._lock.warning
 
     @property
     def is_ours(self) -> bool:
@@ -217,11 +222,12 @@ class RunFolder:
         self._lock.close()
 
 
-def _refuse_links(path: Path) -> None:
+def refuse_links(path: Path) -> None:
     """Refuse links at what is appended to or moved into: a folder from elsewhere may have some to any file of the user.
     All else is replaced as a whole."""
-    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log")]
-    for link in chain(written, path.glob("log/*"), path.glob(f".earlier-*{_UNFINISHED}")):
+    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output")]
+    found = (path.glob(name) for name in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"))
+    for link in chain(written, *found):
         if link.is_symlink():
             raise UserError(
                 f"{link} is a link to {link.readlink()}, and a run writes in its own folder alone; remove the link, "

@@ -1,9 +1,10 @@
 """This process among the others: rank, device, and the group; one context manager from start to a clean end."""
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LOOKS = 10
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable: the network interfaces that Gloo uses."""
 
 
 class Session:
@@ -243,6 +246,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     if device.type == "cpu":
         keep_freed_memory()
     if world > 1:
+        _check_interface()
         others = (
             f"for {world} processes to join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}, at most "
             f"launch.start_timeout_seconds={section.start_timeout_seconds:g}"
@@ -252,6 +256,9 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 session.exchange.store = _start_group(session)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
+            if os.environ.get(_INTERFACE) and "Unable to find address for" in reason:  # Gloo's words
+                named = os.environ[_INTERFACE]
+                raise UserError(f"{_INTERFACE}={named}: this interface has no address; unset {_INTERFACE}") from error
             raise TrainingFailed(
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
@@ -273,6 +280,18 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
             if not (session.must_not_wait or (session.cause.ended_run and device.type == "cuda")):
                 dist.destroy_process_group()
+
+
+def _check_interface() -> None:
+    """Raise ``UserError`` if ``GLOO_SOCKET_IFNAME`` names a network interface that this machine has not."""
+    named, found = os.environ.get(_INTERFACE, ""), list[str]()
+    with suppress(OSError):
+        found = [name for _, name in socket.if_nameindex()]
+    if found and (unknown := [name for name in named.split(",") if name and name not in found]):
+        raise UserError(
+            f"{_INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}, which has "
+            f"{', '.join(found)}; unset {_INTERFACE}, or use {_INTERFACE}={found[-1]}"
+        )
 
 
 def _start_group(session: Session) -> "Store":

@@ -44,8 +44,8 @@ def installed(name: str) -> Declaration:
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
     """Return ``overrides``, a nested dict or ``key=value`` strings, as ``key=value`` strings."""
     if not isinstance(overrides, Mapping):
-        given = overrides if isinstance(overrides, str) else list(overrides)
-        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+        given = list(overrides) if isinstance(overrides, Iterable) and not isinstance(overrides, str) else overrides
+        if not isinstance(given, list) or not all(isinstance(word, str) for word in given):
             raise UserError(f"overrides must be a list of key=value strings or a dict, not {given!r}")
         return given
     found: list[str] = []

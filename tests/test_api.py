@@ -443,6 +443,7 @@ class TakenName(Tiny):
     [
         (Tiny, "trainer.steps=2", "must be a list of key=value strings or a dict, not 'trainer.steps=2'"),
         (Tiny, [2], "must be a list of key=value strings or a dict"),
+        (Tiny, 5, "must be a list of key=value strings or a dict, not 5"),
         (Tiny, ["trainer.stepz=2"], r"unknown key trainer.stepz=2 .*did you mean trainer.steps=2\?$"),
         (Tiny, {"trainer": {"stepz": 2}}, r"did you mean trainer.steps=2\?$"),
         (Tiny, ["model.dim=3"], "unknown key model.dim=3 .*; --help lists the keys$"),

@@ -1,5 +1,7 @@
 """The run folder: its records on a failing disk, files of strangers in it, and who owns it."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -8,6 +10,8 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +20,7 @@ from harness.runs import metrics, run_here, status, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
+from serried.launch.sweep import _claimed
 from serried.records.files import write_atomically
 from serried.records.lock import LOCK, is_locked, lock_folder
 from serried.records.metrics import METRICS, named_metrics, parse_event, read_events
@@ -262,12 +267,23 @@ def test_a_folder_that_is_claimed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [LOCK, "metrics.jsonl", "lost.jsonl", "log", "log/rank-0.log", "log/hang.txt", ".earlier-1.partial"]
+    "name",
+    [
+        LOCK,
+        "metrics.jsonl",
+        "lost.jsonl",
+        "log",
+        "output",
+        "log/rank-0.log",
+        "log/hang.txt",
+        ".earlier-1.partial",
+        ".tracker-wandb.lock",
+    ],
 )
 @pytest.mark.parametrize("is_there", [True, False])
 def test_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(name: str, is_there: bool, tmp_path: Path) -> None:
     elsewhere, link = tmp_path / "elsewhere", tmp_path / "run" / name
-    if is_there and name in ("log", ".earlier-1.partial"):
+    if is_there and name in ("log", "output", ".earlier-1.partial"):
         elsewhere.mkdir()
     elif is_there:
         elsewhere.write_text("precious")
@@ -280,6 +296,41 @@ def test_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(name: str, i
     assert not elsewhere.is_file() or elsewhere.read_text() == "precious"
     assert not elsewhere.is_dir() or not [*elsewhere.iterdir()]
     assert (tmp_path / "run" / "status.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_second_start_on_a_disk_without_locks_is_refused_and_the_first_warns_of_other_machines(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunFolder(tmp_path / "run")
+    assert first.warning is None
+    first.close()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first = RunFolder(tmp_path / "run")
+    assert f"{tmp_path}/run is on a disk without file locks: a second start" in (first.warning or "")
+    with pytest.raises(UserError, match="another process is training"):
+        RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "other").close()
+    assert is_locked(tmp_path / "run") is None
+    first.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_warning_of_a_disk_without_locks_is_printed_by_a_run_and_a_sweep(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ended = run_here(tiny_overrides(text, tmp_path / "run", "trainer.steps=1"))
+    assert f"WARNING    {tmp_path}/run is on a disk without file locks" in ended.printed
+    with _claimed(SimpleNamespace(folder=tmp_path / "sweep")) as lock:  # type: ignore[arg-type]
+        assert lock.warning
 
 
 def test_lock_is_no_link_no_pipe_and_keeps_what_is_in_it(tmp_path: Path) -> None:

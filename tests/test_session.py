@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import serried
 from harness.cluster import ROOT, Cluster
 from harness.forks import typed
 from serried.configs.compose import compose
@@ -34,6 +36,7 @@ from serried.runtime.ranks import (
 )
 from serried.runtime.session import open_session, run_in_session
 from serried.runtime.signals import Signals
+from tests.own_task import Points
 from tests.slurm import wait_for
 
 
@@ -350,6 +353,25 @@ def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
     folder.rmdir()
     with pytest.raises(UserError, match="current folder was removed"):
         check_surroundings([])
+
+
+def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(UserError, match="can be written; use TMPDIR=FOLDER"):
+        check_surroundings([])
+    with pytest.raises(UserError, match="use TMPDIR=FOLDER"):
+        serried.fit(Points, [f"run.dir={tmp_path / 'run'}"])
+
+
+def test_network_interface_that_does_not_exist_is_refused_before_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**_ONE_OF_TWO, "GLOO_SOCKET_IFNAME": "lo,nope0"}.items():
+        monkeypatch.setenv(name, value)
+    told = (
+        r"^GLOO_SOCKET_IFNAME=lo,nope0: there is no network interface nope0 on .*, which has .*lo.*; unset GLOO_SOCKET"
+    )
+    with pytest.raises(UserError, match=told), open_session(LaunchSection(device="cpu")):
+        pass
 
 
 def test_too_little_address_space_to_import_torch_is_one_line() -> None:

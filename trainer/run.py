@@ -43,6 +43,8 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
 
     session.once(claim)
     console = Console(session.is_main, session.rank)
+    if folder is not None and folder.warning:
+        console.say(f"WARNING    {folder.warning}")
     start, trainer, data = Start(), None, None
     watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
     console.follow(

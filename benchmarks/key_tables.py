@@ -4,6 +4,7 @@ families.md (``... families``)."""
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from serried.configs.help import choices_of
 from serried.configs.keys import Key, all_keys, key_notes, readers
 from serried.configs.model_folder import ANY_FAMILY
 from serried.configs.plain_data import flatten
-from serried.configs.registry import models
+from serried.configs.registry import models, tasks
 from serried.configs.run_config import CHOSEN
 from serried.recipes.models.family import family_of
 
@@ -20,7 +21,8 @@ _FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightnin
 
 
 def key_tables() -> str:
-    """Return every key as a row of a Markdown table, and a second table of what the recipes choose differently."""
+    """Return the keys of each section as a Markdown table, those of a choice in one of their own, and what recipes
+    set."""
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     for group, registry in CHOSEN.items():
@@ -32,36 +34,53 @@ def key_tables() -> str:
             if registry.key == "name" and group != "data":  # most sources need keys that no YAML file sets
                 defaults = compose([f"{group}={entry.name}"]).model_dump(mode="json")
             values = _texts(defaults) | values
+    for entry in tasks.entries():
+        own = {name: each.get_default() for name, each in entry.section.model_fields.items() if not each.is_required()}
+        values = _texts({f"task.{name}": value for name, value in own.items()}) | values
     named = [key for keys in all_keys().named.values() for key in keys.values()]
-    keys = [
-        (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), _purpose(key))
-        for key in [*all_keys().values(), *named]
-    ]
-    chosen = {path: [each.get(path, "") for each in recipes.values()] for path in all_keys()}
-    differing = [
-        (f"`{path}`", *map(_code, row))
-        for path, row in chosen.items()
-        if len(set(row)) > 1 and path not in ("recipe", "run.name", "run.dir")
-    ]
-    return "\n".join(
-        [
-            *_table(("Key", "Type", "Value", "Purpose"), keys),
-            "",
-            *_table(("Key", *(f"`{name}`" for name in recipes)), differing),
-        ]
-    )
+    sections: dict[str, dict[str, list[Key]]] = {}
+    for key in [*all_keys().values(), *named]:
+        section = key.path.rpartition(".")[0]
+        sections.setdefault(section.partition(".")[0], {}).setdefault(_which(key), []).append(key)
+    lines = []
+    for name, by_choice in sections.items():
+        lines += [f"### {_code(name) or 'The run as a whole'}", ""]
+        # The keys that any choice has come first.
+        for which, keys in sorted(by_choice.items(), key=lambda item: item[0] != ""):
+            rows = [(f"`{key.path}`", _code(values.get(key.path, "")), _purpose(key)) for key in keys]
+            lines += [*([f"{which}:", ""] if which else []), *_table(("Key", "Default", "Meaning"), rows), ""]
+    lines += ["### What recipes set", "", "Values of `tiny` are the defaults above; other recipes set:", ""]
+    for name, chosen in recipes.items():
+        own = [f"{path}={value}" for path, value in chosen.items() if value != recipes["tiny"].get(path)]
+        words = [word for word in own if word.partition("=")[0] not in ("recipe", "run.name", "run.dir")]
+        if words:
+            lines += [f"`recipe={name}`", "", "```", *textwrap.wrap(" ".join(words), 118, **_WHOLE_WORDS), "```", ""]
+    return "\n".join(lines).rstrip()
+
+
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def _which(key: Key) -> str:
+    """Return the choices whose section has the key; empty if all have."""
+    group, names = key.path.partition(".")[0], readers(key.path)
+    if group == tasks.group:
+        names = [entry.name for entry in tasks.entries() if key.field_name in entry.section.model_fields]
+        chosen, known = "task.name", tasks.names()
+    elif not names:
+        return ""
+    else:
+        chosen = group if CHOSEN[group].key == "name" else f"{group}.{CHOSEN[group].key}"
+        known = CHOSEN[group].names()
+    others = [name for name in known if name not in (*names, ANY_FAMILY if group == "model" else "")]
+    if not others:
+        return ""
+    return f"`{chosen}={'|'.join(names)}`" if len(names) <= len(others) else f"All but `{chosen}={'|'.join(others)}`"
 
 
 def _purpose(key: Key) -> str:
-    group, names = key.path.partition(".")[0], readers(key.path)
-    if not names:
-        return key.purpose.replace("``", "`")
-    chosen = group if CHOSEN[group].key == "name" else f"{group}.{CHOSEN[group].key}"
-    others = [name for name in CHOSEN[group].names() if name not in (*names, ANY_FAMILY if group == "model" else "")]
-    if not others:
-        return key.purpose.replace("``", "`")
-    which = f"`{chosen}={'|'.join(names)}`" if len(names) <= len(others) else f"not `{chosen}={'|'.join(others)}`"
-    return f"{which}: {key.purpose.replace('``', '`')}"
+    kind = _type(key)
+    return f"{key.purpose.replace('``', '`')} *{kind[0].upper()}{kind[1:]}.*"
 
 
 def _texts(tree: Any) -> dict[str, str]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from serried.configs.keys import Key, all_keys, is_section, is_source, keys_of, readers
 from serried.configs.plain_data import flatten, value_at
 from serried.configs.run_config import CHOSEN
+from serried.configs.schema import NOT_IN_32_BITS
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
@@ -141,6 +142,9 @@ def _sentence(
         return f"{path}={value} ({source}) may not hold {barred}; e.g. {key.example}"
     if kind == "string_too_short":
         return f"{path} ({source}) is empty; e.g. {key.example}"
+    if kind == NOT_IN_32_BITS:
+        bounds = ", and ".join(filter(None, [key.bounds, "1.2e-38 to 3.4e38 in size, which 32-bit floats hold"]))
+        return f"{path}={value} ({source}) is out of range: it must be {bounds}; e.g. {key.example}"
     if kind == "finite_number":
         return f"{path}={value} ({source}) is not finite; e.g. {key.example}"
     return unfit(key, value, source)

@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import re
 import shlex
 import textwrap
@@ -28,6 +29,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from serried.configs.addresses import has_password, without_password
 
@@ -88,9 +90,20 @@ CountOrAuto = Annotated[
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 """Of a pipeline."""
 
-Number = Annotated[float, BeforeValidator(refuse_switch)]
+NOT_IN_32_BITS = "not_in_32_bits"
+"""Type of the error of a number that would become 0 or infinite."""
+
+
+def _refuse_unheld(value: Any) -> Any:
+    """Refuse a number that no 32-bit float holds: in a computation it would become 0 or infinite."""
+    if isinstance(value, float) and math.isfinite(value) and value and not 1.2e-38 < abs(value) < 3.4e38:
+        raise PydanticCustomError(NOT_IN_32_BITS, "not in 32 bits")
+    return refuse_switch(value)
+
+
+Number = Annotated[float, BeforeValidator(_refuse_unheld)]
 """A real number; true and false are not."""
-Seconds = Annotated[Number, Field(gt=0, le=10**7)]
+Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
 
 
 class Section(BaseModel):
@@ -704,6 +717,8 @@ class TaskSection(Section):
     free = ("name",)
     formats: ClassVar[tuple[str, ...]] = ("text", "chat")
     """Those of ``data.format`` that the task reads."""
+    metrics: ClassVar[tuple[str, ...] | None] = None
+    """Named metrics of evaluations, beside the loss; None: only the task itself knows them."""
     has_teacher: ClassVar[bool] = False
     """Whether its model holds a frozen one, which is not saved."""
 
@@ -779,6 +794,7 @@ class RunConfig(Section):
                 "checkpoint.keep_best=true but trainer.eval_every=0 turns evaluation off; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
             )
+        yield from self._mistakes_of_saving()
         if self.trainer.patience and not self.trainer.evaluates_every:
             yield (
                 f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 turns evaluation off; "
@@ -790,6 +806,39 @@ class RunConfig(Section):
             yield (
                 f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
                 f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
+            )
+
+    def _mistakes_of_saving(self) -> Iterator[str]:
+        checkpoint, health, evaluated = self.checkpoint, self.health, self.trainer.evaluates_every
+        for key, response in (("spike", health.spike), ("non_finite", health.non_finite)):
+            if response == "rollback" and not checkpoint.every:
+                yield (
+                    f"health.{key}=rollback returns to a checkpoint, and checkpoint.every=0 saves none before the end; "
+                    f"use checkpoint.every={max(1, (self.trainer.steps or 1000) // 10)}, or health.{key}=skip"
+                )
+        if checkpoint.keep_best and evaluated and checkpoint.every and self.trainer.epochs is None:
+            both = math.lcm(checkpoint.every, evaluated)
+            if max(checkpoint.every, evaluated) < self.trainer.steps < both:
+                yield (
+                    f"checkpoint.keep_best=true: no step is both saved and evaluated, with "
+                    f"checkpoint.every={checkpoint.every} and evaluations every {evaluated} of "
+                    f"{self.trainer.steps} steps; use checkpoint.every={evaluated}"
+                )
+        elif checkpoint.keep_best and evaluated and not checkpoint.every:
+            yield (
+                "checkpoint.keep_best=true chooses among checkpoints, and checkpoint.every=0 saves only the last; use "
+                f"checkpoint.every={evaluated}"
+            )
+        if checkpoint.best_metric == "loss" and checkpoint.best_mode == "max":
+            yield (
+                "checkpoint.best_mode=max with checkpoint.best_metric=loss, of which the lowest is best; use "
+                "checkpoint.best_mode=min, or name another metric"
+            )
+        known = self.task.metrics
+        if known is not None and not self.trainer.evaluate and checkpoint.best_metric not in ("loss", *known):
+            yield (
+                f"checkpoint.best_metric={checkpoint.best_metric} is not a metric of task.name={self.task.name}, which "
+                f"has {', '.join(('loss', *known))}; use checkpoint.best_metric={(*known, 'loss')[0]}"
             )
 
     def _quantizing_mistakes(self) -> Iterator[str]:

@@ -7,11 +7,14 @@ from pydantic import Field
 
 from serried.configs.schema import Count, Number, Section, Size, TaskSection
 
+_OF_PAIRS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
 _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 
 
 class CausalLMSection(TaskSection):
     """Training to predict the next token."""
+
+    metrics = ()
 
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
     """Fraction of each target that is spread evenly over the vocabulary, in training only."""
@@ -23,6 +26,7 @@ class PreferenceSection(TaskSection):
     """Training on pairs of answers, of which one is preferred."""
 
     formats: ClassVar[tuple[str, ...]] = ("preference",)
+    metrics = (*_OF_PAIRS, "chosen_log_prob", "rejected_log_prob")
 
     loss: Literal["dpo", "orpo", "simpo"] = "dpo"
     """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference."""
@@ -54,6 +58,7 @@ class PreferenceSection(TaskSection):
 class DistillationSection(TaskSection):
     """Training to predict tokens as a larger model does."""
 
+    metrics = ("cross_entropy", "divergence")
     has_teacher: ClassVar[bool] = True
     by_content = ("teacher",)
 
@@ -83,6 +88,7 @@ class RewardSection(TaskSection):
     """Training of a model that scores answers, on pairs of them."""
 
     formats: ClassVar[tuple[str, ...]] = ("preference",)
+    metrics = _OF_PAIRS
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)

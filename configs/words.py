@@ -21,6 +21,11 @@ def last_of_each(words: Sequence[str]) -> list[str]:
     return [word for index, word in enumerate(words) if not _key(word) or last[_key(word)] == index]
 
 
+def values_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each key in the overrides among ``words``, as typed; the last one counts."""
+    return {key: word.partition("=")[2].strip() for word in words if (key := _key(word))}
+
+
 def repeated(words: Sequence[str]) -> list[str]:
     """A note for each key in ``words`` that has two values, and for steps that epochs replace."""
     values: dict[str, list[str]] = {}

@@ -21,6 +21,7 @@ from serried.configs.errors import (
     UserError,
 )
 from serried.configs.formats import printable
+from serried.configs.idle import Run, notes
 from serried.configs.words import repeated
 from serried.runtime.early import LAUNCHER
 from serried.runtime.ranks import speaks
@@ -64,8 +65,17 @@ def exit_code_of(error: BaseException) -> int:
 
 def note_repeated(words: Sequence[str]) -> None:
     """Print a note for each key that ``words`` give two values, from rank 0 alone."""
-    for note in repeated(words) if speaks() else []:
-        say_why(f"note: {note}")
+    _note(repeated(words))
+
+
+def note_idle(words: Sequence[str], runs: Sequence[Run]) -> None:
+    """Print a note for each key in ``words`` that none of ``runs`` reads, from rank 0 alone."""
+    _note(notes(words, runs))
+
+
+def _note(lines: Sequence[str]) -> None:
+    for line in lines if speaks() else ():
+        say_why(f"note: {line}")
 
 
 def report_mistake(error: UserError) -> int:

@@ -75,6 +75,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         UserError: the overrides, the task or its data are wrong.
         TrainingFailed, TrainingStopped: the run ended early.
     """
+    from serried.program import note_unread
     from serried.runtime.session import open_session
     from serried.trainer.run import train
 
@@ -88,6 +89,8 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     if config.launch.name != "torchrun" or config.dry_run:
         asked = "dry_run=true trains nothing" if config.dry_run else f"launch={config.launch.name} starts processes"
         raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
+    with declaring(declaration(task)):
+        note_unread(given, [config])
     instance: Task = task() if inspect.isclass(task) else task
     instance.configure(config)
     if config.trainer.deterministic:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import UserError
 from serried.configs.help import help_text
+from serried.configs.idle import Run
 from serried.configs.registry import tasks
 from serried.configs.run_config import config_yaml
 from serried.configs.schema import AUTO, RunConfig
@@ -20,11 +22,12 @@ from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, 
 from serried.parallel.checks import allowed_micro_batches, checked_layout, with_micro_batch
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
-from serried.runtime.early import importing
-from serried.runtime.ending import leave, note_repeated, report_mistake
+from serried.runtime.early import LAUNCHER, importing
+from serried.runtime.ending import leave, note_idle, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings, remember_flags, remember_script, remember_words, typed_command
-from serried.runtime.ranks import make_sums_repeatable, planned_processes, say, sleep_while_waiting
+from serried.runtime.ranks import make_sums_repeatable, may_use_gpus, planned_processes, say, sleep_while_waiting
 from serried.runtime.session import Session, run_in_session
+from serried.runtime.signals import SWEEP
 from serried.task_class import installed
 
 if TYPE_CHECKING:
@@ -63,13 +66,29 @@ def _do(action: Action, overrides: list[str]) -> int:
         gc.enable()
         if configs[0].plan.search:
             return say(plan_text(configs[0]))
-        config, _ = configs[0], [planned_layout(config) for config in configs]
+        note_unread(overrides, configs, is_sweep=sweep is not None)
+        config = configs[0]
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
     except UserError as error:
         return report_mistake(error)
     return _run(config) if code is None else code
+
+
+def note_unread(overrides: Sequence[str], configs: Sequence[RunConfig], *, is_sweep: bool = False) -> None:
+    """Print a note for each of ``overrides`` that no run of ``configs`` reads, unless the process that started this one
+    has. Raises ``UserError`` if the layout of a run is wrong."""
+    runs = [Run(config, planned_layout(config)[0], is_sweep, _is_on_cpu(config)) for config in configs]
+    if LAUNCHER not in os.environ and SWEEP not in os.environ:
+        note_idle(overrides, runs)
+
+
+def _is_on_cpu(config: RunConfig) -> bool:
+    """Whether it is certain that the run computes on a CPU, or is planned for one."""
+    is_for_gpus = config.dry_run and (config.plan.model_fields_set or config.parallel.strategy in ("fsdp", "hsdp"))
+    is_elsewhere = config.launch.name == "slurm" or is_for_gpus
+    return config.launch.device == "cpu" or not (is_elsewhere or may_use_gpus(config.launch))
 
 
 def planned_layout(config: RunConfig) -> tuple[Layout, int]:

@@ -15,10 +15,12 @@ from harness import runs
 from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.tasks import DistillationSection
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.distillation import Distillation, _End, distillation_sums
 from serried.recipes.models.head import IGNORE
+from serried.records.metrics import named_metrics
 from tests.test_sft import write_chats
 
 SIZES = {"vocab_size": 257, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -95,6 +97,7 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
         optimizer.zero_grad()
     assert len(ours) == 4
     assert ours[-1]["divergence"] < ours[0]["divergence"]
+    assert named_metrics(ours[0]).keys() == {*DistillationSection.metrics}, "what checkpoint.best_metric may be"
     assert runs.weights(tmp_path / "run").keys() == {*student.state_dict()}
     tokens = torch.arange(30).unsqueeze(0)
     exported = AutoModelForCausalLM.from_pretrained(runs.checkpoint(tmp_path / "run"))

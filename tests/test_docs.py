@@ -49,6 +49,25 @@ def test_documented_plan_has_the_same_losses_in_tensor_and_pipeline(tmp_path: Pa
         assert losses(axis, 2, "parallel=fsdp", f"parallel.{axis}=2") == pytest.approx(whole, rel=1e-5), axis
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "whole"), [("towers.py", ["trainer.micro_batch=32"]), ("gan.py", [])])
+def test_documented_loss_over_all_ranks_has_one_curve_on_data_parallel_layouts(
+    name: str, whole: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(scripts()[name], "utf-8")
+
+    def losses(run: str, ranks: int, *more: str) -> list[float]:
+        short = ["trainer.steps=6", "trainer.log_every=1", "launch.device=cpu", f"run.name={run}"]
+        for done in typed_on(ranks, name, *short, *more, cwd=tmp_path):
+            assert done.returncode == 0, done.stderr
+        return [line["loss"] for line in metrics(tmp_path / "runs" / run)]
+
+    alone = losses("one", 1, *whole)
+    assert len(alone) == 6
+    for strategy in ("ddp", "fsdp"):
+        assert losses(strategy, 2, f"parallel={strategy}") == pytest.approx(alone, rel=1e-5), strategy
+
+
 def test_readme_shows_launch_local_before_torchrun_and_its_traceback() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert readme.index("launch=local launch.processes=") < readme.index("torchrun -")

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import serried
 from harness.cluster import Cluster
 from harness.forks import typed_on
 from harness.runs import checkpoint, metrics, overrides, run_here, steps_saved, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose, compose_saved
-from serried.configs.errors import EXIT_MISTAKE, UserError
+from serried.configs.errors import UserError
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.recipes.data.dataset import Batch
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
@@ -27,6 +28,7 @@ from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.head import IGNORE
 from serried.trainer.data import check_validation
+from tests.own_task import Points
 from tests.test_generate import files_of
 
 
@@ -328,14 +330,15 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp
     assert ends[0]["progress"] == ends[1]["progress"] | {"made_up": {}}
 
 
-def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluation(text: Path, tmp_path: Path) -> None:
-    argv = tiny_overrides(text, tmp_path / "run", "checkpoint.best_metric=acc", "trainer.eval_every=3")
-    ended = run_here(argv)
-    assert ended.code == EXIT_MISTAKE
-    warned, refused = ended.printed.index("WARNING    checkpoint.best_metric=acc"), ended.printed.index("error: ")
-    assert warned < ended.printed.index("step 2/6") < refused
-    assert "checkpoint.best_metric=acc is not a metric of this task; use one of loss" in ended.printed[refused:]
-    assert steps_saved(tmp_path / "run") == [2, 3]
+def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="best_metric=acc is not a metric of this task; use one of loss, class_loss"):
+        serried.fit(Points, [f"run.dir={tmp_path}", "checkpoint.best_metric=acc", "checkpoint.keep_best=true"])
+    printed = capsys.readouterr().out
+    warned = printed.index("WARNING    checkpoint.best_metric=acc is not a metric of training")
+    assert warned < printed.index("step 2/8")
+    assert steps_saved(tmp_path) == [4]
 
 
 @pytest.mark.parametrize("key", ["trainer.patience=2", "checkpoint.keep_best=true"])

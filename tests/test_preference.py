@@ -16,6 +16,7 @@ from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
+from serried.configs.tasks import PreferenceSection
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.data.pair_dataset import PairBatch
@@ -25,6 +26,7 @@ from serried.recipes.data.tokenizer import BytesTokenizer
 from serried.recipes.models import attention_choice
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.preference import Preference, margin_losses, orpo_losses
+from serried.records.metrics import named_metrics
 
 ASK = {"role": "user", "content": "Say three."}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))
@@ -147,6 +149,7 @@ def test_training_is_that_of_transformers_model_with_the_published_loss(model: P
     assert len(ours) == 4
     assert ours[-1]["reward_margin"] > ours[0]["reward_margin"]
     assert ours[-1]["chosen_log_prob"] < 0
+    assert named_metrics(ours[0]).keys() == {*PreferenceSection.metrics}, "what checkpoint.best_metric may be"
     if loss == "dpo":
         assert (ours[0]["reward_margin"], ours[0]["loss"]) == pytest.approx((0.0, 0.693147), abs=1e-5)
 

@@ -12,9 +12,11 @@ import serried
 from harness import runs
 from harness.cluster import Cluster
 from serried import cli
+from serried.configs.tasks import RewardSection
 from serried.program import main
 from serried.recipes.models.head import IGNORE
 from serried.recipes.reward import Reward
+from serried.records.metrics import named_metrics
 from tests.test_preference import dpo, model, train
 
 __all__ = ["model"]  # a fixture
@@ -49,6 +51,7 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
         scores = torch.stack([score(*each) for each in zip(tokens, targets, strict=True)]).view(-1, 2)
         margins = scores[:, 0] - scores[:, 1]
         loss, accuracy = -F.logsigmoid(margins).mean(), (margins > 0).double().mean()
+        assert named_metrics(line).keys() == {*RewardSection.metrics}, "what checkpoint.best_metric may be"
         assert (line["loss"], line["reward_accuracy"]) == pytest.approx((loss.item(), accuracy.item()), abs=1e-5)
         loss.backward()
         optimizer.step()

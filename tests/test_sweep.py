@@ -235,7 +235,8 @@ def ended(point: Point, state: str = "finished", **more: object) -> Outcome:
     (run_dir / "config.yaml").write_text(config_yaml(point.config))
     status = {"state": state, "step": step, "reason": more.get("reason"), "exit_code": more.get("exit_code", 0)}
     (run_dir / "status.json").write_text(json.dumps(status))
-    event = {"event": "eval", "step": step, "set": "validation", "loss": loss, "accuracy": more.get("accuracy")}
+    accuracy = more.get("reward_accuracy")
+    event = {"event": "eval", "step": step, "set": "validation", "loss": loss, "reward_accuracy": accuracy}
     (run_dir / "metrics.jsonl").write_text(json.dumps(event) + "\n")
     return outcome_of(point)
 
@@ -386,17 +387,20 @@ def test_search_maximises_the_metric_of_a_task(tmp_path: Path, capsys: pytest.Ca
     told: list[float | None] = []
 
     def train(point: Point, _: NotedSignals) -> Outcome:
-        ended(point, validation_loss=1.0, accuracy=0.5 if point.name == "trial-0" else 0.75)
+        ended(point, validation_loss=1.0, reward_accuracy=0.5 if point.name == "trial-0" else 0.75)
         told.append(outcome_of(point).to_minimise)
         return outcome_of(point)
 
-    metric = ("checkpoint.best_metric=accuracy", "checkpoint.best_mode=max", "trainer.steps=6", "search.trials=2")
+    metric = (
+        "recipe=dpo", "data.path=x", "checkpoint.best_metric=reward_accuracy", "checkpoint.best_mode=max",
+        "trainer.steps=6", "search.trials=2",
+    )  # fmt: skip
     sweep = read_sweep([f"run.dir={tmp_path}", *metric, *_SPACE])
     run_sweep(sweep, lambda *_: None, train)
     assert told == [-0.5, -0.75]
     assert list(summary(sweep.folder)) == ["trial-1", "trial-0"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["lr", "schedule", "loss", "validation", "accuracy", "tok/s", "state", "folder"] in rows
+    assert ["lr", "schedule", "loss", "validation", "reward_accuracy", "tok/s", "state", "folder"] in rows
     outcomes = [replace(Outcome(tmp_path, {}, metric="accuracy"), unit="samples", tokens_per_second=5.0)]
     assert "accuracy  samples/s  state" in table(["optim.lr"], outcomes)
 

@@ -103,15 +103,10 @@ class Benchmarks:
 
 def _load(names: Sequence[str]) -> list[Any]:
     """Return what the harness has under each of ``names``: ``tasks`` and ``groups`` by name."""
-    manager, found = _manager(not all(name.endswith(".yaml") for name in names)), list[Any]()
+    check_names(names)
+    manager, found = _manager_of(names), list[Any]()
     for name in names:
         spec = name.removeprefix(HARNESS)
-        if spec not in manager.all_tasks and not spec.endswith(".yaml"):
-            close = [HARNESS + each for each in nearest(spec, manager.all_tasks)]
-            raise UserError(
-                f"trainer.evaluate={name}: lm-evaluation-harness has no such task; "
-                + (f"did you mean {' or '.join(close)}?" if close else "its tasks: lm_eval ls tasks")
-            )
         try:
             with _quiet(), _seeded():
                 found.append(manager.load(spec))
@@ -125,6 +120,23 @@ def _load(names: Sequence[str]) -> list[Any]:
                     "computed while it is trained; leave it out, and use lm_eval on an exported model"
                 )
     return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ``UserError`` if one of ``names`` is neither a task of the harness nor a file."""
+    manager = _manager_of(names)
+    for name in names:
+        spec = name.removeprefix(HARNESS)
+        if spec not in manager.all_tasks and not spec.endswith(".yaml"):
+            close = [HARNESS + each for each in nearest(spec, manager.all_tasks)]
+            raise UserError(
+                f"trainer.evaluate={name}: lm-evaluation-harness has no such task; "
+                + (f"did you mean {' or '.join(close)}?" if close else "its tasks: lm_eval ls tasks")
+            )
+
+
+def _manager_of(names: Sequence[str]) -> TaskManager:
+    return _manager(not all(name.endswith(".yaml") for name in names))
 
 
 @cache

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from serried.configs.explain import shown
 from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import Mix
@@ -121,6 +123,20 @@ def _benchmarks(trainer: TrainerSection) -> str:
     )
 
 
+def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
+    """Return a line if the names in ``trainer.evaluate`` cannot be checked here. Raises ``UserError`` if one is
+    wrong."""
+    if not trainer.evaluate:
+        return []
+    if find_spec("lm_eval") is None:
+        library = "the library lm-eval, which is not installed here; use: pip install -e '.[eval]'"
+        return [f"WARNING    trainer.evaluate={shown(trainer.evaluate)} is not checked: a run needs {library}"]
+    from serried.trainer.benchmarks import check_names
+
+    check_names(trainer.evaluate)
+    return []
+
+
 def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
     """Return ``config`` with a number for ``trainer.micro_batch=auto`` on what it is planned for, and a line on it."""
     launch, capacity = config.launch, _capacity(config)
@@ -143,6 +159,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
     sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
+    lines += _unchecked_benchmarks(trainer)
     if config.plan.model_fields_set:
         planned = plan_of(config, task, accumulation, sizes)
         if config.plan.as_json:

@@ -20,7 +20,7 @@ from harness.forks import typed_on
 from harness.runs import checkpoint, metrics, overrides, run_here, steps_saved, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose, compose_saved
-from serried.configs.errors import UserError
+from serried.configs.errors import EXIT_MISTAKE, UserError
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.recipes.data.dataset import Batch
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer

@@ -166,7 +166,9 @@ class Groups:
 
     def _made(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
         """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
-        assert not (peers and self._is_complete), "a group that make() leaves out is made in a step"
+        if not peers:  # nor is there a world's group, in a process alone
+            return None
+        assert not self._is_complete, "a group that make() leaves out is made in a step"
         # The world's group has a backend for host tensors too, with a socket to each peer; here only tensors of the
         # device travel.
         backend = dist.get_default_backend_for_device(self._device_type) if self._has_own_backend else None

@@ -109,3 +109,9 @@ def test_groups_are_made_in_one_order_on_all_ranks_and_none_afterwards(cut: Cut,
         finally:
             dist.destroy_process_group()
     assert orders == [orders[0]] * cut.processes
+
+
+def test_a_process_alone_has_no_groups_on_a_gpu() -> None:
+    groups = Groups(Layout("single"), "cuda")
+    groups.make(ties_ends=True)
+    assert [groups.tensor, groups.context, groups.pipeline, groups.expert, groups.stage, groups.ends] == [None] * 6

@@ -20,7 +20,7 @@ from serried.launch.forks import fork_ranks, load_to_fork
 from serried.launch.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
 from serried.records.run_folder import refuse_links
 from serried.records.status import Status, read_status, record_kill
-from serried.runtime.early import EXIT_UNREPORTED, LAUNCHER, end_in_one_line, is_program
+from serried.runtime.early import EXIT_UNREPORTED, LAUNCHER, check_temporary_folder, end_in_one_line, is_program
 from serried.runtime.ending import REPORTS
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node, usable_cores
@@ -50,9 +50,10 @@ def run_local(
         program: what follows the interpreter in place of what trains.
 
     Raises:
-        UserError: the run folder cannot be written, or would be through a link.
+        UserError: the run folder cannot be written, or would be through a link, or torch cannot be imported.
     """
     started, world = time.time(), processes_per_node(config.launch)
+    check_temporary_folder()
     refuse_links(config.run.dir)
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,12 @@ import io
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from serried.configs.errors import EXIT_STOPPED
+from serried.configs.errors import EXIT_STOPPED, UserError
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: from preemption and torchrun, Ctrl-C, Slurm before a time limit, and a terminal that
@@ -58,9 +59,21 @@ def end_in_one_line(numbers: Iterable[signal.Signals] = ASKING) -> None:
             signal.signal(number, _end)
 
 
+def check_temporary_folder() -> None:
+    """Raise ``UserError`` if there is no folder for temporary files, without which torch cannot be imported."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UserError(
+            "there is no folder for temporary files that can be written; use TMPDIR=FOLDER, an environment variable"
+        ) from None
+
+
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import modules within it without garbage collection, which takes a third of the time and finds nothing."""
+    """Import torch within it without garbage collection, which takes a third of the time and finds nothing. Raises
+    ``UserError`` if it could not be imported, without a folder for temporary files."""
+    check_temporary_folder()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,7 +4,6 @@ import os
 import resource
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +20,7 @@ _is_called = False
 
 def check_surroundings(words: Sequence[str]) -> None:
     """Raise ``UserError`` if no path can be resolved, as the current folder was removed, if torch cannot be imported in
-    the address space there is or without a folder for temporary files, or if one of the ``words`` of the command line
-    is not text."""
+    the address space there is, or if one of the ``words`` of the command line is not text."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -30,12 +28,6 @@ def check_surroundings(words: Sequence[str]) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < _LEAST_ADDRESS_SPACE:
         raise UserError(f"ulimit -v {limit >> 10} is too little to import torch; use ulimit -v unlimited")
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError:
-        raise UserError(
-            "there is no folder for temporary files that can be written; use TMPDIR=FOLDER, an environment variable"
-        ) from None
     for word in words:
         try:
             word.encode()

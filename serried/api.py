@@ -14,8 +14,8 @@ from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
 from serried.configs.run_config import config_yaml
 from serried.configs.schema import RunConfig
-from serried.runtime.early import end_in_one_line
-from serried.runtime.program import called_from_python, check_surroundings, remember_script
+from serried.runtime.early import check_temporary_folder, end_in_one_line
+from serried.runtime.program import called_from_python, remember_script
 from serried.runtime.ranks import make_sums_repeatable
 from serried.task_class import declaration, installed, words
 
@@ -80,7 +80,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     from serried.trainer.run import train
 
     given, folders = config_dirs(words(overrides))
-    check_surroundings(given)
+    check_temporary_folder()
     try:
         with declaring(declaration(task)._replace(config_dirs=folders)):
             config = compose(given)

@@ -23,7 +23,7 @@ from serried.opening import opened, task_of_text, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.records.metrics import METRICS
 from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
-from serried.runtime.early import print_any_text
+from serried.runtime.early import check_temporary_folder, print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings, typed_command
 from serried.runtime.ranks import is_started, say
@@ -98,6 +98,12 @@ def _run(words: list[str]) -> int:
             return _COMMANDS[name].run(rest if name in _TRAINS else overrides)
     except UserError as error:
         return report_mistake(error)
+    except FileNotFoundError:  # what imports torch may have found no folder for temporary files
+        try:
+            check_temporary_folder()
+        except UserError as error:
+            return report_mistake(error)
+        raise
     except KeyboardInterrupt:
         more = "; run the same command to continue" if name == "prepare" else ""
         print(f"interrupted{more}", file=sys.stderr)

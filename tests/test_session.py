@@ -355,13 +355,18 @@ def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
         check_surroundings([])
 
 
-def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_for_temporary_files_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    with pytest.raises(UserError, match="can be written; use TMPDIR=FOLDER"):
-        check_surroundings([])
+    told = "error: there is no folder for temporary files that can be written; use TMPDIR=FOLDER"
+    for word in ("launch=torchrun", "launch=local", "dry_run=true"):
+        assert main([f"run.dir={tmp_path / 'run'}", word]) == 78
+        assert capsys.readouterr().err.startswith(told)
     with pytest.raises(UserError, match="use TMPDIR=FOLDER"):
         serried.fit(Points, [f"run.dir={tmp_path / 'run'}"])
+    assert main(["--help"]) == 0, "which imports no torch"
 
 
 def test_network_interface_that_does_not_exist_is_refused_before_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,25 @@ def test_numbers_that_are_not_finite_can_stop_the_run_or_take_it_back(
     assert metrics(tmp_path / "b", "stop")[-1]["state"] == "finished"
 
 
+def test_a_run_that_skipped_many_steps_ends_with_a_warning_and_names_their_samples(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path, *DDP2)
+    answers = cluster.run(2, "harness.runs:train_small", argv=argv, fault=spike_at(5, 8, value=math.nan))
+    assert [answer.value["code"] for answer in answers] == [0, 0]
+    skipped = {line["step"]: sorted(line["sample_ids"]) for line in metrics(tmp_path) if line["skipped"]}
+    taken = [answer.value["sample_ids"] for answer in answers]
+    assert skipped == {step: sorted(id_ for rank in taken for id_ in rank[step - 1]) for step in (5, 8)}
+    printed = answers[0].printed.splitlines()
+    assert printed[-1].startswith("WARNING    2 of 12 steps (17%) were skipped and trained nothing")
+    assert sum("SKIPPED: not finite, nothing changed; its samples: " in line for line in printed) == 2
+    ended = "all steps done, of which 2 of 12 (17%) were skipped"
+    assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("finished", ended)
+    again = cluster.run(2, "harness.runs:train_reported", argv=argv)
+    assert [answer.value for answer in again] == [0, 0]
+    assert status(tmp_path)["reason"] == ended
+
+
 def test_one_flipped_bit_changes_a_digest_wherever_it_is() -> None:
     tensors = [torch.randn(3, 700_000), torch.randn(5), torch.tensor(3.0), torch.randn(7).bfloat16()]
     whole = digest(tensors)

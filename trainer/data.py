@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from serried.configs.errors import UserError
@@ -76,6 +77,11 @@ class Data:
     def samples(self, step: int) -> int:
         """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
         return self._sample + (step - self._step) * self._global_batch
+
+    def sample_ids(self, step: int, seed: int) -> list[int]:
+        """Return the numbers of the samples of ``step``, over all ranks."""
+        end = self.samples(step)
+        return [int(each) for each in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
 
     def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return this rank's batches from the current position to the last step."""

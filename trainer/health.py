@@ -1,6 +1,5 @@
 """Health of the run: the response to failed steps and spikes, and the bitwise comparison of replicas."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -40,7 +39,6 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
     Raises:
         GoBack, TrainingStopped, TrainingFailed: as ``section`` says.
     """
-    is_overflow = not result.is_finite and math.isfinite(result.loss) and result.scale > 1  # fp16 finding its scale
     if result.failed_in_row >= FAILURES_THAT_STOP:
         what = "jumped" if result.is_finite else "was not finite"
         if not result.tokens:
@@ -50,7 +48,7 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
         if section.non_finite == "rollback":
             raise GoBack(step, reason)
         raise TrainingFailed(f"{reason}; the weights are as they were before. {advice}")
-    if not result.is_finite and not is_overflow and section.non_finite == "stop":
+    if not result.is_finite and not result.is_overflow and section.non_finite == "stop":
         raise TrainingStopped(f"loss or gradient was not finite at step {step} (health.non_finite=stop)")
     if not result.is_spike:
         return None

@@ -22,6 +22,9 @@ from serried.trainer.step import StepResult
 from serried.trainer.task import Event
 
 DONE = "all steps done"
+_MANY_SKIPPED = 0.05
+"""Share of the steps from which on those that were skipped are a warning at the end."""
+_IDS_SHOWN = 8
 
 
 @dataclass
@@ -50,15 +53,26 @@ class Progress:
     """``validation`` of steps whose checkpoint was saved before their evaluation was made up, by step."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of a mixture's sources, by name."""
+    skipped: int = 0
+    """Steps that changed nothing, less those in which fp16 found its scale."""
 
     def add(self, result: StepResult, sources: Sequence[str]) -> None:
         """Count a step; ``sources`` names those of a mixture, in the order of the result."""
         self.tokens += int(result.tokens)
+        self.skipped += bool(result.skipped) and not result.is_overflow
         for name, tokens in zip(sources, result.by_source, strict=True):
             self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
         if math.isfinite(result.loss):
             self.last_loss = result.loss
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
+
+
+def finished_because(progress: Progress, steps: int) -> str:
+    """Return why a run of ``steps`` steps is finished, with the share of them that was skipped if that is large."""
+    reason = progress.early_stop or DONE
+    if progress.skipped < _MANY_SKIPPED * steps:
+        return reason
+    return f"{reason}, of which {progress.skipped:,} of {steps:,} ({progress.skipped / steps:.0%}) were skipped"
 
 
 def saved_progress(start: Start) -> Progress:
@@ -69,7 +83,7 @@ def saved_progress(start: Start) -> Progress:
     with taking_from(start.checkpoint):
         progress = Progress(**start.state["progress"])
         waited = progress.evaluations_since_best
-        counts = progress.tokens, progress.validated_step, waited, *progress.source_tokens.values()
+        counts = progress.tokens, progress.validated_step, waited, progress.skipped, *progress.source_tokens.values()
         losses = progress.first_loss, progress.last_loss, progress.validation_loss, progress.best, progress.to_minimise
         if not all(map(is_count, counts)) or not all(loss is None or is_number(loss) for loss in losses):
             raise ValueError("progress")
@@ -136,10 +150,10 @@ class Report:
 
     def step(
         self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any],
-        names: Sequence[str],
+        names: Sequence[str], sample_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Report a step. ``lr`` is by parameter group; ``rates`` are ``RATES``, None between two log lines; ``names``
-        are those of ``result.metrics``."""
+        are those of ``result.metrics``; ``sample_ids`` of a step that was skipped because it was not finite."""
         metrics = dict(zip(names, result.metrics, strict=True))
         values = {
             "step": step,
@@ -154,6 +168,7 @@ class Report:
             **rates,
             **_expert_tokens(result.loads),
             "skipped": bool(result.skipped),
+            **({"sample_ids": list(sample_ids)} if sample_ids else {}),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }
         self._record("step", **values)
@@ -343,8 +358,13 @@ class Report:
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
         reason = (
-            (progress.early_stop or DONE) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+            finished_because(progress, step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
         )
+        if is_finished and progress.skipped >= _MANY_SKIPPED * step:
+            self._console.say(
+                f"WARNING    {progress.skipped:,} of {step:,} steps ({progress.skipped / step:.0%}) were skipped and "
+                "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
+            )
         if self._folder is not None:
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
@@ -400,8 +420,14 @@ def step_line(values: dict[str, Any], metrics: Mapping[str, float], steps: int, 
         ]
     if values["skipped"]:
         is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed")
+        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed{_of_samples(values)}")
     return "  ".join(parts)
+
+
+def _of_samples(values: Mapping[str, Any]) -> str:
+    ids = values.get("sample_ids", ())
+    shown = ", ".join(map(str, ids[:_IDS_SHOWN])) + f", ... ({len(ids)} in metrics.jsonl)" * (len(ids) > _IDS_SHOWN)
+    return f"; its samples: {shown}" if ids else ""
 
 
 def _finite(loss: float) -> float | None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from serried.configs import run_config
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
+from serried.configs.plain_data import is_count
 from serried.configs.schema import AUTO, RunConfig
 from serried.records.page import write_report
 from serried.records.run_folder import RunFolder
@@ -22,7 +23,7 @@ from serried.trainer.model import build_model
 from serried.trainer.out_of_memory import explained
 from serried.trainer.plan.traced import takes_samples
 from serried.trainer.pulse import END, activity
-from serried.trainer.report import DONE
+from serried.trainer.report import Progress, finished_because
 from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import Watchdog
@@ -201,7 +202,11 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
-        folder.status("finished", step=start.step, reason=early or DONE, exit_code=EXIT_FINISHED)
+        saved = start.state.get("progress")
+        skipped = saved.get("skipped", 0) if isinstance(saved, dict) else 0
+        progress = Progress(early_stop=early, skipped=skipped if is_count(skipped) else 0)
+        reason = finished_because(progress, start.step)
+        folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "

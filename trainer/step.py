@@ -65,6 +65,11 @@ class StepResult(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
+    def is_overflow(self) -> bool:
+        """Whether gradients alone overflowed under a loss scale: fp16 finding its scale."""
+        return not self.is_finite and math.isfinite(self.loss) and self.scale > 1
+
+    @property
     def is_spike(self) -> bool:
         """Whether loss or gradient jumped."""
         return self.is_finite and (self.loss > self.loss_limit or self.grad_norm > self.norm_limit)

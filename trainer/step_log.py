@@ -21,11 +21,12 @@ class StepLog:
 
     def __init__(
         self, context: Context, state: TrainingState, report: Report, meter: Meter,
-        samples: Callable[[int], int], sources: list[str],
+        samples: Callable[[int], int], sample_ids: Callable[[int, int], list[int]], sources: list[str],
     ) -> None:  # fmt: skip
-        """``samples`` gives the samples trained on after a step; ``sources`` names those of a mixture."""
+        """``samples`` gives the samples trained on after a step, ``sample_ids`` the numbers of those of a step with a
+        seed; ``sources`` names those of a mixture."""
         self._context, self._state, self._report, self.meter = context, state, report, meter
-        self._samples, self._sources = samples, sources
+        self._samples, self._sample_ids, self._sources = samples, sample_ids, sources
 
     def learning_rate(self, step: int) -> float:
         config = self._context.config
@@ -54,7 +55,9 @@ class StepLog:
             if is_logged or result.skipped:
                 rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)
                 lr = self._state.learning_rates(self.learning_rate(step))
-                self._report.step(step, result, lr, self._samples(step), rates, names)
+                is_broken = result.skipped and not result.is_finite and not result.is_overflow
+                ids = self._sample_ids(step, self._context.config.trainer.seed) if is_broken else []
+                self._report.step(step, result, lr, self._samples(step), rates, names, ids)
             self._respond(step, result)
 
     def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:

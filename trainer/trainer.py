@@ -115,7 +115,7 @@ class Trainer:
         )
         self.loop = Loop(
             context, data, state,
-            log=StepLog(context, state, report, meter, data.samples, data.sources),
+            log=StepLog(context, state, report, meter, data.samples, data.sample_ids, data.sources),
             evaluator=Evaluator(context, state, data.validation, report, meter, self._shutdown, benchmarks),
             saver=saver,
             shutdown=self._shutdown,

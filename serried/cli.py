@@ -292,6 +292,7 @@ def report(words: list[str]) -> int:
     out          file to write; RUN/report.html by default, or report.html here for several runs
     """
     from serried.configs.formats import size
+    from serried.records.files import output_file
     from serried.records.page import write_report
 
     # A word with "=" is a key, unless there is a folder of that name.
@@ -308,7 +309,7 @@ def report(words: list[str]) -> int:
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
     try:
-        write_report(runs, out)
+        write_report(runs, output_file(out) if "out" in given else out)
     except OSError as error:
         raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that exists") from None
     what = f"{len(runs)} runs compared" if len(runs) > 1 else str(runs[0])

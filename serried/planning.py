@@ -9,6 +9,7 @@ from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import RunConfig
 from serried.configs.words import run_key
 from serried.opening import task_that_trained
+from serried.records.files import output_file
 from serried.runs import existing_runs, is_run, run_folder
 from serried.runtime.ranks import is_started, say
 
@@ -25,6 +26,7 @@ def calibrate(words: list[str]) -> int:
     out = Path(given[-1].partition("=")[2] if given else "rates.json")
     if not out.name or out.is_dir() or not out.parent.is_dir():
         raise UserError(f"out={out} is not a file in an existing folder; use out=rates.json")
+    out = output_file(out)
     with declaring(declared()._replace(config_dirs=folders)):
         config = compose(overrides)
         if config.precision.name not in ("fp32", "bf16", "fp16"):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -135,17 +136,21 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["plan.rates={rates}", "launch.device=cuda"], "are of A CPU, and launch.device=cuda"),
         (["calibrate", "out={folder}"], "out={folder} is not a file in an existing folder; use out"),
         (["calibrate", "out={folder}/none/rates.json"], "is not a file in an existing folder"),
+        (["calibrate", "out={pipe}"], "out={pipe} is a device or a pipe, in whose place a file would be put"),
+        (["search", "recipe=tiny", "launch.processes=2", "out={pipe}"], "out={pipe} is a device or a pipe"),
         (["calibrate", "launch=slurm", "launch.nodes=3", "trainer.global_batch=8"], "trainer.global_batch=8"),
     ],
 )
 def test_wrong_input_is_one_line(
-    words: list[str], text: str, run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, run: Path, rates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {"folder": run.parent, "run": run, "rates": rates}
+    names = {"folder": run.parent, "run": run, "rates": rates, "pipe": tmp_path / "pipe"}
+    os.mkfifo(tmp_path / "pipe")
     how = [] if "calibrate" in words or "plan.mode=trace" in words else ["plan.mode=formula"]
     error = printed(capsys, *(word.format(**names) for word in words), *how, code=78)
     assert text.format(**names) in error
     assert len(error.splitlines()) == 1
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(

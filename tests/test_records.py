@@ -21,7 +21,7 @@ from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
 from serried.launch.sweep import _claimed
-from serried.records.files import write_atomically
+from serried.records.files import machine, write_atomically
 from serried.records.lock import LOCK, is_locked, lock_folder
 from serried.records.metrics import METRICS, named_metrics, parse_event, read_events
 from serried.records.page.page import write_report
@@ -396,6 +396,28 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_temporary_file(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old \\udcff"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_name_of_a_machine_that_no_file_can_have_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "../rack/7[*]\n")
+    write_atomically(tmp_path / "file", "content")
+    assert machine() == ".._rack_7____"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_report_replaces_neither_a_pipe_nor_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 2.0}\n')
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to-pipe").symlink_to("pipe")
+    for name in ("pipe", "to-pipe"):
+        assert serried(["report", str(tmp_path / "run"), f"out={tmp_path / name}"]) == 78
+        assert f"error: out={tmp_path / name} is a device or a pipe, in whose place" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "latest").symlink_to("page.html")
+    assert serried(["report", str(tmp_path / "run"), f"out={tmp_path / 'latest'}"]) == 0
+    assert (tmp_path / "latest").is_symlink()
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 def test_numbers_that_no_run_writes_itself_are_metrics_of_the_task() -> None:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment
 from serried.recipes.data.progress import Progress
+from serried.records.files import machine
 
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
 """Of a folder that this module made beside ``folder``, whose name ends in a hash."""
@@ -68,7 +68,7 @@ def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> 
         try:
             _lock(descriptor, progress)
             if _is_still(partial, descriptor):  # its last owner may have renamed or removed it
-                for path in partial.glob(f"*.{socket.gethostname()}.*.tmp"):  # of dead processes
+                for path in partial.glob(f"*.{machine()}.*.tmp"):  # of dead processes
                     path.unlink(missing_ok=True)
                 yield partial
                 return

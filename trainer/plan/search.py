@@ -17,7 +17,7 @@ from serried.parallel.apply import check_plan
 from serried.parallel.checks import checked_layout, with_values
 from serried.parallel.compile import check_blocks
 from serried.parallel.mesh import Layout
-from serried.records.files import write_atomically
+from serried.records.files import output_file, write_atomically
 from serried.records.page.html import html_page
 from serried.trainer.model import model_to_train
 from serried.trainer.optimizer import check_optimizer
@@ -86,6 +86,7 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     out = config.plan.out
     if out is not None and (not out.name or out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"out={out} is not a file in an existing folder; use out=layouts.html")
+    written = None if out is None else output_file(out)
     searched = _Search(config, task, processes)
     found = searched.fitting()
     device = searched.cluster.device.name
@@ -107,11 +108,11 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
     data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
     data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, each)] for name, each in tables.items()}}
-    if out is not None:
+    if written is not None:
         shown = {each.words() for table in tables.values() for each in table}
         others = [searched.as_data(each) for each in found if each.words() not in shown]
         title = f"{config.run.name}: layouts of {processes} {device}"
-        _write(out, title, data | {"title": title, "limit": searched.limit, "others": others})
+        _write(written, title, data | {"title": title, "limit": searched.limit, "others": others})
     if config.plan.as_json:
         return json.dumps(data)
     of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"

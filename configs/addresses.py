@@ -1,4 +1,4 @@
-"""Passwords in addresses of servers and databases."""
+"""Addresses: of servers and databases, which may hold passwords, and of storage that cannot be used as a folder."""
 
 import re
 from urllib.parse import unquote
@@ -10,7 +10,31 @@ _KEYS = (
     r"(?:[\w.-]*(?:password|passwd|passphrase|pwd|token|secret|signature|credentials?)"
     r"|(?!ssl)(?:[\w.-]*[_.-])?(?:api|access)?key)"  # sslkey=FILE names a file
 )
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _IN_QUERY = re.compile(rf"""([?&;]{_KEYS}=)[^&;#\s"']*""", re.IGNORECASE)
+
+
+def is_address(text: str) -> bool:
+    """Return whether ``text`` is an address, such as ``s3://bucket/run``, and no path."""
+    return bool(_SCHEME.match(text))
+
+
+def not_a_path(key: str, address: str, source: str = "") -> str:
+    """Return the sentence that refuses an address as the value of ``key``, which takes a path; ``source``: what set
+    it."""
+    scheme, _, place = address.partition("://")
+    host, _, rest = place.partition("/")
+    name = "/".join(rest.removeprefix("datasets/").split("/")[:2])
+    if scheme.lower() == "file" and rest:
+        use = f"use {key}=/{rest}"
+    elif host.lower().removeprefix("www.") in ("huggingface.co", "hf.co") and "/" in name:
+        use = f"use the name on the Hub: {key}={name}"
+    else:
+        use = f"mount the storage, or copy what it holds, and give the path: {key}=/PATH"
+    where = f" ({source})" if source else ""
+    return (
+        f"{key}={masked(address)}{where} is an address, and only files and folders of this machine can be used; {use}"
+    )
 
 
 def has_password(address: str) -> bool:

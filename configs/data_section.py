@@ -9,14 +9,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from os.path import exists
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 
 from serried.configs.families import LlamaSection
 from serried.configs.registry import Entry, Registry
-from serried.configs.schema import DEFAULT_VALIDATION, NAME_PATTERN, TRAINING, Count, Number, RunConfig, Section, Size
+from serried.configs.schema import (
+    DEFAULT_VALIDATION,
+    NAME_PATTERN,
+    TRAINING,
+    Count,
+    LocalPath,
+    Number,
+    PathText,
+    RunConfig,
+    Section,
+    Size,
+)
 
 
 class SourceSection(Section):
@@ -83,9 +93,9 @@ class DataSection(SourceSection):
     format: Literal["text", "chat", "preference"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
     answers."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
-    tokenizer: str = Field(default="bytes", min_length=1, max_length=4096)
+    tokenizer: PathText = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
     """``data.tokenizer=train``: size of the vocabulary to learn."""
@@ -95,7 +105,7 @@ class DataSection(SourceSection):
     """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
     isolate_documents: bool = False
     """Mask attention between documents of a sequence, and restart positions at each."""
-    cache_dir: Path | None = None
+    cache_dir: LocalPath | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from serried.configs.addresses import not_a_path
 from serried.configs.keys import Key, all_keys, is_section, is_source, keys_of, readers
 from serried.configs.plain_data import flatten, value_at
 from serried.configs.run_config import CHOSEN
@@ -133,6 +134,8 @@ def _sentence(
             return unknown_section(path, source)
         return unknown_key(path, shown(mistake["input"]), source, groups, flatten(config))
     value = shown(origins.typed.get(path, value_at(path, config)))
+    if kind == "address":
+        return not_a_path(path, str(mistake["input"]), source)
     if key is None or (key.kind == "object" and kind != "missing"):
         return f"{path}={value} ({source}): {path} is a section, not a key; {listing(path)}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

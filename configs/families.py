@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from serried.configs.divisors import nearest_divisors
-from serried.configs.schema import Count, DerivedSize, Number, PositiveCount, Section, Size, parse_count
+from serried.configs.schema import Count, DerivedSize, Number, PathText, PositiveCount, Section, Size, parse_count
 
 
 class RopeScaling(Section):
@@ -71,7 +71,7 @@ class ModelSection(Section):
     """Name of the model config, for display."""
     family: str = "llama"
     """Name of the model family; a YAML file in ``model/`` sets it."""
-    path: str | None = Field(default=None, min_length=1, max_length=4096)
+    path: PathText | None = Field(default=None, min_length=1, max_length=4096)
     """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
     pretrained: bool = True
     """Start from the weights in ``path``; false: from random ones."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
 from serried.configs.explain import shown
 from serried.configs.near import nearest
@@ -152,6 +153,8 @@ def _nearest_family(model_type: str) -> str:
 def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
     Raises ``UserError`` if there is no such folder, and it cannot be downloaded."""
+    if is_address(name):
+        raise UserError(not_a_path(key, name))
     folder = expanded(name)
     if _exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return folder

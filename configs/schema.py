@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from serried.configs.addresses import has_password, without_password
+from serried.configs.addresses import has_password, is_address, without_password
 
 NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
 """Names of sources and validation sets."""
@@ -106,6 +106,18 @@ Number = Annotated[float, BeforeValidator(_refuse_unheld)]
 Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
 
 
+def _refuse_address(value: Any) -> Any:
+    if isinstance(value, str) and is_address(value):
+        raise PydanticCustomError("address", "is an address")  # ``explain`` has the words
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_refuse_address)]
+"""A file or folder."""
+PathText = Annotated[str, BeforeValidator(_refuse_address)]
+"""A file, folder, glob or name on the Hub."""
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, and a key that is not declared here is an error."""
 
@@ -161,7 +173,7 @@ class RunSection(Section):
 
     name: str = Field(min_length=1, pattern=r"^[^/\s\x00-\x1f\x7f]+$")
     """Name of the run; by default the recipe's name."""
-    dir: Path
+    dir: LocalPath
     """Run folder, relative to the current folder. It has no timestamp, so the same command finds it again."""
 
 
@@ -477,7 +489,7 @@ class CheckpointSection(Section):
     """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
     mode: Literal["async", "sync"] = "async"
     """``async``: training continues while a checkpoint is written. ``sync``: it waits; only GPU tensors are copied."""
-    resume: str = Field(default="auto", min_length=1)
+    resume: PathText = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only; with
     adapters, a PEFT folder)."""
@@ -629,13 +641,13 @@ class SlurmSection(Section):
     export NCCL_DEBUG=INFO``."""
     container: str | None = None
     """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
-    python: str | None = None
+    python: PathText | None = None
     """Python interpreter on the nodes; when null, the interpreter that submits the job."""
     interface: _Word | None = None
     """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
     """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
-    signal_seconds: PositiveCount = 120
+    signal_seconds: Annotated[PositiveCount, Field(le=65535)] = 120
     """Seconds before the time limit at which the run saves and stops."""
     dry_run: bool = False
     """Print the script and stop."""
@@ -667,6 +679,10 @@ _KEYS_OF_SBATCH = {
     )},
 }  # fmt: skip
 """Options of sbatch that have a key."""
+_NO_JOB_OF_OURS = (
+    "help", "ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "usage", "version", "wait", "wrap",
+)  # fmt: skip
+"""Options with which sbatch would run something else, or print something else than the job's number."""
 
 
 def _wrong_options(options: str | None) -> Iterator[str]:
@@ -682,7 +698,7 @@ def _wrong_options(options: str | None) -> Iterator[str]:
             yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
         elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
             yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
-        elif name in ("ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "wait"):
+        elif name in _NO_JOB_OF_OURS:
             yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"
 
 
@@ -701,11 +717,11 @@ class PlanSection(Section):
     """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price per device-hour, in any currency; when null no costs are printed."""
-    rates: Path | None = None
+    rates: LocalPath | None = None
     """File of rates written by ``serried plan calibrate``; when null the rates of published runs are used."""
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
-    out: Path | None = None
+    out: LocalPath | None = None
     """HTML page of these layouts to write; ``serried plan search out=FILE``."""
     as_json: bool = False
     """Print one JSON object instead of lines; ``serried plan json=true``."""

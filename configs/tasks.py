@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serried.configs.schema import Count, Number, Section, Size, TaskSection
+from serried.configs.schema import Count, Number, PathText, Section, Size, TaskSection
 
 _OF_PAIRS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward")
 _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
@@ -62,7 +62,7 @@ class DistillationSection(TaskSection):
     has_teacher: ClassVar[bool] = True
     by_content = ("teacher",)
 
-    teacher: str | None = Field(default=None, min_length=1, max_length=4096)
+    teacher: PathText | None = Field(default=None, min_length=1, max_length=4096)
     """Folder of the teacher, or its name on the Hub."""
     weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
     """Weight of the divergence from the teacher in the loss; the rest is cross entropy."""
@@ -110,11 +110,11 @@ class SampledSection(Section):
 
     by_content = ("path",)
 
-    path: str = Field(min_length=1, max_length=4096)
+    path: PathText = Field(min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
     """Split to evaluate on; when null the first of ``val``, ``validation`` and ``test`` that exists."""
-    model: str = Field(min_length=1, max_length=4096)
+    model: PathText = Field(min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = False
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
@@ -139,13 +139,13 @@ class LabelledSection(SampledSection):
 class ImageSection(LabelledSection):
     """Images and their classes."""
 
-    path: str = Field(default="images", min_length=1, max_length=4096)
+    path: PathText = Field(default="images", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     image_column: str = "image"
     """Column of a Hugging Face dataset with the images."""
     library: Literal["torchvision", "timm", "transformers"] = "torchvision"
     """Library of the model."""
-    model: str = Field(default="resnet50", min_length=1, max_length=4096)
+    model: PathText = Field(default="resnet50", min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     image_size: Size = 224
     """Height and width that images are scaled to."""
@@ -160,11 +160,11 @@ class ImageSection(LabelledSection):
 class TextsSection(SampledSection):
     """Texts, and a model of transformers."""
 
-    path: str = Field(default="texts.jsonl", min_length=1, max_length=4096)
+    path: PathText = Field(default="texts.jsonl", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     text_column: str = "text"
     """Column of the texts."""
-    model: str = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
+    model: PathText = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = True
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""

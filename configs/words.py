@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
 from serried.configs.explain import shown
 from serried.configs.keys import all_keys
@@ -81,6 +82,8 @@ def pairs(
             close = nearest(key, keys)
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
+        elif key in ("out", "run.dir") and is_address(value):
+            mistakes.append(not_a_path(key, value))
         else:
             given[key] = value
     if mistakes:

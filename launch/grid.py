@@ -8,10 +8,9 @@ from pathlib import Path
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.launch.points import Point, Sweep, labels
-from serried.launch.sweep_words import GRID_EXAMPLE, PointBuilder, Words, in_a_name, read_words, values_of
+from serried.launch.sweep_words import GRID_EXAMPLE, MOST_RUNS, PointBuilder, Words, in_a_name, read_words, values_of
 from serried.runtime.ranks import say
 
-_MOST_RUNS = 1000
 _MANY_RUNS = 20
 """Checking this many takes more than a second."""
 
@@ -36,8 +35,8 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
 def _grid(words: Words) -> Sweep:
     values = _values(words)
     runs = math.prod(map(len, values.values()))
-    if runs > _MOST_RUNS:
-        words.mistakes.append(f"a grid of {runs} runs, more than {_MOST_RUNS}; give fewer values, or search.trials=20")
+    if runs > MOST_RUNS:
+        words.mistakes.append(f"a grid of {runs} runs, more than {MOST_RUNS}; give fewer values, or search.trials=20")
     if words.mistakes or not values:
         compose(words.fixed, found=words.mistakes)  # raises with all mistakes
         raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")

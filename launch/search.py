@@ -143,11 +143,10 @@ def _distribution(words: Words, key: str) -> BaseDistribution:
             kind = IntDistribution if is_integer else FloatDistribution
             low, high = (int(end) if is_integer else end for end in (value.start, value.end))
             return kind(low, high, log="log" in value.tags)
-        choices = values_of(override)
-        if isinstance(value, RangeSweep) and isinstance(value.range(), range):
-            numbers = sorted(map(int, choices))
-            return IntDistribution(numbers[0], numbers[-1], log="log" in value.tags, step=abs(int(value.step)))
-        return CategoricalDistribution(choices)
+        if isinstance(value, RangeSweep) and isinstance(numbers := value.range(), range) and numbers:
+            low, high = sorted((numbers[0], numbers[-1]))
+            return IntDistribution(low, high, log="log" in value.tags, step=abs(numbers.step))
+        return CategoricalDistribution(values_of(override))
     except ValueError as error:  # such as a logarithm of 0
         reason = str(error).rstrip(".")
         raise UserError(f"{override.input_line} cannot be searched: {reason}; e.g. {SEARCH_EXAMPLE}") from None

@@ -29,12 +29,14 @@ _SILENT_SECONDS = 300
 _LOOKS = 10
 _LAST_LINES = {"preflight": "verdict", "plan calibrate": "written"}
 """What commands that measure nodes print last."""
+_NO_LINE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""What no option of a batch script may hold."""
 _SAME_NAMES = ("partition", "account", "qos", "reservation", "constraint", "exclude", "dependency")
 """Keys of ``slurm`` that sbatch calls so."""
 
 
-class _NoSlurm(UserError):
-    """Slurm is not available, so nothing was submitted."""
+class _NothingSubmitted(UserError):
+    """Slurm is not available, or has refused the job."""
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
@@ -164,10 +166,11 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
         The job's number, and the path of the script in the first of ``run_dirs``.
 
     Raises:
-        UserError: Slurm refuses the job, or a folder cannot be written. Without Slurm no folder is left behind.
+        UserError: Slurm refuses the job, or a folder cannot be written. If nothing was submitted, no folder is left.
     """
-    missing = [folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir) if not folder.exists()]
-    path = run_dirs[0] / "slurm" / "submitted.sbatch"
+    wanted = {each for run_dir in run_dirs for each in (run_dir / "slurm", run_dir, *run_dir.parents)}
+    missing = [folder for folder in sorted(wanted, reverse=True) if not folder.exists()]  # the innermost first
+    path, job = run_dirs[0] / "slurm" / "submitted.sbatch", ""
     try:
         for run_dir in run_dirs:
             (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -176,14 +179,22 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
         for task, run_dir in enumerate(run_dirs if is_training else ()):
             note_job(run_dir, job, task if len(run_dirs) > 1 else None)
         return job, path.rename(path.with_name(f"{job}.sbatch"))
-    except _NoSlurm:
-        path.unlink()
-        for folder in missing:
-            with suppress(OSError):
-                folder.rmdir()
+    except _NothingSubmitted:
+        _remove(path, missing)
         raise
     except OSError as error:
+        if not job:
+            _remove(path, missing)
         raise UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER") from None
+
+
+def _remove(script: Path, folders: Sequence[Path]) -> None:
+    """Remove a script that was not submitted, and the folders that were made for it."""
+    with suppress(OSError):
+        script.unlink()
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
@@ -262,6 +273,13 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
     }
     if is_array and slurm.array_concurrency:
         wanted["array"] = f"{wanted['array']}%{slurm.array_concurrency}"
+    for name, value in wanted.items():
+        if _NO_LINE.search(str(value)):  # bash would run what follows a line break
+            key = {"output": "run.dir", "job-name": "run.name"}.get(name, f"slurm.{name}")
+            raise UserError(
+                f"{key}: {str(value)!r} holds a line break, a control character or bytes that are not UTF-8, which a "
+                f"script for sbatch cannot; use {key}=OTHER"
+            )
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
     options += [
         f"{name}={shlex.quote(value)}" if given else name
@@ -295,20 +313,20 @@ def _sbatch(path: Path) -> str:
             start_new_session=True,  # Ctrl-C must reach this process only
         )  # fmt: skip
     except FileNotFoundError:
-        raise _NoSlurm(
+        raise _NothingSubmitted(
             "launch=slurm needs sbatch, which is not on this machine's PATH; submit from a login node of the cluster, "
             "or print the script: slurm.dry_run=true"
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
     if done.returncode and _UNCONFIGURED in done.stderr:
-        raise _NoSlurm(
+        raise _NothingSubmitted(
             "Slurm is installed here but has no configuration: no slurm.conf in /etc/slurm, and no server for "
             "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
         )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise UserError(f"Slurm refuses the job: {said}; the script is {path}")
+        raise _NothingSubmitted(f"Slurm refuses the job: {said}; to see its script: slurm.dry_run=true")
     return done.stdout.strip().partition(";")[0]
 
 

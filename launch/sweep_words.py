@@ -1,12 +1,13 @@
 """The words of a sweep's command line, whose keys have several values, and the runs made of them."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
 from serried.configs.compose import compose
@@ -17,6 +18,8 @@ from serried.configs.schema import RunConfig
 from serried.configs.words import last_of_each
 from serried.launch.points import Point
 
+MOST_RUNS = 1000
+"""Of a grid, and most values of a key."""
 SEARCH = "search."
 """Prefix of the options of a search."""
 SEARCH_EXAMPLE = "-m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
@@ -79,6 +82,11 @@ def values_of(override: Override) -> list[str]:
     """Return the values of a swept key as one would type them. Raises ``UserError`` if it has none that can be
     listed."""
     value = override.value()
+    if isinstance(value, RangeSweep) and not _length(value) <= MOST_RUNS:
+        raise UserError(
+            f"{override.input_line} has more than {MOST_RUNS} values; give fewer, or let a search choose between two "
+            f"ends: {SEARCH_EXAMPLE}"
+        )
     try:
         if isinstance(value, Glob):
             values = value.filter(choices_of().get(override.key_or_group, []))
@@ -89,6 +97,16 @@ def values_of(override: Override) -> list[str]:
     if not values:
         raise UserError(f"{override.input_line} has no values; e.g. {GRID_EXAMPLE}")
     return values
+
+
+def _length(value: RangeSweep) -> float:
+    """Return the number of values of a range, not rounded; infinite or NaN if it never ends."""
+    if not value.step or value.start is None or value.stop is None:
+        return 0  # which listing the values reports
+    try:
+        return (value.stop - value.start) / value.step
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)

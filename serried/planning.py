@@ -3,6 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from serried.configs.addresses import is_address, not_a_path
 from serried.configs.command_line import config_dirs
 from serried.configs.declaration import declared, declaring
 from serried.configs.errors import EXIT_FINISHED, UserError
@@ -23,7 +24,10 @@ def calibrate(words: list[str]) -> int:
 
     given = [word for word in words if word.startswith("out=")]
     overrides, folders = config_dirs([word for word in words if word not in given])
-    out = Path(given[-1].partition("=")[2] if given else "rates.json")
+    typed = given[-1].partition("=")[2] if given else "rates.json"
+    if is_address(typed):
+        raise UserError(not_a_path("out", typed))
+    out = Path(typed)
     if not out.name or out.is_dir() or not out.parent.is_dir():
         raise UserError(f"out={out} is not a file in an existing folder; use out=rates.json")
     out = output_file(out)

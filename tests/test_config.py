@@ -23,11 +23,13 @@ from serried.configs.errors import UserError
 from serried.configs.families import LlamaSection
 from serried.configs.help import choices_of, help_text
 from serried.configs.keys import _keys_of, all_keys, check_fields
+from serried.configs.model_folder import teacher_section
 from serried.configs.run_config import check, config_yaml
 from serried.configs.schema import Section
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
 from serried.configs.words import repeated
+from serried.task_class import installed
 
 GROUPS = choices_of()
 
@@ -600,3 +602,54 @@ def test_a_key_has_the_alias_of_its_field():
 def test_a_field_that_cannot_be_a_key_is_refused_before_it_is_used(annotation: Any):
     with pytest.raises(UserError, match="cannot be the type of a key"):
         check_fields(create_model("Own", __base__=Section, x=(annotation, None)), "Own")
+
+
+# paths ----------------------------------------------------------------------------------------------------------------
+
+PATHS = {
+    "run.dir": [], "data.cache_dir": [], "data.tokenizer": [], "checkpoint.resume": [], "slurm.python": [],
+    "plan.rates": [], "plan.out": ["plan.search=true"], "data.path": ["data=text"], "model.path": ["model=auto"],
+    "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
+    "task.path": ["task=text_classification"], "task.model": ["task=image_classification"],
+    "data.validation.a.path": ["data.validation.a.name=hf"],
+    "data.sources.a.path": ["data=mixture", "data.sources.a.name=tokens"],
+}  # fmt: skip
+"""Keys that take a path, and what else makes them be read."""
+NO_PATHS = {"track.mlflow", "track.wandb", "trainer.evaluate", "model.family", "data.name", "data.text_column"}
+"""Keys whose description names a file or folder though they take addresses or names."""
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_address_in_place_of_a_path_is_refused(key: str) -> None:
+    declaration = installed(PATHS[key][0].removeprefix("task=")) if key.startswith("task.") else BUILT_IN
+    words = [word for word in PATHS[key] if not word.startswith("task=")]
+    with declaring(declaration):
+        said = refusal(*words, f"{key}=s3://bucket/folder")
+    assert f"{key}=s3://bucket/folder" in said
+    assert "is an address, and only files and folders of this machine can be used; mount the storage" in said
+
+
+def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addresses() -> None:
+    named = {path for path, key in all_keys().items() if key.kind == "string" and not key.choices}
+    named = {path for path in named if re.search(r"\b(files?|folder|path)\b", all_keys()[path].purpose.lower())}
+    assert named - NO_PATHS - {"task.teacher"} <= PATHS.keys()
+    with pytest.raises(UserError, match=r"^task\.teacher=s3://bucket/model is an address"):
+        teacher_section("s3://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("key", "address", "use"),
+    [
+        (
+            "data.tokenizer",
+            "https://huggingface.co/Qwen/Qwen3-0.6B",
+            "the name on the Hub: data.tokenizer=Qwen/Qwen3-0.6B",
+        ),
+        ("data.cache_dir", "file:///scratch/cache", "use data.cache_dir=/scratch/cache"),
+        ("run.dir", "gs://user:secret@bucket/run", "run.dir=gs://***@bucket/run (command line) is an address"),
+    ],
+)
+def test_address_that_is_refused_has_a_path_or_a_name_in_its_place(key: str, address: str, use: str) -> None:
+    said = refusal(f"{key}={address}")
+    assert use in said
+    assert "secret" not in said

@@ -25,6 +25,7 @@ from serried.launch.local import _exit_code
 from serried.launch.queue import Job, jobs_of, note_job
 from serried.launch.requeue import verdict
 from serried.launch.slurm import script
+from serried.program import main as train
 from serried.records.status import Status
 from tests.slurm import wait_for
 
@@ -462,6 +463,34 @@ def test_slurm_without_a_configuration_is_one_line(
     assert told.startswith("error: Slurm is installed here but has no configuration: ")
     assert "res_nsearch" not in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "trainer.seed=1,2"]])
+def test_line_break_in_a_folder_is_no_line_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: list[str]
+) -> None:
+    folder = f"{tmp_path}/run\ntouch {tmp_path}/hacked\n#"
+    assert train([*sweep, "launch=slurm", "launch.device=cpu", "slurm.dry_run=true", f"run.dir={folder}"]) == 78
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: run.dir: ")
+    assert "holds a line break" in shown.err
+    assert len(shown.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "trainer.seed=1,2"]])
+def test_job_that_slurm_refuses_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sweep: list[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, body in {"sbatch": "echo 'sbatch: error: invalid partition' >&2; exit 1", "squeue": "exit 0"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    assert train([*sweep, "launch=slurm", "launch.device=cpu", f"run.dir={tmp_path / 'a/b/run'}"]) == 78
+    told = "error: Slurm refuses the job: invalid partition; to see its script: slurm.dry_run=true\n"
+    assert capsys.readouterr().err == told
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
 def end_a_start(run_dir: Path, job: str = "1", saved: int | None = None, **status: object) -> tuple[int, str]:

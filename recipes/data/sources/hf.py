@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from serried.configs.data_section import DataSection, sources
 from serried.configs.errors import UserError
+from serried.configs.schema import PathText
 from serried.recipes.data.files import assignment
 from serried.recipes.data.sources.text import RowsSection
 
@@ -17,7 +18,7 @@ class HubSection(RowsSection):
 
     needs: ClassVar[Mapping[str, str]] = {"path": "OWNER/NAME_OR_FOLDER"}
     libraries: ClassVar[Sequence[str]] = ("datasets",)
-    path: str | None = None
+    path: PathText | None = None
     """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
     subset: str | None = None
     """Name of the configuration within the dataset, such as ``sample-10BT``."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from serried.configs.data_section import SourceSection, register_source
 from serried.configs.errors import UserError
+from serried.configs.schema import PathText
 from serried.recipes.data.files import assignment, ending_of, kind_of
 from serried.recipes.data.find import check_path, find_files
 from serried.recipes.data.rows import Column, RowFiles, holds_rows
@@ -32,7 +33,7 @@ class TextSection(RowsSection):
     """Your files."""
 
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
-    path: str | None = None
+    path: PathText | None = None
     """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
 
     def check(self) -> None:

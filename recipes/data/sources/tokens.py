@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from serried.configs.data_section import DataSection, SourceSection, sources
 from serried.configs.plain_data import expanded
+from serried.configs.schema import PathText
 from serried.recipes.data.find import check_path
 
 
@@ -15,7 +16,7 @@ class TokensSection(SourceSection):
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
     aliases: ClassVar[Mapping[str, str]] = {"token_dtype": "token_type token_bytes"}
 
-    path: str | None = None
+    path: PathText | None = None
     """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
     token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Dtype of flat binary files."""

@@ -7,9 +7,27 @@ from typing import NamedTuple
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.recipes.data.files import PIECE_BYTES, read_pieces
+from serried.recipes.data.files import AROUND_BYTES, PIECE_BYTES, read_surrounded
 from serried.recipes.data.source import Row
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
+
+_COMPARED_CHARACTERS = 1024
+"""On each side of a seam of two pieces, in which both must have the same tokens."""
+
+
+class Seam(NamedTuple):
+    """Tokens on both sides of where two pieces of a document are joined, as one of the pieces has them."""
+
+    ids: np.ndarray
+    places: np.ndarray
+    """[tokens], int64, characters from the seam"""
+
+    words: np.ndarray
+    """[tokens], int64, number of the word, from the first"""
+
+    def is_same(self, other: "Seam | None") -> bool:
+        """Return whether ``other``, of the other piece, has the same tokens and words at the same places."""
+        return other is not None and all(map(np.array_equal, self, other))
 
 
 class Encoded(NamedTuple):
@@ -19,6 +37,10 @@ class Encoded(NamedTuple):
     """[tokens], unsigned"""
     supervised: np.ndarray | None
     """[tokens], uint8, 1 for those that are trained on; None: all of them."""
+    first: Seam | None = None
+    """Where a piece begins; None: it may be joined to any before it."""
+    last: Seam | None = None
+    """Where it ends."""
 
 
 Encoder = Callable[[Sequence[Row], str], list[Encoded]]
@@ -26,8 +48,39 @@ Encoder = Callable[[Sequence[Row], str], list[Encoded]]
 rows at once, for speed. Raises ``UserError`` for a row that cannot be encoded."""
 
 
+class Joiner:
+    """Joins the pieces of documents so that their tokens are those of the whole document.
+
+    Each piece is tokenized with some text before and after it, of which the tokens are left out. Two pieces are joined
+    where both have the same tokens at the same places: from there on, they are what the whole would have. If they do
+    not, the second is tokenized again with all of the first before it.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._before: tuple[Row, Encoded] | None = None
+
+    def __call__(self, row: Row, document: Encoded, unit: str) -> Encoded:
+        """Return the tokens of ``row``, of which ``document`` is what the encoder returned. Called for all rows in
+        order. Raises ``UserError`` if they depend on text that is far away."""
+        if self._before is not None and document.first is not None:
+            earlier, joined = self._before
+            if not document.first.is_same(joined.last):
+                assert isinstance(earlier.content, bytes)
+                row = row._replace(before=earlier.before + earlier.content)
+                (document,) = self._encoder([row], unit)
+                assert document.first is not None
+            if not document.first.is_same(joined.last):
+                raise UserError(
+                    f"{unit} has tokens at byte {row.offset_bytes:,} that depend on text more than {AROUND_BYTES:,} "
+                    "bytes behind them, so it cannot be tokenized in pieces; split the document there"
+                )
+        self._before = (row, document) if document.last is not None else None
+        return document
+
+
 class TextEncoder:
-    """Encoder of rows of text. More than 1 MiB is tokenized in pieces."""
+    """Encoder of rows of text. More than 1 MiB is tokenized in pieces, which give the tokens of the whole."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """``name``: name of the tokenizer in messages."""
@@ -36,26 +89,68 @@ class TextEncoder:
         self._start, self._end = np.array(tokenizer.start_ids, dtype), np.array([tokenizer.end_id], dtype)
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        pieces = [_pieces(as_bytes(row, unit)) for row in rows]
-        texts = [self._text(piece, row, unit) for row, mine in zip(rows, pieces, strict=True) for piece in mine]
+        contents = [as_bytes(row, unit) for row in rows]
+        is_short = [
+            self._tokenizer.splits_anywhere or (len(content) <= PIECE_BYTES and row.begins and row.ends)
+            for row, content in zip(rows, contents, strict=True)
+        ]
+        texts = [
+            self._text(content, row.offset_bytes, unit)
+            for row, content, short in zip(rows, contents, is_short, strict=True)
+            if short
+        ]
         ids = iter(self._tokenizer.encode_many(texts))
-        encoded = []
-        for row, mine in zip(rows, pieces, strict=True):
-            parts = [self._start] if row.begins else []
-            parts += [next(ids) for _ in mine]
-            parts += [self._end] if row.ends else []
-            encoded.append(Encoded(np.concatenate(parts), None))
-        return encoded
+        return [
+            self._marked(row, Encoded(next(ids), None)) if short else self._long(row, content, unit)
+            for row, content, short in zip(rows, contents, is_short, strict=True)
+        ]
 
-    def _text(self, piece: bytes, row: Row, unit: str) -> bytes | str:
+    def _marked(self, row: Row, document: Encoded) -> Encoded:
+        parts = [*([self._start] if row.begins else []), document.tokens, *([self._end] if row.ends else [])]
+        return document._replace(tokens=np.concatenate(parts))
+
+    def _long(self, row: Row, content: bytes, unit: str) -> Encoded:
+        if not (row.begins and row.ends):
+            return self._marked(row, self._piece(row._replace(content=content), unit))
+        pieces, offset, join = [], row.offset_bytes, Joiner(lambda rows, unit: [self._piece(rows[0], unit)])
+        for before, piece, after in read_surrounded(io.BytesIO(content)):
+            mine = Row(row.number, piece, not before, not after, offset, before, after)
+            document = self._piece(mine, unit)
+            try:
+                pieces.append(join(mine, document, row_of_unit(row, unit)).tokens)
+            except UserError:  # all of it is in memory
+                pieces = [self._tokenizer.encode(content)]
+                break
+            offset += len(piece)
+        return self._marked(row, Encoded(np.concatenate(pieces), None))
+
+    def _piece(self, row: Row, unit: str) -> Encoded:
+        """Return the tokens of a piece without marks, and its seams."""
+        assert isinstance(row.content, bytes)
+        offset = row.offset_bytes - len(row.before)
+        texts = []
+        for part in (row.before, row.content, row.after):
+            texts.append(str(self._text(part, offset, unit, as_text=True)))
+            offset += len(part)
+        ids, places, words = self._tokenizer.encode_placed("".join(texts))
+        places = np.maximum.accumulate(places)  # some say where a token's first letter is, behind its blank
+        start, stop = len(texts[0]), len(texts[0]) + len(texts[1])
+
+        def seam(at: int) -> Seam:
+            near = slice(*np.searchsorted(places, (at - _COMPARED_CHARACTERS, at + _COMPARED_CHARACTERS)))
+            return Seam(ids[near], places[near] - at, words[near] - words[near][:1])
+
+        begin = 0 if row.begins else int(np.searchsorted(places, start))
+        end = len(ids) if row.ends else int(np.searchsorted(places, stop))
+        return Encoded(
+            ids[begin:end], None, None if row.begins else seam(start), None if row.ends else seam(stop)
+        )  # fmt: skip
+
+    def _text(self, piece: bytes, offset_bytes: int, unit: str, *, as_text: bool = False) -> bytes | str:
         try:
-            return piece if self._tokenizer.takes_bytes else piece.decode("utf-8")
+            return piece if self._tokenizer.takes_bytes and not as_text else piece.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise not_utf8(unit, row.offset_bytes, error, self._name) from error
-
-
-def _pieces(content: bytes) -> list[bytes]:
-    return [content] if len(content) <= PIECE_BYTES else list(read_pieces(io.BytesIO(content)))
+            raise not_utf8(unit, offset_bytes, error, self._name) from error
 
 
 def as_bytes(row: Row, unit: str) -> bytes:

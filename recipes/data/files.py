@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +27,10 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of files that are decompressed as they are read."""
 
 PIECE_BYTES = 1 << 20
-"""Largest piece of a document that is tokenized at once."""
+"""Largest piece of a document that is tokenized at once, apart from the text around it."""
+
+AROUND_BYTES = 1 << 14
+"""Text on each side of a piece that is tokenized with it."""
 
 SETTLED_SECONDS = 2.0
 """Age above which the times of a file show whether it has changed."""
@@ -153,6 +157,19 @@ def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]
         at = cut(rest)
         yield rest[:at]
         rest = rest[at:]
+
+
+def read_surrounded(stream: IO[bytes], length: int | None = None) -> Iterator[tuple[bytes, bytes, bytes]]:
+    """Yield each of ``read_pieces`` between the text before and after it, at most ``AROUND_BYTES`` each; empty at the
+    start and at the end."""
+    before = b""
+    for piece, following in pairwise(chain(read_pieces(stream, length), [b""])):
+        stop = min(AROUND_BYTES, len(following))
+        while stop < len(following) and AROUND_BYTES - stop < 3 and following[stop] & 0xC0 == 0x80:
+            stop -= 1  # the start of a character
+        yield before, piece, following[:stop]
+        before = piece[-AROUND_BYTES:]
+        before = before[next((at for at in range(min(4, len(before))) if before[at] & 0xC0 != 0x80), 0) :]
 
 
 def cut(content: bytes) -> int:

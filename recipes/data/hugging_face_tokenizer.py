@@ -113,6 +113,12 @@ class HuggingFaceTokenizer(Tokenizer):
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, self._dtype) for each in found]
 
+    def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        words = [-1 if word is None else word for word in found.word_ids]
+        places = np.array([start for start, _ in found.offsets], np.int64)
+        return np.array(found.ids, self._dtype), places, np.array(words, np.int64)
+
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         found = self._with_marks.encode(text, add_special_tokens=False)
         return np.array(found.ids, self._dtype), np.array([start for start, _ in found.offsets], np.int64)

@@ -23,6 +23,7 @@ from serried.configs.plain_data import expanded, read_regular
 from serried.recipes.data.atomic_folder import make_folder, other_cache
 from serried.recipes.data.chat import chat_encoder
 from serried.recipes.data.encode import Encoder, TextEncoder
+from serried.recipes.data.files import assignment
 from serried.recipes.data.flat import FlatFiles
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.pairs import pair_encoder
@@ -48,6 +49,8 @@ _FORMAT = 3
 _SAMPLE_TOKENS = 100
 _CHECKSUM = "crc32"
 """In ``summary.json``: of all else there, and of ``tokenizer.json``."""
+_FEWEST_TOKENS = 2**14
+"""Of a document above 1 MiB: few tokens are longer than 64 bytes."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +125,33 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
         return open_prepared(path.absolute())
     cache, tokenizer, source = cache_folder(section), named_tokenizer(section), open_source(section)
     settings = _settings(section, tokenizer, source)
-    memo = _Memo(cache, [section.name, getattr(section, "path", None), *source.identity(), settings], source.state())
-    if (key := memo.recall()) and is_intact(cache / key):
-        return open_prepared(cache / key)
+    joins = _joins_pieces(section, tokenizer, source)
+    identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
+    memo = _Memo(cache, identity, source.state())
+    if (name := memo.recall()) and is_intact(cache / name):
+        return open_prepared(cache / name)
     content = source.fingerprint(progress.phase("reading"))
-    key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+    name = key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+    earlier = cache / key if joins and is_intact(cache / key) else None
+    if joins and (earlier is None or _may_be_in_pieces(earlier)):
+        name = hashlib.sha256(f"{key} joined".encode()).hexdigest()[:32]
 
     def write(partial: Path) -> None:
         if isinstance(source, FlatFiles):
             assert tokenizer is not None
             write_summary(partial, *source.write(partial), source.noun, tokenizer)
         else:
-            _fill(partial, section, source, tokenizer, progress)
+            _fill(partial, section, source, tokenizer, progress, key)
 
-    make_folder(cache / key, write, lambda: is_intact(cache / key), progress)
-    memo.remember(key)
-    return open_prepared(cache / key)
+    make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
+    memo.remember(name)
+    prepared = open_prepared(cache / name)
+    if earlier is not None and prepared.key != key:
+        progress.say(
+            f"documents above 1 MiB have other tokens than in {earlier}, which split them without regard to their "
+            f"tokenizer; to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
+        )
+    return prepared
 
 
 def is_intact(folder: Path) -> bool:
@@ -195,8 +209,20 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source)
     return json.dumps(settings, sort_keys=True)
 
 
+def _joins_pieces(section: DataSection, tokenizer: Tokenizer | None, source: Source) -> bool:
+    """Whether tokens of long documents depend on how their pieces are joined."""
+    is_split_anywhere = section.tokenizer == "chars" if tokenizer is None else tokenizer.splits_anywhere
+    return section.format == "text" and not isinstance(source, FlatFiles) and not is_split_anywhere
+
+
+def _may_be_in_pieces(folder: Path) -> bool:
+    """Whether an earlier version, which joined pieces as they were, may have split a document in ``folder``."""
+    counts = open_prepared(folder).splits.values()
+    return any(any(split.lengths[_FEWEST_TOKENS.bit_length() :]) for split in counts)
+
+
 class _Memo:
-    """The key that a source had, valid while the file system shows that none of its files has changed.
+    """The folder that a source was prepared in, valid while the file system shows that none of its files has changed.
 
     One small file per source and settings, so that a start need not read a large source only to find that it is
     prepared. If it cannot be read or written, the source is read.
@@ -223,7 +249,9 @@ class _Memo:
 # making ---------------------------------------------------------------------------------------------------------------
 
 
-def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer | None, progress: Progress) -> None:
+def _fill(
+    partial: Path, section: DataSection, source: Source, named: Tokenizer | None, progress: Progress, key: str
+) -> None:
     units = source.units()
     splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
     tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
@@ -248,7 +276,8 @@ def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer 
         for split, shard in plain["shards"].items():
             shards[split].append(Shard.from_json(partial, shard))
     _check(section, source, counts)
-    write_summary(partial, counts, shards, source.noun, tokenizer)
+    is_joined = counts.long and _joins_pieces(section, tokenizer, source)
+    write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
     for done in partial.glob("done-*.json"):
         done.unlink()
 
@@ -305,12 +334,14 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
 
 
 def write_summary(
-    folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer
-) -> None:
-    """Write the files that describe the shards in ``folder``; the last ones to be written."""
+    folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer,
+    key: str | None = None,
+) -> None:  # fmt: skip
+    """Write the files that describe the shards in ``folder``; the last ones to be written. ``key``: by default the name
+    of the folder."""
     write_json(folder / "tokenizer.json", tokenizer.spec())
     summary = {
-        "format": _FORMAT, "key": folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
+        "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip

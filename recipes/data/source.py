@@ -29,6 +29,9 @@ class Row(NamedTuple):
     """Whether it has the document's end."""
     offset_bytes: int = 0
     """Start within its file, for messages; 0 if it is not known."""
+    before: bytes = b""
+    """Of a piece: text right before it, whole characters."""
+    after: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from serried.recipes.data.tokenize import Counts, place_of
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 _FORMAT = 3
-"""Version of the prepared files of a stream."""
+"""Version of the prepared files of a stream; 4 if the pieces of long documents are joined."""
 
 _HELD_OUT = "held-out.json"
 """Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
@@ -44,7 +44,8 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
     units = [] if section.keeps_none else streamed_units(section, section.validation_split or section.split)
     wanted = sequences * section.sequence_length + 1
     names = [[unit.name, unit.size_bytes] for unit in units]
-    identity = [_FORMAT, _identity(section, tokenizer), names, wanted, section.validation_split]
+    version = _FORMAT if tokenizer.splits_anywhere else _FORMAT + 1
+    identity = [version, _identity(section, tokenizer), names, wanted, section.validation_split]
     folder = cache_folder(section) / f"stream-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}"
     with Progress(show, 1) as progress:
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 from serried.configs.errors import UserError
 from serried.recipes.data.files import (
@@ -20,7 +19,7 @@ from serried.recipes.data.files import (
     hash_files,
     key_of,
     open_plain,
-    read_pieces,
+    read_surrounded,
     skip,
     unchanged,
 )
@@ -52,8 +51,8 @@ class Part(Unit):
         offset = self.start_bytes
         with unchanged(self.document.path, self.document.stamp), open_plain(self.document.path) as stream:
             skip(stream, offset)
-            for piece, following in pairwise(chain(read_pieces(stream, self.size_bytes), [b""])):
-                yield Row(0, piece, offset == self.start_bytes, not following, offset)
+            for before, piece, after in read_surrounded(stream, self.size_bytes):
+                yield Row(0, piece, not before, not after, offset, before, after)
                 offset += len(piece)
 
 

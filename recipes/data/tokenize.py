@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from serried.recipes.data.encode import Encoded, Encoder, as_bytes, texts_of
+from serried.recipes.data.encode import Encoded, Encoder, Joiner, as_bytes, texts_of
+from serried.recipes.data.files import PIECE_BYTES
 from serried.recipes.data.progress import Progress, ordered
 from serried.recipes.data.shards import Shard, ShardWriter
 from serried.recipes.data.source import SPLITS, Row, Unit
@@ -61,12 +62,15 @@ class Counts:
     lowest: float = 1.0
     """Lowest of the places (``place_of``) of documents whose split depends on it."""
     highest: float = 0.0
+    long: int = 0
+    """Documents that are tokenized in pieces."""
 
     def add(self, other: "Counts") -> None:
         for split in SPLITS:
             getattr(self, split).add(getattr(other, split))
         self.empty += other.empty
         self.held_out += other.held_out
+        self.long += other.long
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
 
     @classmethod
@@ -140,7 +144,7 @@ def write_shards(
     progress: Progress,
 ) -> tuple[Counts, dict[str, Shard]]:
     """Write the documents of ``units`` as shard ``number`` of each split that has any. Return counts and shards."""
-    counts = Counts()
+    counts, join = Counts(), Joiner(encoder)
     open_documents = dict.fromkeys(SPLITS, 0)
 
     def encoded(batch: _Batch) -> tuple[_Batch, list[Encoded]]:
@@ -152,6 +156,8 @@ def write_shards(
         batches = _batches(units, splitter, counts, progress)
         for batch, documents in ordered(pool, encoded, batches, 2 * progress.threads + 1):
             for row, split, document in zip(batch.rows, batch.splits, documents, strict=True):
+                document = join(row, document, batch.unit)
+                counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
                 writers[split].add(document, begins=row.begins)
                 open_documents[split] += len(document.tokens)

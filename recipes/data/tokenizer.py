@@ -39,6 +39,8 @@ class Tokenizer(ABC):
     """Id that follows every document."""
     takes_bytes: bool
     """Whether text may be any bytes, and need not be UTF-8."""
+    splits_anywhere: bool = False
+    """Whether the ids of a text are those of its pieces, wherever it is split between characters."""
 
     @abstractmethod
     def encode(self, text: bytes | str) -> np.ndarray:
@@ -50,6 +52,11 @@ class Tokenizer(ABC):
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """As ``encode``, of several at once."""
         return [self.encode(text) for text in texts]
+
+    def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As ``encode``, and of each id the character that it begins with and the number of the word that it is in,
+        [tokens], int64."""
+        raise NotImplementedError(f"{type(self).__name__} splits anywhere")
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -80,6 +87,7 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 257
     end_id = 256
     takes_bytes = True
+    splits_anywhere = True
 
     def encode(self, text: bytes | str) -> np.ndarray:
         content = text.encode("utf-8") if isinstance(text, str) else text
@@ -107,6 +115,7 @@ class CharsTokenizer(Tokenizer):
     """One id per character that occurs in the source, in order of code point; the last id ends a document."""
 
     takes_bytes = False
+    splits_anywhere = True
 
     def __init__(self, characters: str) -> None:
         """``characters``: all there are, each once, sorted."""

@@ -69,8 +69,7 @@ class Joiner:
                 assert isinstance(earlier.content, bytes)
                 row = row._replace(before=earlier.before + earlier.content)
                 (document,) = self._encoder([row], unit)
-                assert document.first is not None
-            if not document.first.is_same(joined.last):
+            if document.first is None or not document.first.is_same(joined.last):
                 raise UserError(
                     f"{unit} has tokens at byte {row.offset_bytes:,} that depend on text more than {AROUND_BYTES:,} "
                     "bytes behind them, so it cannot be tokenized in pieces; split the document there"

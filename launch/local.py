@@ -64,7 +64,6 @@ def run_local(
     # Before torch is imported, which reads the first.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     is_forked = load is not None and load_to_fork(load, config.launch)
     with NotedSignals() as signals:
         listener, reports = socket.create_server(("127.0.0.1", 0)), _Reports()

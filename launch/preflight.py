@@ -24,6 +24,8 @@ _FREE_SHARE = 0.9
 _CLOCK_SECONDS = 1.0
 _SHARED_MEMORY_BYTES_PER_RANK = 128 * 2**20
 _INODES = 1000
+_SOCKETS_PER_PEER = 4
+"""Of a rank to each other rank: of the world's group, of the groups of checkpoints and of the axes."""
 _WRITE_BYTES_PER_SECOND = 20e6
 
 
@@ -94,6 +96,7 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     alone("matmul", lambda: probes.matmul_flops(session))
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
+    alone("open_files", probes.open_files)
     alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
     is_first = hosts.index(facts["host"]) == session.rank
     alone("disk", lambda: probes.disk(run_dir) if is_first else None)
@@ -212,6 +215,10 @@ def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Find
             text = f"{host}: no address for {', '.join(fact['unresolved'])}"
             if text not in findings.warnings:
                 findings.warnings.append(text)
+        files, needed = fact["open_files"], _SOCKETS_PER_PEER * len(facts)
+        text = f"{host}: at most {files} open files, and {len(facts)} ranks may need {needed}; use: ulimit -Hn {needed}"
+        if files is not None and files < needed and text not in findings.warnings:
+            findings.warnings.append(text)
         shared = fact["shared_memory"]
         text = f"{host}: /dev/shm has {size(shared or 0)}, below {ranks_per_node} x 128 MiB; containers: --shm-size=8g"
         if (shared or 0) < ranks_per_node * _SHARED_MEMORY_BYTES_PER_RANK and text not in findings.warnings:

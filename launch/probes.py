@@ -3,8 +3,10 @@
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +26,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TIMED = 3
 _CLOCK_ROUNDS = 5
+_all_gather_whole: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.13 has the first name, and warns of the second."""
 
 
 def versions() -> dict[str, str | None]:
@@ -70,19 +74,20 @@ def collectives(session: Session) -> dict[str, Any]:
     ``is_reduce_wrong``, and ``gather_wrong``: the ranks whose data was wrong.
     """
     ranks = session.world_size
-    count = 2**24 if session.device.type == "cuda" else 2**20
+    count = min(2**24, 2**30 // ranks) if session.device.type == "cuda" else 2**20  # of many ranks no more than 4 GiB
     mine = _pattern(session.rank, count, session.device)
     of_rank_0 = _pattern(0, count, session.device)
-    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    gathered = mine.new_empty(ranks * count)  # in one piece: NCCL would gather a list into a second copy
     reduced = all_reduce(mine.clone())
-    dist.all_gather(parts, mine)
+    _all_gather_whole(gathered, mine)
+    parts = gathered.split(count)
     found = {  # small integers, whose sums are exact in fp32
         "is_reduce_wrong": not torch.equal(reduced, ranks * of_rank_0 + sum(range(ranks))),
         "gather_wrong": [rank for rank, part in enumerate(parts) if not torch.equal(part, of_rank_0 + rank)],
     }
     nbytes = mine.nbytes * (ranks - 1) / ranks
     reduce_seconds = min(_timed(session, lambda: all_reduce(reduced.zero_())) for _ in range(_TIMED))
-    gather_seconds = min(_timed(session, lambda: dist.all_gather(parts, mine)) for _ in range(_TIMED))
+    gather_seconds = min(_timed(session, lambda: _all_gather_whole(gathered, mine)) for _ in range(_TIMED))
     return found | {
         "reduce_bytes_per_second": 2 * nbytes / reduce_seconds,
         "gather_bytes_per_second": nbytes * ranks / gather_seconds,
@@ -167,6 +172,12 @@ def unresolved(hosts: list[str]) -> list[str]:
         except OSError:
             missing.append(host)
     return missing
+
+
+def open_files() -> int:
+    """Return how many files, sockets among them, this process may have open."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else allowed
 
 
 def shared_memory_bytes() -> int | None:
@@ -278,7 +289,7 @@ def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, flo
     for size in _EXCHANGED_BYTES:
         part = torch.ones(size // 4, device=session.device)
         whole = torch.ones(ranks * (size // 4), device=session.device)
-        gather = _best(session, partial(dist.all_gather_into_tensor, whole, part, group=group))
+        gather = _best(session, partial(_all_gather_whole, whole, part, group=group))
         scatter = _best(session, partial(dist.reduce_scatter_tensor, part, whole, group=group))
         points.append(((ranks - 1) * size, (gather + scatter) / 2))
     (_, of_call), *_, (most, seconds) = points
@@ -294,7 +305,7 @@ def hidden_share(session: Session) -> float:
     whole = torch.ones(count * session.world_size, device=session.device)
 
     def exchange(is_waited: bool = True) -> Any:
-        work = dist.all_gather_into_tensor(whole, part, async_op=True)
+        work = _all_gather_whole(whole, part, async_op=True)
         return work.wait() if is_waited and work is not None else work
 
     once = _best(session, lambda: torch.mm(matrix, matrix))

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_FILES = 2**16
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
@@ -172,6 +174,17 @@ def make_sums_repeatable() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def allow_open_files() -> None:
+    """Raise the limit on open files of this process as far as it may: a Gloo group has a socket to each of its ranks,
+    and torchrun's agent on the first node two or three for each rank."""
+    limit = resource.RLIMIT_NOFILE
+    allowed, most = resource.getrlimit(limit)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(limit, (wanted, most))
 
 
 def keep_freed_memory() -> None:

@@ -18,7 +18,14 @@ from serried.runtime.ending import exit_code_of, print_traceback, report_alone, 
 from serried.runtime.exchange import Exchange
 from serried.runtime.live import announced
 from serried.runtime.program import is_called_from_python, typed_command, typed_words
-from serried.runtime.ranks import choose_device, host_name, keep_freed_memory, threads_per_process, torchrun_says
+from serried.runtime.ranks import (
+    allow_open_files,
+    choose_device,
+    host_name,
+    keep_freed_memory,
+    threads_per_process,
+    torchrun_says,
+)
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
 
@@ -241,7 +248,13 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"{str(error).splitlines()[0].rstrip('.')}; use launch.device=cpu to train without them"
             ) from None
         torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
+        # For the watchdog to name who is missing; with the times, also which collectives a GPU has not begun.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
+        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
+        # After a failure end without cleaning up, which may hang. torchrun's default, 1, loses torch's own report
+        # (https://github.com/pytorch/pytorch/issues/121055).
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    allow_open_files()
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":
         keep_freed_memory()

@@ -10,6 +10,9 @@ from pathlib import Path
 # Tests and what they start share the cores: threads would wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of those that ask for several
+# Tests expect the devices and the rounding of a CPU, but for those of tests/test_gpu.py.
+if os.environ.get("TEST_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # The first profile of a process decides what torch's profiler prints in all later ones, of other tests too.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 

@@ -22,6 +22,7 @@ from serried.parallel.eight_bits import Float8, Int8, refuse_old
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import Product, choose_linear, set_product
+from serried.trainer.precision import refuse_emulation
 
 WIDE = ("model.dim=64", "model.hidden_dim=96")
 """Of which each part that a tensor rank has is a multiple of 16."""
@@ -291,6 +292,14 @@ def test_unsupported_float8_settings_are_refused_in_one_line(
     ended = run_here(tiny_overrides(text, tmp_path / "run", "dry_run=true", "precision=float8", *more.split()))
     assert told in ended.error
     assert f"use {cure}" in ended.error
+
+
+def test_gpu_without_bf16_is_refused_with_what_it_has() -> None:
+    refuse_emulation("NVIDIA A100", (8, 0))
+    with pytest.raises(
+        UserError, match=r"precision=bf16: Tesla V100 has compute capability 7\.0.*; use precision=fp16"
+    ):
+        refuse_emulation("Tesla V100", (7, 0))
 
 
 def test_an_older_gpu_is_refused_with_what_it_lacks() -> None:

@@ -1,6 +1,6 @@
 """What needs a GPU: kernels, precisions and copies that a CPU does not have. One GPU is enough.
 
-make test ARGS=tests/test_gpu.py
+TEST_DEVICE=cuda make test ARGS=tests/test_gpu.py
 """
 
 import gc

@@ -26,7 +26,7 @@ def node(rank: int, **other: Any) -> dict[str, Any]:
     facts = {
         "rank": rank, "host": f"node{rank}", "problems": [], "versions": {"torch": "2.13.0", "driver": "570.1"},
         "device": {"name": "NVIDIA H200", "count": 1, "free_share": 0.99}, "matmul": 600e12, "unresolved": [],
-        "shared_memory": 8 * GIB, "sees_run_dir": True, "clock": 0.001 * rank, "pairs": 40e9,
+        "shared_memory": 8 * GIB, "open_files": 2**16, "sees_run_dir": True, "clock": 0.001 * rank, "pairs": 40e9,
         "disk": {"free_bytes": 100 * GIB, "free_inodes": None, "write_bytes_per_second": 1e9},
         "collectives": {
             "is_reduce_wrong": False, "gather_wrong": [], "reduce_bytes_per_second": 4e10,
@@ -99,9 +99,10 @@ def test_problem_of_all_nodes_excludes_none() -> None:
 
 
 def test_possible_later_problems_are_warnings() -> None:
-    text = told(node(1, shared_memory=64 * 2**20), node(2, unresolved=["node4"]))
+    text = told(node(1, shared_memory=64 * 2**20), node(2, unresolved=["node4"]), node(3, open_files=19))
     assert "WARNING    node1: /dev/shm has 64.0MiB, below 1 x 128 MiB" in text
     assert "WARNING    node2: no address for node4" in text
+    assert "WARNING    node3: at most 19 open files, and 5 ranks may need 20; use: ulimit -Hn 20" in text
     assert text.endswith("verdict    fit: 5 nodes, 5 ranks")
 
 

@@ -59,6 +59,16 @@ def _mistake() -> None:
     raise UserError("no such file")
 
 
+def test_limit_on_open_files_is_raised_to_what_is_allowed() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))\n"
+        "from serried.runtime.ranks import allow_open_files; allow_open_files()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    ended = typed("-c", script)
+    assert ended.stdout == "(512, 512)\n", ended.stderr
+
+
 def test_results_of_one_rank_reach_all(cluster: Cluster) -> None:
     answers = [answer.value for answer in cluster.run(3, "tests.test_session:share_verdicts")]
     threads = max(1, usable_cores() // 3)

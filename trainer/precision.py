@@ -68,10 +68,22 @@ def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, 
 
 def check_products(config: RunConfig, device: torch.device) -> None:
     """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
+    if device.type == "cuda" and torch.version.hip is None and config.precision.name == "bf16":
+        refuse_emulation(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     if is_eight_bits(config.precision.name):
         check_eight_bits(config.precision.name, device)
     elif config.trainer.quantize_aware != "none":
         check_torchao(*_setting(config))
+
+
+def refuse_emulation(name: str, capability: tuple[int, int]) -> None:
+    """Raise ``UserError`` if a GPU of this compute capability has no bf16: torch would compute in fp32, several times
+    slower."""
+    if capability < (8, 0):
+        raise UserError(
+            f"precision=bf16: {name} has compute capability {'.'.join(map(str, capability))}, and only GPUs of 8.0 "
+            "(Ampere) or higher have bf16; use precision=fp16"
+        )
 
 
 def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:

@@ -1,11 +1,12 @@
 """Tables of docs/configuration.md (``python -m benchmarks.key_tables``), coming-from.md (``... coming-from``) and
-families.md (``... families``)."""
+families.md (``... families``), and of ``configs/transformers_defaults.py`` (``... transformers-defaults``)."""
 
+import dataclasses
 import json
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serried.configs.compose import compose
@@ -141,9 +142,98 @@ def families() -> str:
     return "\n".join(_table(("`model.family`", "Opens", "Architecture", "Presets", "Axes besides data parallel"), rows))
 
 
+_NO_ARCHITECTURE = re.compile("drop|router|summary|use_cache|initializer|pretraining_tp|[be]os_token|mtp")
+"""Fields that describe no model: how transformers trains it, or generates with it."""
+_JOINED = ":\N{NO-BREAK SPACE}"
+"""A colon after which no line is broken."""
+_OF_ROPE = ("rope_theta", "partial_rotary_factor")
+"""Keys that transformers reads into ``rope_parameters``."""
+
+
+def defaults_of_transformers() -> dict[str, dict[str, Any]]:
+    """Return, by the names in ``configs/transformers_defaults.py``, what the installed transformers takes for keys that
+    a ``config.json`` leaves out, which of them must not be null, and further names of keys; each by ``model_type``."""
+    import transformers
+
+    tables: dict[str, dict[str, Any]] = {"DEFAULTS": {}, "NOT_NULL": {}, "ALIASES": {}}
+    for kind in (name for name in models.names() if name in transformers.CONFIG_MAPPING):
+        made = transformers.CONFIG_MAPPING[kind]
+        usual = {field.name: field.default for field in dataclasses.fields(transformers.PreTrainedConfig)}
+        own = {each.name: each.default for each in dataclasses.fields(made) if each.name not in usual}
+        own = {name: value for name, value in own.items() if not _NO_ARCHITECTURE.search(name)}
+        rope = made().rope_parameters if "rope_parameters" in own else {}
+        own.pop("rope_parameters", None)
+        derived = {key: rope[key] for key in _OF_ROPE if key in rope}
+        if "full_attention" in rope:
+            derived = {
+                "rope_theta": rope["full_attention"]["rope_theta"],
+                "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
+                "sliding_window_pattern": made().layer_types.index("full_attention") + 1,
+            }
+        tables["DEFAULTS"][kind] = own | derived
+        # A base that is null passes its checks, and has no angles.
+        needed = [key for key in own | derived if "rope_" in key or not _takes_null(made, key)]
+        tables["NOT_NULL"][kind] = tuple(needed)
+        aliases = (pair if pair[1] in own else pair[::-1] for pair in made.attribute_map.items())
+        tables["ALIASES"][kind] = {further: name for further, name in aliases if name in own}
+    return tables
+
+
+def _takes_null(made: Any, key: str) -> bool:
+    try:
+        made(**{key: None})
+    except Exception:  # of any kind: its own checks, or arithmetic with None
+        return False
+    return True
+
+
+def transformers_defaults() -> str:
+    """Return the content of ``configs/transformers_defaults.py``."""
+    import transformers
+
+    lines = [
+        '"""What transformers takes for keys that a ``config.json`` leaves out, by ``model_type``.',
+        "",
+        "``python -m benchmarks.key_tables transformers-defaults`` writes it: composing imports no transformers.",
+        '"""',
+        "",
+        "from collections.abc import Mapping, Sequence",
+        "from typing import Any",
+        "",
+        f'VERSION = "{transformers.__version__}"',
+        '"""Of transformers."""',
+        "# fmt: off",
+    ]
+    purposes = {
+        "DEFAULTS": ("Mapping[str, Any]", "Values of keys that are left out; None: it follows from others."),
+        "NOT_NULL": ("Sequence[str]", "Keys that transformers refuses if they are null."),
+        "ALIASES": ("Mapping[str, str]", "Further names of keys, which transformers reads too -> the name here."),
+    }
+    for name, table in defaults_of_transformers().items():
+        kind, purpose = purposes[name]
+        lines.append(f"{name}: Mapping[str, {kind}] = {{")
+        for family, value in table.items():
+            entry = f"    {json.dumps(family)}: {_literal(value)},".replace(": ", _JOINED)
+            lines += textwrap.wrap(entry, 119, subsequent_indent=" " * 8, break_on_hyphens=False)
+        lines += ["}", f'"""{purpose}"""']
+    return "\n".join(lines).replace(_JOINED, ": ")
+
+
+def _literal(value: Any) -> str:
+    """``value`` as Python writes it, with double quotes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{_literal(each)}, " for each in value).strip() + ")"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
 def _plain(known: str) -> str:
     return ", ".join(f"`{word.rpartition(':')[2]}`" for word in known.split())
 
 
 if __name__ == "__main__":
-    print({"coming-from": coming_from, "families": families}.get(" ".join(sys.argv[1:]), key_tables)())
+    tables = {
+        "coming-from": coming_from, "families": families, "transformers-defaults": transformers_defaults,
+    }  # fmt: skip
+    print(tables.get(" ".join(sys.argv[1:]), key_tables)())

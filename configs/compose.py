@@ -6,6 +6,7 @@ schema before Hydra sees anything: it gets the choices of groups only, and value
 
 import functools
 import re
+from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,7 @@ from serried.configs.keys import all_keys, is_section
 from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_if_there, read_yaml, value_at
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
-from serried.configs.schema import OptimSection, RunConfig, TrackSection
+from serried.configs.schema import OptimSection, RunConfig, TrackSection, parse_count
 from serried.configs.suggest import Groups, nearest, nearest_keys, pasteable, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
@@ -54,7 +55,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     late: Sequence[str] = ()
     try:
         plain = _composed(line)
-        plain = with_model_folder(plain, given)
+        plain = _with_fitting_length(with_model_folder(plain, given), given)
         config = check(plain)
         late = _unknown_changes(config)
     except UserError as error:
@@ -76,6 +77,16 @@ def _unknown_changes(config: RunConfig) -> list[str]:
             hint = f"did you mean {' or '.join(near)}?" if near else f"e.g. {all_keys()[key].example}"
             found.append(f"{key}=[{name}]: there is no key {name}; {hint}")
     return found
+
+
+def _with_fitting_length(plain: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the composed config with sequences no longer than the model supports, unless the user set the length."""
+    model, data = plain.get("model"), plain.get("data")
+    if "data.sequence_length" in given or not isinstance(model, dict) or not isinstance(data, dict):
+        return plain
+    longest, length = (parse_count(each) for each in (model.get("max_sequence_length"), data.get("sequence_length")))
+    is_longer = isinstance(longest, int) and isinstance(length, int) and 0 < longest < length
+    return plain | {"data": data | {"sequence_length": longest}} if is_longer else plain
 
 
 def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
@@ -249,6 +260,13 @@ def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) 
 
 def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) -> None:
     """Set the names of what is chosen, and the values of the command line."""
+    for group, choice in choices.items():
+        for file in (folder / group / f"{choice}.yaml" for folder in declared().config_dirs):
+            if file.is_file() and file.read_bytes().startswith(BOM_UTF8):
+                raise UserError(
+                    f"{file} begins with a byte order mark, behind which its first line is not read; save it as UTF-8 "
+                    "without one"
+                )
     if isinstance(config.get("recipe"), DictConfig):
         raise UserError(
             f"the file of recipe={choices['recipe']} sets keys of the whole run, so it must begin with "

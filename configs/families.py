@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from serried.configs.divisors import nearest_divisors
 from serried.configs.schema import Count, DerivedSize, Number, PathText, PositiveCount, Section, Size, parse_count
+from serried.configs.transformers_defaults import ALIASES, DEFAULTS, NOT_NULL, VERSION
 
 
 class RopeScaling(Section):
@@ -53,8 +54,22 @@ def _named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]
     return {ours: found[theirs] for ours, theirs in names.items()}
 
 
-def _given(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if value is not None}
+def completed(found: Mapping[str, Any], like: str) -> dict[str, Any]:
+    """Return the ``config.json`` ``found`` with what transformers takes for keys that it leaves out. A ``model_type``
+    that transformers does not have is taken for ``like``.
+
+    Raises ``ValueError`` if a key is null that transformers does not take without a value.
+    """
+    kind = found.get("model_type") if found.get("model_type") in DEFAULTS else like
+    defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
+    named = [each for each in found if each not in aliases] + [each for each in found if each in aliases]
+    values = {aliases.get(each, each): found[each] for each in named}  # transformers reads further names last
+    for key in NOT_NULL.get(kind, ()):
+        if key in values and values[key] is None:
+            raise ValueError(
+                f"has {key} null, and transformers {VERSION} needs a value; leave it out for {defaults[key]}, or set it"
+            )
+    return {**defaults, **values}
 
 
 class ModelSection(Section):
@@ -113,14 +128,11 @@ class LlamaSection(ModelSection):
         "norm_eps": "rms_norm_eps",
         "max_sequence_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
+        "padding_token": "pad_token_id",
     }
     opens_as = ("llama", "LlamaForCausalLM")
     plain: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     """Keys of ``config.json`` that have one value in all models of the family."""
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048,
-    }  # fmt: skip
-    """Values of the keys of ``config.json`` that may be left out, those of transformers."""
     has_bias: ClassVar[bool] = False
     """Whether queries, keys and values have one."""
     normalizes_heads: ClassVar[bool] = False
@@ -147,6 +159,9 @@ class LlamaSection(ModelSection):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling; null for none."""
+    padding_token: Annotated[Count, Field(ge=0, le=10**7)] | None = None
+    """Token whose row of the embedding gets no gradient where it is read, as transformers' ``pad_token_id``; null:
+    none."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
@@ -164,22 +179,27 @@ class LlamaSection(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls.opens_as[0])
         refuse_unless(found, **cls.plain)
-        found = {**cls.defaults, **_given(found)}
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
-        # transformers 5 has one dictionary; before it there were two keys.
-        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        rope = {"rope_theta": found["rope_theta"], **_rope(found)}
+        if rope["rope_theta"] is None:
+            raise ValueError("has rope_theta null; leave it out for the default of transformers, or set it")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
         scaled = RopeScaling.model_fields if kind == "llama3" else ()
-        heads = found["num_attention_heads"]
+        rope.setdefault("original_max_position_embeddings", found["max_position_embeddings"])
+        heads, padding = found["num_attention_heads"], found["pad_token_id"]
         return {
-            **_named(cls.names, {"num_key_value_heads": heads, **found}),
+            **_named(cls.names, found),
+            "kv_heads": heads if found["num_key_value_heads"] is None else found["num_key_value_heads"],
             "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
-            "rope_theta": float(rope.get("rope_theta") or found["rope_theta"]),
+            "rope_theta": float(rope["rope_theta"]),
             "rope_scaling": {key: rope[RopeScaling.names.get(key, key)] for key in scaled} or None,
+            # torch counts negative ones from the end.
+            "padding_token": padding if padding is None or padding >= 0 else found["vocab_size"] + padding,
         }
 
     @property
@@ -232,6 +252,13 @@ class LlamaSection(ModelSection):
             )
 
 
+def _rope(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a ``config.json`` says of rotary embeddings: transformers 5 has one dictionary, before it there were
+    keys beside it. transformers reads the older one first."""
+    rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    return rope
+
+
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},
     "mixtral": {
@@ -274,8 +301,8 @@ class MoESection(LlamaSection):
         "experts_per_token": "num_experts_per_tok",
         "attention_bias": "attention_bias",
     }
+    opens_as = ("glm4_moe", "Glm4MoeForCausalLM")
     plain: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "attention_bias": False}
 
     experts: Size
     """Number of routed experts of a layer."""
@@ -293,7 +320,7 @@ class MoESection(LlamaSection):
     normalize_weights: bool = True
     """Divide the weights of a token's experts by their sum."""
     attention_bias: bool = False
-    """Add a bias to queries, keys and values."""
+    """Add a bias to queries, keys and values; with ``family=qwen3_moe`` to the output of attention too."""
     qk_norm: bool = False
     """Normalize queries and keys, per head."""
     rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
@@ -312,6 +339,11 @@ class MoESection(LlamaSection):
         return self.family not in _FORMS
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.attention_bias and self.family == "qwen3_moe"
+
+    @property
     def rotary_dim(self) -> int:
         """Leading numbers of each head that rotary embeddings turn."""
         return int(self.attention_head_dim * self.rotary_fraction)
@@ -328,24 +360,21 @@ class MoESection(LlamaSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        family = found["model_type"]
-        rope, dense = found.get("rope_parameters") or {}, found.get("mlp_only_layers") or []
-        values = {
-            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": family not in _FORMS,
-            "use_qk_norm": False, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
-        }  # fmt: skip
-        values |= _given(found) | _given({"partial_rotary_factor": rope.get("partial_rotary_factor")})
+        found = completed(found, cls.opens_as[0])
+        family, dense = found["model_type"], found.get("mlp_only_layers") or []
         if family == "mixtral":
             refuse_unless(found, sliding_window=None)
+            found["attention_bias"] = False
         elif family == "qwen3_moe":
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
-            values["num_experts"] = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
         else:
             refuse_unless(found, n_group=1, topk_group=1)
+            rotary = _rope(found).get("partial_rotary_factor", found["partial_rotary_factor"])
+            found["partial_rotary_factor"] = 1.0 if rotary is None else rotary
         keys = super().keys_from(found) | {"dense_layers": len(dense)}
-        return keys | dict(_FORMS.get(family, {})) | _named(_names_of_experts(family), values)
+        return keys | dict(_FORMS.get(family, {})) | _named(_names_of_experts(family), found)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
@@ -413,13 +442,14 @@ class GPT2Section(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls.opens_as[0])
         refuse_unless(
             found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
         )
-        if not found.get("scale_attn_weights", True):
+        if not found["scale_attn_weights"]:
             raise ValueError("has scale_attn_weights False; only True can be taken over")
-        usual = {"n_inner": 4 * found["n_embd"], "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
-        return _named(cls.names, {**usual, **_given(found)})
+        inner = 4 * found["n_embd"] if found["n_inner"] is None else found["n_inner"]
+        return _named(cls.names, {**found, "n_inner": inner})
 
     @model_validator(mode="before")
     @classmethod
@@ -440,7 +470,6 @@ class MistralSection(LlamaSection):
 
     names: ClassVar[Mapping[str, str]] = {**LlamaSection.names, "sliding_window": "sliding_window"}
     opens_as = ("mistral", "MistralForCausalLM")
-    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "sliding_window": None}
 
     sliding_window: Size | None = None
     """Number of last tokens, including itself, that a token attends to; null: all earlier tokens."""
@@ -463,7 +492,6 @@ class Qwen3Section(LlamaSection):
 
     opens_as = ("qwen3", "Qwen3ForCausalLM")
     plain: ClassVar[Mapping[str, Any]] = {**LlamaSection.plain, "use_sliding_window": False}
-    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "head_dim": 128}
     normalizes_heads = True
 
 
@@ -471,7 +499,6 @@ class Olmo2Section(LlamaSection):
     """Architecture of OLMo 2: Llama with norms after attention and feed-forward, and normalized queries and keys."""
 
     opens_as = ("olmo2", "Olmo2ForCausalLM")
-    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "rms_norm_eps": 1e-5}
     normalizes_heads = True
 
 
@@ -479,13 +506,23 @@ class Phi3Section(MistralSection):
     """Architecture of Phi-3 and Phi-4: Llama, optionally with a sliding window."""
 
     opens_as = ("phi3", "Phi3ForCausalLM")
-    defaults: ClassVar[Mapping[str, Any]] = {**MistralSection.defaults, "rms_norm_eps": 1e-5}
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        for each in (found, found.get("rope_parameters") or {}):
+        for each in (found, _rope(found)):
             refuse_unless(each, partial_rotary_factor=1.0)
-        return super().keys_from(found)
+        keys = super().keys_from(found)
+        if keys["rope_scaling"]:
+            raise ValueError("has rope_type llama3; only default can be taken over")
+        return keys
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if self.rope_scaling is not None:
+            yield (
+                f"model.rope_scaling is set with model.family={self.family}, which transformers does not compute; use "
+                "model.rope_scaling=null, or model.family=llama"
+            )
 
 
 class GemmaSection(MistralSection):
@@ -496,7 +533,6 @@ class GemmaSection(MistralSection):
         **LlamaSection.plain,
         **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
     }
-    defaults: ClassVar[Mapping[str, Any]] = {**MistralSection.defaults, "head_dim": 256, "tie_word_embeddings": True}
 
     global_every: Size = 2
     """Every n-th block attends to all tokens, the others to ``sliding_window``."""
@@ -528,26 +564,26 @@ class GemmaSection(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls.opens_as[0])
         refuse_unless(found, use_bidirectional_attention=False)
-        is_third = found["model_type"] == "gemma3_text"
+        is_third, local = found["model_type"] == "gemma3_text", None
         if is_third:
             refuse_unless(found, attn_logit_softcapping=None)
-        rope, window = found.get("rope_parameters") or {}, found.get("sliding_window", 4096)
-        both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
-        if is_third:
+            rope = found.get("rope_parameters") or {}
+            both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
             refuse_unless(both["sliding"], rope_type="default")
-            local = both["sliding"].get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
-            rope = {"rope_theta": found.get("rope_theta") or 1e6} | (found.get("rope_scaling") or {}) | both["full"]
-        keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": rope})
+            local = float(both["sliding"].get("rope_theta") or found["rope_local_base_freq"])
+            found["rope_parameters"] = both["full"] | (found.get("rope_scaling") or {})
+            found["rope_scaling"] = None
+        keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"]})
         if keys["rope_scaling"]:
             raise ValueError("has rope_type llama3; only default can be taken over")
         return keys | {
-            "sliding_window": window,
-            "global_every": _global_every(found, keys["layers"], 6 if is_third else 2),
-            "local_rope_theta": float(local) if is_third else None,
-            "query_pre_attention_scalar": found.get("query_pre_attn_scalar") or 256,
-            "score_soft_cap": None if is_third else found.get("attn_logit_softcapping", 50.0),
-            "logit_soft_cap": found.get("final_logit_softcapping", None if is_third else 30.0),
+            "global_every": _global_every(found, keys["layers"], found["sliding_window_pattern"] if is_third else 2),
+            "local_rope_theta": local,
+            "query_pre_attention_scalar": found["query_pre_attn_scalar"],
+            "score_soft_cap": None if is_third else found["attn_logit_softcapping"],
+            "logit_soft_cap": found["final_logit_softcapping"],
         }
 
 
@@ -601,13 +637,14 @@ def _longest(found: Mapping[str, Any]) -> int | None:
     return next((int(found[key]) for key in named if found.get(key)), None)
 
 
-def _global_every(found: Mapping[str, Any], layers: int, default: int) -> int:
-    """Return n if each n-th layer attends to all tokens."""
+def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
+    """Return n if each n-th layer attends to all tokens: ``every``, unless ``layer_types`` says otherwise."""
     kinds = found.get("layer_types")
-    every = found.get("sliding_window_pattern") or default
     if kinds is None:
         return int(every)
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
+    if len(kinds) != layers:
+        raise ValueError(f"has {len(kinds)} layer_types and num_hidden_layers {layers}, which must be equal")
     expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
     if kinds != expected:
         raise ValueError("has layer_types of which not each n-th is full_attention; only that can be taken over")

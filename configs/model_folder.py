@@ -1,5 +1,6 @@
 """Settings taken from a Hugging Face model: ``model.path=FOLDER_OR_NAME``, or ``checkpoint.resume=FOLDER``."""
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -15,15 +16,20 @@ from serried.configs.near import nearest
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
 from serried.configs.registry import models
 from serried.configs.schema import parse_count
+from serried.configs.weight_files import has_head_of_its_own
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+_ADAPTERS = "adapter_config.json"
+"""Of a folder of adapters in PEFT's format."""
 ANY_FAMILY = "hf"
 """The family that reads the models of all others, by transformers' own code."""
 _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
 _NAMES_MODELS = ("architecture", "model_args", "backbone", "use_timm_backbone", "use_pretrained_backbone")
 """Keys that may name another model, which a library would download, or a file, which timm would unpickle."""
+_COUNTS = {"(layers?|blocks|depths?|stages)$": 1000, "experts$": 10_000, "labels$": 10**6}
+"""Endings of keys by which modules, or names of classes, are made one by one -> the most of them."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
@@ -32,11 +38,28 @@ _MODEL, _TEACHER = "model.path", "task.teacher"
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from those of the weights."""
+_TYPED = ("padding_token", "tie_embeddings")
+"""Further ones, if the user sets them: loading refuses weights that they do not fit."""
+
+
+def _check_counts(found: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` if a library would build far more by the ``config.json`` ``found`` than any model has: what
+    has no values takes time and memory too."""
+    for name, value in found.items():
+        values = value if isinstance(value, list) else [value]
+        numbers = [each for each in values if isinstance(each, int | float)]
+        for kind, most in _COUNTS.items():
+            if re.search(kind, name) and max(numbers, default=0) > most:
+                raise UserError(
+                    f"the {CONFIG} of the model has {name}: {shown(value)}, more than the {most} that are built here; "
+                    "use another model"
+                )
 
 
 def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too. Raises
-    ``UserError`` if it names another model."""
+    ``UserError`` if it names another model, or describes one of a size that none has."""
+    _check_counts(found)
     if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
         raise UserError(
             f"the {CONFIG} of the model has {named}: {shown(found[named])}, by which a library would build, download "
@@ -75,14 +98,16 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     found = _described(path, plain, kept_family)
     # A preset that was chosen is compared too, with all of its keys.
     named = {*model} if "model" in given and model["name"] != "auto" else own
-    wrong = [key for key in found if key in named and key not in _FREE and not _is_same(model.get(key), found[key])]
+    began = _began_with(path, plain)  # with the defaults of an earlier version, maybe
+    free = {*_FREE, *(key for key in own if key in _TYPED or (key in began and _is_same(model[key], began[key])))}
+    wrong = [key for key in found if key in named and key not in free and not _is_same(model.get(key), found[key])]
     if wrong:
         there = ", ".join(f"model.{key}={shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
             len(wrong) > _SHOWN
         )
         extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
         raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
-    kept = {key: model[key] for key in own if key in model and model[key] is not None}
+    kept = {key: model[key] for key in own if key in model and (model[key] is not None or key == "padding_token")}
     named_after = {"name": Path(path).name, "path": path}
     tokenizer = {} if "data.tokenizer" in given else {"tokenizer": path}
     return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
@@ -109,11 +134,16 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
     any_other = _ANY_OTHER if key == _MODEL else ""
     try:
         found = read_json(file)
+        # As transformers 5: weights that are tied have equal values. Those on the Hub are not here yet.
+        if found.get("tie_word_embeddings", True) and _exists(expanded(name)) and has_head_of_its_own(file.parent):
+            found["tie_word_embeddings"] = False
         family = family or found.get("model_type")
         if family not in models.names():
             near = _nearest_family(str(family)) + any_other
             raise ValueError(f"is of model_type {family}, which no model family reads; {near}")
         section: Any = models.get(family).section
+        if family == ANY_FAMILY:
+            without_code(found)  # refuses
         try:
             return {"family": family, **section.keys_from(found)}
         except ValueError as error:
@@ -125,6 +155,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
             of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
         if of_a_run:
             raise UserError(f"{key}={name} is a run; use a model that it saved: {key}={of_a_run[-1].parent}") from None
+        refuse_adapters(name, file.parent, key)
         raise UserError(
             f"{key}={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
             f"{CONFIG} and weights, or a name on the Hub, as {key}=Qwen/Qwen3-0.6B"
@@ -132,6 +163,18 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
         raise UserError(("" if key == _MODEL else f"{key}={name}: ") + f"{file} {reason}") from None
+
+
+def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
+    """Raise ``UserError`` if ``folder``, which the user named as a model, holds adapters instead."""
+    if not _exists(folder / _ADAPTERS):
+        return
+    base = read_if_there(folder / _ADAPTERS).get("base_model_name_or_path")
+    instead = f", or the model that they adapt: {key}={base}" if base else ""
+    raise UserError(
+        f"{key}={name} holds adapters ({_ADAPTERS}) and no model; merge them with PEFT "
+        f"(merge_and_unload().save_pretrained(FOLDER)) and use {key}=FOLDER{instead}"
+    )
 
 
 def family_of_any(name: str) -> str | None:
@@ -195,6 +238,16 @@ def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``model`` of the run in the run folder, if it began with the model ``path``."""
     model = value_at("model", read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml"))
     return model if value_at("path", model) == path else {}
+
+
+def _began_with(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``model`` of the run that is resumed, if that began with the model ``path``."""
+    resumed = expanded(str(value_at("checkpoint.resume", plain)))
+    for run in (resumed, resumed.parent.parent):
+        model = value_at("model", read_if_there(run / "config.yaml"))
+        if value_at("path", model) == path:
+            return dict(model)
+    return _recorded(path, plain)
 
 
 def _is_same(given: Any, found: Any) -> bool:

@@ -19,7 +19,7 @@ from serried.parallel.float8_gather import Float8Gather
 from serried.parallel.gradient import sum_in_fp32
 from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, set_types, tie, tied_names, unshardable
-from serried.parallel.initialize import initialize
+from serried.parallel.initialize import clear_rows, initialize, padding_rows
 from serried.parallel.mesh import Layout
 from serried.parallel.model import Direct, DistributedModel, Runner
 from serried.parallel.phases import Phases
@@ -79,6 +79,7 @@ def parallelize(
     set_types(model, trained_dtype, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), shared_buffers(persistent_buffers(model), plan)
+    padding = padding_rows(model)  # of all stages
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     groups.make(ties_ends=bool(plan.tied))
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
@@ -136,6 +137,7 @@ def parallelize(
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)
+        clear_rows(parallel.parameters, padding)
     return parallel
 
 

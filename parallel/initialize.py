@@ -8,12 +8,12 @@ tests/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C li
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from serried.parallel.held import HeldTensor
 
@@ -34,6 +34,21 @@ def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None]
             first_row, count = (box.starts[0], box.sizes[0]) if box.sizes else (0, 1)
             rows = normal_rows(seed, each.name, each.spec.shape or (1,), first_row, count)
             each.local.copy_(rows[(slice(None), *box.columns())].mul_(std).view(box.sizes))
+
+
+def padding_rows(module: nn.Module) -> dict[str, int]:
+    """Return the row that each embedding of ``module`` has for padding, by the name of its weight."""
+    named = {f"{name}.weight": getattr(each, "padding_idx", None) for name, each in module.named_modules()}
+    return {name: row for name, row in named.items() if row is not None}
+
+
+@torch.no_grad()
+def clear_rows(held: Iterable[HeldTensor], rows: Mapping[str, int]) -> None:
+    """Fill one of the ``rows``, by name, of each parameter with zeros where this rank holds it."""
+    for each in held:
+        row = rows[each.name] - each.box.starts[0] if each.name in rows else -1
+        if 0 <= row < each.box.sizes[0]:
+            each.local[row] = 0.0
 
 
 @torch.no_grad()

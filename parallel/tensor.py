@@ -234,7 +234,7 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
     forward = type(module).forward
     if role == "vocabulary":
         fits = forward is nn.Embedding.forward
-        changed = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+        changed = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
         options = [key for key, value in changed.items() if getattr(module, key, value) != value]
     elif role == "head":
         is_linear = forward is nn.Linear.forward and getattr(module, "bias", None) is None
@@ -288,7 +288,10 @@ def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -
     """Each token's row from the rank that has it."""
     index = ids - first_row
     is_here = (index >= 0) & (index < len(module.weight))
-    rows = F.embedding(index.where(is_here, 0), module.weight)
+    padding = None if module.padding_idx is None else module.padding_idx - first_row
+    if padding is not None and not 0 <= padding < len(module.weight):
+        padding = None  # of another rank
+    rows = F.embedding(index.where(is_here, 0), module.weight, padding)
     return stream.sum(rows * is_here.unsqueeze(-1))
 
 

@@ -234,6 +234,13 @@ class CausalLM(TextTask):
         if rows is None:
             assert ids is not None
             return -(-ids // self._model.vocab_multiple) * self._model.vocab_multiple
+        if ids is not None and ids > rows and self._model.path:
+            raise UserError(
+                f"data.tokenizer={self._data.tokenizer} has {ids} ids, and the embedding of model.path="
+                f"{self._model.path} has {rows} rows, so the last {ids - rows} would have none; use a tokenizer "
+                f"without them, or let transformers add rows, resize_token_embeddings({ids}) and "
+                "save_pretrained(FOLDER), and use model.path=FOLDER"
+            )
         if ids is not None and ids > rows:
             raise UserError(
                 f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {ids} ids; "

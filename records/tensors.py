@@ -159,6 +159,11 @@ class TensorFolder:
         self._begins = {f"{prefix}.{name}": begin for name, begin in self._begins.items()}
         return self
 
+    def rename(self, name: str, new: str) -> None:
+        """Give the tensor ``name`` the name ``new``."""
+        self.specs[new] = replace(self.specs.pop(name), name=new)
+        self.file_of[new], self._begins[new] = self.file_of.pop(name), self._begins.pop(name)
+
     def _take(self, file: str, index: str | None) -> None:
         path = self.folder / file
         if index is not None and not _is_there(path):

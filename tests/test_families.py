@@ -25,12 +25,12 @@ from serried.recipes.models.cache import Cache
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.trainer.checkpoint.state import load_weights
 
-WINDOW, LENGTH, ROWS = 8, 30, 131
+WINDOW, LENGTH, ROWS, PADDING = 8, 30, 131, 7
 BORDERS = (0, 4, 21, LENGTH)
 """Where documents begin in a sequence, and its end: one is shorter than the window."""
 SIZES = {
     "vocab_size": ROWS, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": None,
+    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": PADDING,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
     "mixtral": EXPERTS | {"num_local_experts": 4},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "qwen3_moe, biased": EXPERTS | {"num_experts": 4, "attention_bias": True},
     "qwen3_moe, plain": EXPERTS | {"num_experts": 4, "mlp_only_layers": [0], "norm_topk_prob": False},
     "glm4_moe": EXPERTS | {"n_routed_experts": 4, "use_qk_norm": True},
     "glm4_moe, more": EXPERTS
@@ -137,6 +138,7 @@ def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     family, ours = opened(tmp_path / "theirs")
     assert family.section.family == name.partition(",")[0]
     batches = torch.randint(ROWS, (3, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batches[..., ::5] = PADDING  # whose row of the embedding has no gradient, but that of a tied head
 
     # Logits, and the same bits back.
     with torch.no_grad():
@@ -255,6 +257,7 @@ def test_presets_say_what_published_models_do(preset: str) -> None:
     section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
     found = type(section).keys_from(PUBLISHED[preset])
     assert found.pop("head_dim") == section.attention_head_dim
+    found.pop("padding_token")  # of their own tokenizer
     assert {key: getattr(section, key) for key in found} == found
 
 
@@ -284,7 +287,7 @@ def test_the_table_of_families_is_up_to_date() -> None:
 
 SMALL = {
     "model.vocab_size": "null", "model.vocab_multiple": "1", "model.head_dim": "null",
-    "model.max_sequence_length": "64", "data.isolate_documents": "true",
+    "model.max_sequence_length": "64", "data.isolate_documents": "true", "model.padding_token": f"{ord('e')}",
 }  # fmt: skip
 CAPPED = {"model.query_pre_attention_scalar": "3", "model.global_every": "2", "model.logit_soft_cap": "3"}
 ON_LAYOUTS = {

@@ -202,7 +202,6 @@ class _Doubled(nn.Linear):
 @pytest.mark.parametrize(
     ("module", "role", "why"),
     [
-        (nn.Embedding(4, 4, padding_idx=0), "vocabulary", "is an embedding with padding_idx"),
         (nn.Embedding(4, 4, max_norm=1.0, sparse=True), "vocabulary", "is an embedding with max_norm, sparse"),
         (_Doubled(4, 4), "row", r"has a forward of its own \(_Doubled\)"),
         (_Doubled(4, 4), "conv1d_row", "has a forward of its own"),

@@ -136,8 +136,10 @@ def _names(source: Source, weights: TensorFolder) -> dict[str, str]:
     section = source.section
     known = get_tensor_name_map(MODEL_ARCH[_ARCHITECTURES[section.family].upper()], section.layers)
     names = {name: known.get_name(name, (".weight", ".bias")) for name in weights.specs}
-    if section.tie_embeddings:
+    if section.tie_embeddings and "token_embd.weight" in names.values():
         names.pop("lm_head.weight", None)  # llama.cpp takes the embedding's
+    elif section.tie_embeddings:
+        names["lm_head.weight"] = "token_embd.weight"
     return {name: found for name, found in names.items() if found}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.model_folder import CONFIG, model_folder, without_code
+from serried.configs.model_folder import CONFIG, model_folder, refuse_adapters, without_code
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.tasks import SampledSection
 from serried.recipes.models.hugging_face_model import import_transformers
@@ -32,6 +32,7 @@ def build_classifier(
     try:
         found = read_json(folder / CONFIG)
     except (OSError, NotPlainData) as error:
+        refuse_adapters(str(section.model), folder, "task.model")
         raise UserError(
             f"task.model={section.model}: cannot read {folder / CONFIG}: {getattr(error, 'strerror', error)}; use the "
             "folder of a model of transformers, or its name on the Hub, OWNER/NAME"

@@ -184,6 +184,13 @@ class PublishedFamily(LossFamily):
     def __init__(self, section: Any, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
         self.cached_layers = section.layers
+        padding = getattr(section, "padding_token", None)
+        if padding is not None and padding >= vocab_size:
+            of_file = f" (pad_token_id of the config.json in model.path={section.path})" if section.path else ""
+            raise UserError(
+                f"model.padding_token={padding}{of_file} is no row of the embedding, which has {vocab_size}; use "
+                "model.padding_token=null"
+            )
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         model_type, architecture = self.section.opens_as

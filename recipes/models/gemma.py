@@ -117,7 +117,6 @@ class Gemma(Llama):
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "attn_logit_softcapping": model.score_soft_cap,
             "final_logit_softcapping": model.logit_soft_cap,
-            "pad_token_id": None,
         }
         if model.family == "gemma2":
             return plain

@@ -111,6 +111,8 @@ class GPT2Model(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = LayerNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self.further_names = {"lm_head.weight": "wte.weight"} if config.tie_embeddings else {}
+        """As those of ``Transformer``."""
         self.context = Context(attend, attend_with_logsumexp)
 
     def forward(

@@ -186,7 +186,7 @@ class MoETransformer(Transformer):
 
     def block(self, number: int) -> Block:
         config = self.config
-        attention = Attention(config, bias=config.attention_bias, norm=config.qk_norm)
+        attention = Attention(config, bias=config.attention_bias, norm=config.qk_norm, output_bias=config.output_bias)
         if number < config.dense_layers:
             return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
         return Block(config, attention, MixtureOfExperts(config))

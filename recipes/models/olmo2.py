@@ -69,6 +69,3 @@ class Olmo2(Llama):
 
     transformer = Olmo2Transformer
     fuses_norms_of_heads = False
-
-    def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return super().export_config(end_token) | {"pad_token_id": None}

@@ -5,7 +5,6 @@ parameters of their own here, so that tensor ranks can divide each.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from serried.configs.families import Phi3Section
 from serried.parallel.fragments import Fragment
@@ -28,6 +27,3 @@ class Phi3(Llama):
             return super().exported(name, shape)
         whole = (rows, *shape[1:])
         return (Fragment.within(f"model.{owner}.{fused}.weight", whole, 0, starts[part], shape),)
-
-    def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return super().export_config(end_token) | {"pad_token_id": None}

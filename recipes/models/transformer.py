@@ -82,7 +82,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
-    def __init__(self, config: LlamaSection, *, bias: bool = False, norm: bool = False) -> None:
+    def __init__(
+        self, config: LlamaSection, *, bias: bool = False, norm: bool = False, output_bias: bool = False
+    ) -> None:
         """``bias``: of queries, keys and values. ``norm``: normalise queries and keys, head by head."""
         super().__init__()
         self.head_dim = config.attention_head_dim
@@ -92,7 +94,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.q_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
         self.k_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
-        self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=output_bias)
 
     def forward(  # [B, S, D] -> [B, S, D]
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None
@@ -163,10 +165,12 @@ class Transformer(nn.Module):
     def __init__(self, config: LlamaSection, vocab_size: int) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(vocab_size, config.dim)
+        self.embed_tokens = Embedding(vocab_size, config.dim, config.padding_token)
         self.layers = nn.ModuleList(self.block(number) for number in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self.further_names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {}
+        """Under which a checkpoint may hold a parameter too."""
         self.context = Context(attend, attend_with_logsumexp)
         self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 

@@ -309,6 +309,10 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
         ways = [f"{config.another_run} to keep both", "checkpoint.resume=never to start again here"]
     else:
         ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
+    of_model = [key for key in named if key.startswith("model.")]
+    if of_model and before.get("model.path") and "model.path" not in of_model:
+        # What its config.json leaves out, or says, may be read in another way since.
+        ways.append(" ".join(f"{key}={shown(before.get(key))}" for key in of_model) + " to resume as it began")
     # The weights would not fit another model.
     if not any(key.startswith("model.") and key != "model.path" for key in named):
         ways.append(f"{_allowing(named, config)} to resume with the new settings")

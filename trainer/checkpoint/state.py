@@ -152,12 +152,14 @@ def load_weights(
     tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported, averages)
     shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
     shapes |= {part.name: part.shards.shape for part in weights}
-    aliases = _aliases(parallel.module, exported)
+    further = _further_names(parallel.module, exported, shapes)
+    known = {*further}
     for name in parallel.buffer_names:  # those of other stages
-        aliases |= _names(exported(name, ()))
+        known |= _names(exported(name, ()))
     floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
     wanted = _fragments(shapes, exported)
-    _check(tensors.named_like(wanted), wanted, aliases, floats, _unread(parallel.module))
+    _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
+    _refuse_differing(tensors, weights, further)
     _fill(tensors, (part for part in weights if part.name not in left_out))
 
 
@@ -168,11 +170,9 @@ def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str =
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
-    wanted = _fragments(shapes, exported)
-    _check(
-        TensorFolder(folder, stem).named_like(wanted), wanted, _aliases(module, exported),
-        _fragments(floats, exported).keys(), _unread(module),
-    )  # fmt: skip
+    wanted, further = _fragments(shapes, exported), _further_names(module, exported, shapes)
+    tensors = _named(TensorFolder(folder, stem), wanted, further)
+    _check(tensors, wanted, further, _fragments(floats, exported).keys(), _unread(module))
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
@@ -189,10 +189,56 @@ def _unread(module: nn.Module) -> Collection[str]:
     return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
-def _aliases(module: nn.Module, exported: Exported) -> set[str]:
-    """Further names of shared parameters, under which a folder may hold them once more."""
-    shapes = {name: module.get_parameter(first).shape for name, first in tied_names(module).items()}
-    return {fragment.name for name, shape in shapes.items() for fragment in exported(name, shape)}
+def _further_names(
+    module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:  # fmt: skip
+    """Names under which a folder may hold the tensor of a shared parameter once more, or alone -> its name."""
+    further = dict(tied_names(module))
+    for path, each in module.named_modules():
+        start = f"{path}." if path else ""
+        further |= {f"{start}{name}": f"{start}{first}" for name, first in getattr(each, "further_names", {}).items()}
+    return {
+        theirs.name: ours.name
+        for name, first in further.items()
+        if first in shapes
+        for theirs, ours in zip(exported(name, shapes[first]), exported(first, shapes[first]), strict=False)
+    }
+
+
+def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, str]) -> TensorFolder:
+    """Return ``folder`` with the names that are ``wanted``, where it holds a tensor under another."""
+    folder.named_like(wanted)
+    for name, first in further.items():
+        if name in folder.specs and first not in folder.specs:
+            folder.rename(name, first)
+    return folder
+
+
+def _refuse_differing(folder: TensorFolder, parts: Iterable[Part], further: Mapping[str, str]) -> None:
+    """Raise ``UserError`` if ``folder`` holds a shared parameter twice, with other values where this rank has it."""
+    twice = {first: name for name, first in further.items() if name in folder.specs}
+    for part in parts if twice else ():
+        for fragment in part.fragments:
+            name, ours = twice.get(fragment.name, ""), part.held.box.overlap(fragment.ours)
+            if name and ours.numel and not _are_equal(folder, fragment.name, name, fragment.there(ours)):
+                raise UserError(
+                    f"{folder.folder} holds {fragment.name} and {name} with different values, and this model has one "
+                    "parameter for both, as its config.json says; use model.tie_embeddings=false if that is a key of "
+                    f'the model, or "tie_word_embeddings": false in config.json, or remove {name} from the weights'
+                )
+
+
+def _are_equal(folder: TensorFolder, name: str, other: str, box: Box) -> bool:
+    """Whether two tensors have the same values in the rows of ``box``."""
+    spec = folder.specs[name]
+    if spec.shape != folder.specs[other].shape:
+        return False
+    for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
+        first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))
+        ours, theirs = (folder.read_elements(each, first, window.numel).float() for each in (name, other))
+        if not ours.equal(theirs):
+            return False
+    return True
 
 
 def _check(

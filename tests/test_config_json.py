@@ -1,0 +1,108 @@
+"""How a family reads the ``config.json`` of a model: as transformers does, also what the file leaves out."""
+
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from benchmarks.key_tables import defaults_of_transformers, transformers_defaults
+from harness.cluster import ROOT
+from serried.configs import transformers_defaults as recorded
+from serried.configs.families import _EXPERTS, _FORMS
+from serried.configs.registry import models
+
+KINDS = list(recorded.DEFAULTS)
+OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
+"""Keys that transformers reads, and does not write."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-4, "pad_token_id": 3, "head_dim": 16,
+    "tie_word_embeddings": True, "rope_theta": 77.0,
+}  # fmt: skip
+"""None of them a default."""
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 131, "n_embd": 48, "n_layer": 6, "n_head": 4, "n_inner": 80, "n_positions": 64,
+        "layer_norm_epsilon": 1e-4, "tie_word_embeddings": False,
+    },
+    "mistral": {"sliding_window": 9},
+    "phi3": {"sliding_window": 9},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    "glm4_moe": {
+        "n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "use_qk_norm": True,
+        "partial_rotary_factor": 0.25, "attention_bias": True,
+    },
+    "gemma2": {
+        "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": False,
+    },
+    "gemma3_text": {
+        "sliding_window": 9, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0, "rope_local_base_freq": 55.0,
+        "sliding_window_pattern": 3, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``found`` describes, by the keys of our section."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[kind].from_dict(deepcopy(found))
+    names = models.get(kind).section.names | _EXPERTS.get(kind, {})
+    values = {ours: getattr(config, theirs, None) for ours, theirs in names.items()}
+    if kind == "gpt2":
+        return values | {"hidden_dim": values["hidden_dim"] or 4 * values["dim"]}
+    rope = config.rope_parameters
+    local = rope["sliding_attention"]["rope_theta"] if kind == "gemma3_text" else None
+    values |= {
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "rope_theta": float((rope["full_attention"] if local else rope)["rope_theta"]),  # raises for null
+        "rope_scaling": None,
+        "attention_bias": bool(values.get("attention_bias")),
+        "dense_layers": getattr(config, "first_k_dense_replace", len(getattr(config, "mlp_only_layers", ()))),
+    }
+    if kind == "glm4_moe":
+        values["rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
+    if kind.startswith("gemma"):
+        values |= {
+            "query_pre_attention_scalar": config.query_pre_attn_scalar,
+            "score_soft_cap": config.attn_logit_softcapping,
+            "logit_soft_cap": config.final_logit_softcapping,
+            "global_every": config.layer_types.index("full_attention") + 1,
+            "local_rope_theta": local,
+        }
+    return values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_left_out_or_null_is_what_transformers_takes(kind: str) -> None:
+    """Every key: what the file then describes is the same, or both refuse it."""
+    own = OWN.get(kind, {})
+    whole = (own if kind == "gpt2" else SIZES | own) | {"model_type": kind}
+    assert not {key: value for key, value in whole.items() if recorded.DEFAULTS[kind].get(key, "") == value}
+    cases = [whole, {"model_type": kind}]
+    for key in {*whole, *recorded.DEFAULTS[kind], *OLDER} - {"model_type"}:
+        left_out = {name: value for name, value in whole.items() if name != key}
+        cases += [left_out, left_out | {key: None}]
+    for found in cases:
+        expected = ours = None
+        with suppress(Exception):  # of any kind: its own checks, or arithmetic with None
+            expected = read_by_transformers(kind, found)
+        with suppress(ValueError):
+            ours = models.get(kind).section.keys_from(found)
+        if ours is None or expected is None:
+            assert ours is expected, found
+        else:
+            read = ours.keys() - _FORMS.get(kind, {}).keys()
+            assert {key: ours[key] for key in read} == {key: expected[key] for key in read}, found
+
+
+def test_the_recorded_defaults_are_those_of_transformers() -> None:
+    for name, table in defaults_of_transformers().items():
+        assert getattr(recorded, name) == table, "python -m benchmarks.key_tables transformers-defaults has others"
+    version = transformers_defaults().partition("VERSION = ")[2].partition("\n")[0]
+    if version == f'"{recorded.VERSION}"':
+        assert (ROOT / "configs/transformers_defaults.py").read_text() == transformers_defaults() + "\n"

@@ -2,15 +2,20 @@
 
 from contextlib import suppress
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from benchmarks.key_tables import defaults_of_transformers, transformers_defaults
 from harness.cluster import ROOT
 from serried.configs import transformers_defaults as recorded
 from serried.configs.families import _EXPERTS, _FORMS
 from serried.configs.registry import models
+from serried.recipes.models.family import family_of
+from serried.recipes.models.hugging_face_model import fragments_of
 
 KINDS = list(recorded.DEFAULTS)
 OLDER = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
@@ -106,3 +111,50 @@ def test_the_recorded_defaults_are_those_of_transformers() -> None:
     version = transformers_defaults().partition("VERSION = ")[2].partition("\n")[0]
     if version == f'"{recorded.VERSION}"':
         assert (ROOT / "configs/transformers_defaults.py").read_text() == transformers_defaults() + "\n"
+
+
+OPTIONS: dict[str, Any] = {
+    "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "shared_experts": 2, "dense_layers": 1,
+    "head_dim": 20, "normalize_weights": False, "sliding_window": 9, "padding_token": 3, "logit_soft_cap": 3.0,
+}  # fmt: skip
+"""Values that differ from what ``sized`` has."""
+
+
+def sized(kind: str, **changes: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "name": "small", "family": kind, "vocab_size": 131, "dim": 32, "layers": 2, "heads": 4, "hidden_dim": 48,
+        "tie_embeddings": False, "max_sequence_length": 64,
+    }  # fmt: skip
+    sizes |= {} if kind == "gpt2" else {"kv_heads": 2}
+    if kind in _EXPERTS:
+        sizes |= {"experts": 4, "experts_per_token": 2, "expert_hidden_dim": 24, "qk_norm": kind == "qwen3_moe"}
+    if kind == "glm4_moe":  # without one, transformers has matrices without elements
+        sizes["shared_experts"] = 1
+    if kind == "mixtral":  # all of its layers have experts
+        sizes["expert_hidden_dim"] = sizes["hidden_dim"]
+    return models.get(kind).section.model_validate(sizes | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_has_the_parameters_that_each_option_of_a_family_makes(kind: str) -> None:
+    """Names and shapes, of a model from scratch, as ``config.json`` describes it."""
+    import transformers
+
+    known = models.get(kind).section.model_fields
+    for key, value in {"": None, **OPTIONS}.items():
+        try:
+            section = sized(kind, **({key: value} if key in known else {}))
+        except ValidationError:
+            continue  # the family's checkpoints cannot express it
+        family = family_of(models.get(kind).load(), section, 131)
+        ours = {
+            part.name: part.shape
+            for name, tensor in chain(family.build().named_parameters(), family.build().named_buffers())
+            for part in family.exported(name, tensor.shape)
+        }
+        config = transformers.CONFIG_MAPPING[kind].from_dict(family.export_config(None))
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(config)
+        saved = {part.name: part.shape for parts in fragments_of(theirs).values() for part in parts}
+        saved |= {name: tuple(each.shape) for name, each in theirs.named_buffers() if name in theirs.state_dict()}
+        assert ours == saved, key

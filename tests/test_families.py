@@ -305,7 +305,11 @@ OF_EXPERTS = {
     "model.expert_hidden_dim": "24",
 }  # fmt: skip
 ON_LAYOUTS["mixtral"] = OF_EXPERTS | {"model.family": "mixtral"}
-ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {"model.family": "qwen3_moe", "model.qk_norm": "true"}
+ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {
+    "model.family": "qwen3_moe",
+    "model.qk_norm": "true",
+    "model.attention_bias": "true",
+}
 LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 """The last two where attention differs from that of llama, which test_parity.py trains on all."""
 DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}

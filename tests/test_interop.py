@@ -21,8 +21,11 @@ from torch import Tensor
 from harness.cluster import Cluster
 from harness.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 from serried.configs.compose import compose
+from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
+from serried.configs.tasks import TextClassSection
 from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.classifier import build_classifier
 from serried.trainer.trainer import Trainer
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}
@@ -186,7 +189,7 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
     shutil.copytree(folder, to)
     config = json.loads((to / "config.json").read_text()) | changes
     text = json.dumps({key: value for key, value in config.items() if value is not None})
-    (to / "config.json").write_text(text)
+    (to / "config.json").write_text(text.replace('"null"', "null"))
     return to
 
 
@@ -198,7 +201,6 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
         ({"num_attention_heads": 8, "head_dim": 8}, "heads", 8),
         ({"num_key_value_heads": None}, "kv_heads", 4),
         ({"rms_norm_eps": 1.5e-7}, "norm_eps", 1.5e-7),
-        ({"tie_word_embeddings": True}, "tie_embeddings", True),
         ({"num_hidden_layers": 3}, "layers", 3),
         (
             {"rope_parameters": LLAMA3 | {"factor": 8.123456789, "original_max_position_embeddings": 1048576}},
@@ -263,7 +265,9 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "config.json has rope_type yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "config.json lacks 'low_freq_factor'"),
-        ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ({"hidden_size": None}, "of other shape (model.embed_tokens.weight is [300, 32] there and [300, 4096] here"),
+        ({"rms_norm_eps": "null"}, "config.json has rms_norm_eps null, and transformers"),
+        ({"pad_token_id": 300}, "model.padding_token=300 (pad_token_id of the config.json in model.path="),
     ],
 )
 def test_model_that_no_override_can_fix_is_refused(
@@ -314,6 +318,140 @@ def test_other_tensors_than_the_config_says_are_refused_and_nothing_is_moved(
     folder = changed(plain, tmp_path / "model", num_hidden_layers=3)
     line = refusal(text, run_dir, f"checkpoint.resume={folder}")
     assert "9 tensors are not in it (model.layers.2.input_layernorm.weight" in line
+
+
+def test_a_run_with_another_default_resumes_by_the_override_that_is_offered(
+    plain: Path, text: Path, tmp_path: Path
+) -> None:
+    """As one that began when the default of the key was another."""
+    folder = changed(plain, tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    argv = tuning(text, tmp_path / "run", f"model.path={folder}")
+    assert run_here([*argv, "trainer.stop_at=2"]).code == 75
+    shutil.rmtree(folder)
+    changed(plain, folder, rope_parameters=None, pad_token_id=101)
+    line = refusal(text, tmp_path / "run", f"model.path={folder}")
+    assert "would change the run: model.padding_token null -> 101; model.rope_theta 500.0 -> 10000.0; use" in line
+    offered = "model.padding_token=null model.rope_theta=500.0"
+    assert f"{offered} to resume as it began" in line
+    assert run_here([*argv, *offered.split()]).code == 0
+    assert [line["resumed_from"] for line in metrics(tmp_path / "run", "start")] == [None, 2]
+    assert compose([*argv, *offered.split()]).model.rope_theta == 500.0
+    other = [f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
+    assert compose([*argv, *other, *offered.split()]).model.rope_theta == 500.0
+
+
+@pytest.mark.parametrize("choice", ["auto", "hf"])
+def test_the_row_of_the_padding_token_starts_at_zero_and_stays_there(
+    choice: str, plain: Path, text: Path, tmp_path: Path
+) -> None:
+    """As in transformers, whose embedding has a ``padding_idx``."""
+    folder, space = changed(plain, tmp_path / "model", pad_token_id=ord(" ")), ord(" ")
+    more = [f"model={choice}", f"model.path={folder}", "model.pretrained=false", "trainer.steps=2"]
+    assert run_here(tuning(text, tmp_path / "run", *more)).code == 0
+    rows = weights(tmp_path / "run")["model.embed_tokens.weight"]
+    assert not rows[space].any()
+    assert rows[space + 1].any()
+    assert opened(checkpoint(tmp_path / "run")).get_input_embeddings().padding_idx == space
+
+
+def retied(folder: Path, to: Path, *, twice: bool) -> Path:
+    """A copy of the tied model in ``folder`` whose file has another head too, or a head alone."""
+    changed(folder, to, tie_word_embeddings=True)
+    tensors = load_file(to / "model.safetensors")
+    embedding = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    other = torch.randn(tensors[embedding].shape, generator=torch.Generator().manual_seed(1))
+    tensors["lm_head.weight"] = other if twice else tensors.pop(embedding)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def make_gpt2(folder: Path) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("choice", ["llama", "gpt2", "hf"])
+def test_a_tied_model_with_a_head_in_its_file_is_that_of_transformers(
+    choice: str, twice: bool, text: Path, tmp_path: Path
+) -> None:
+    if choice == "gpt2":
+        make_gpt2(tmp_path / "model")
+    else:
+        make(tmp_path / "model", "bfloat16 tied in one file")
+    folder = retied(tmp_path / "model", tmp_path / "retied", twice=twice)
+    argv = tuning(
+        text, tmp_path / "run", f"model.path={folder}", "trainer.steps=1", "optim.lr=0", "optim.weight_decay=0"
+    )
+    argv += ["model=hf"] if choice == "hf" else []
+    out = str(tmp_path / "logits")
+    assert train_and_look(argv, out) == 0
+    torch.testing.assert_close(load_file(out)["first"], answer(opened(folder)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(answer(opened(checkpoint(tmp_path / "run"))), answer(opened(folder)), rtol=0, atol=1e-5)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(text: Path, tmp_path: Path) -> None:
+    """If the user ties it; and for a model on the Hub, whose weights are not there when the config is composed."""
+    folder = retied(make(tmp_path / "model", "bfloat16 tied in one file"), tmp_path / "retied", twice=True)
+    line = refusal(text, tmp_path / "run", f"model.path={folder}", "model.tie_embeddings=true")
+    assert "holds model.embed_tokens.weight and lm_head.weight with different values" in line
+    assert "use model.tie_embeddings=false" in line
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert compose(tuning(text, tmp_path / "run", f"model.path={folder}")).model.tie_embeddings
+    assert run_here(tuning(text, tmp_path / "run", f"model.path={folder}", "trainer.steps=1")).code == 0
+
+
+def test_sequences_are_no_longer_than_the_model_takes_unless_the_length_is_typed(plain: Path, tmp_path: Path) -> None:
+    for recipe in ("lora", "dpo"):
+        argv = [f"recipe={recipe}", f"model.path={plain}", "data.path=rows.jsonl"]
+        assert compose(argv).data.sequence_length == 256, "that of the model"
+        assert compose([*argv, "data.sequence_length=100"]).data.sequence_length == 100
+        with pytest.raises(UserError, match=r"data\.sequence_length=257 exceeds model\.max_sequence_length=256"):
+            compose([*argv, "data.sequence_length=257"])
+    assert compose(["recipe=llama1b", "model=gpt2"]).data.sequence_length == 1024
+    (tmp_path / "recipe").mkdir()
+    own = "# @package _global_\ndefaults: [sft, _self_]\ndata: {sequence_length: 257}\n"
+    (tmp_path / "recipe/own.yaml").write_text(own)
+    with declaring(BUILT_IN._replace(config_dirs=(tmp_path,))):
+        argv = ["recipe=own", f"model.path={plain}", "data.path=rows.jsonl"]
+        with pytest.raises(UserError, match=r"data\.sequence_length=257"):
+            compose(argv)
+        (tmp_path / "recipe/own.yaml").write_text(f"\ufeff{own}")
+        with pytest.raises(UserError, match=r"own\.yaml begins with a byte order mark, .*; save it as UTF-8 without"):
+            compose(argv)
+
+
+def test_a_folder_of_adapters_as_a_model_is_answered_with_the_model_that_they_adapt(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(UserError, match=r"holds adapters .* merge them with PEFT .* adapt: model\.path=owner/base"):
+        compose(["recipe=sft", f"model.path={tmp_path}", "data.path=rows.jsonl"])
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_answered_with_what_helps(
+    plain: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = changed(plain, tmp_path / "model", vocab_size=256)
+    line = refusal(text, tmp_path / "run", f"model.path={folder}")
+    assert f"data.tokenizer=bytes has 257 ids, and the embedding of model.path={folder} has 256 rows" in line
+    assert "resize_token_embeddings(257)" in line
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 10_000_000}, {"num_labels": 10**9}, {"vision_config": {"depths": [2, 5000]}}]
+)
+def test_a_model_of_a_size_that_none_has_is_refused_before_it_is_built(
+    changes: dict[str, Any], plain: Path, tmp_path: Path
+) -> None:
+    folder = changed(plain, tmp_path / "model", **changes)
+    with pytest.raises(UserError, match=r"more than the \d+ that are built here; use another model"):
+        compose(["model=hf", f"model.path={folder}", "data.sequence_length=256"])
+    section = TextClassSection(model=str(folder), path=str(tmp_path))
+    with pytest.raises(UserError, match=r"more than the \d+ that are built here"):
+        build_classifier(section, ["one", "two"], "SequenceClassification", {})
 
 
 # from the Hub ---------------------------------------------------------------------------------------------------------

@@ -159,13 +159,13 @@ def load_weights(
     floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
     wanted = _fragments(shapes, exported)
     _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
-    _refuse_differing(tensors, weights, further)
+    _refuse_differing(tensors, further)
     _fill(tensors, (part for part in weights if part.name not in left_out))
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
-    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; nothing is read. Raises
-    ``UserError`` if the folder holds another model."""
+    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; no values are read
+    but those of a tensor that is there twice. Raises ``UserError`` if the folder holds another model."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -173,6 +173,7 @@ def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str =
     wanted, further = _fragments(shapes, exported), _further_names(module, exported, shapes)
     tensors = _named(TensorFolder(folder, stem), wanted, further)
     _check(tensors, wanted, further, _fragments(floats, exported).keys(), _unread(module))
+    _refuse_differing(tensors, further)
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
@@ -214,29 +215,24 @@ def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, 
     return folder
 
 
-def _refuse_differing(folder: TensorFolder, parts: Iterable[Part], further: Mapping[str, str]) -> None:
-    """Raise ``UserError`` if ``folder`` holds a shared parameter twice, with other values where this rank has it."""
-    twice = {first: name for name, first in further.items() if name in folder.specs}
-    for part in parts if twice else ():
-        for fragment in part.fragments:
-            name, ours = twice.get(fragment.name, ""), part.held.box.overlap(fragment.ours)
-            if name and ours.numel and not _are_equal(folder, fragment.name, name, fragment.there(ours)):
-                raise UserError(
-                    f"{folder.folder} holds {fragment.name} and {name} with different values, and this model has one "
-                    "parameter for both, as its config.json says; use model.tie_embeddings=false if that is a key of "
-                    f'the model, or "tie_word_embeddings": false in config.json, or remove {name} from the weights'
-                )
+def _refuse_differing(folder: TensorFolder, further: Mapping[str, str]) -> None:
+    """Raise ``UserError`` if ``folder`` holds a shared parameter twice, with different values."""
+    for name, first in further.items():
+        if name in folder.specs and first in folder.specs and not _are_equal(folder, first, name):
+            raise UserError(
+                f"{folder.folder} holds {first} and {name} with different values, and this model has one parameter for "
+                "both, as its config.json says; use model.tie_embeddings=false if that is a key of the model, or "
+                f'"tie_word_embeddings": false in config.json, or remove {name} from the weights'
+            )
 
 
-def _are_equal(folder: TensorFolder, name: str, other: str, box: Box) -> bool:
-    """Whether two tensors have the same values in the rows of ``box``."""
+def _are_equal(folder: TensorFolder, name: str, other: str) -> bool:
     spec = folder.specs[name]
     if spec.shape != folder.specs[other].shape:
         return False
-    for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
-        first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))
-        ours, theirs = (folder.read_elements(each, first, window.numel).float() for each in (name, other))
-        if not ours.equal(theirs):
+    for first in range(0, spec.numel, step := _PIECE_BYTES // spec.dtype.itemsize):
+        count = min(step, spec.numel - first)
+        if not torch.equal(*(folder.read_elements(each, first, count).float() for each in (name, other))):
             return False
     return True
 
@@ -253,6 +249,7 @@ def _check(
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
     known = {*wanted, *aliases}
     extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]
+    extra = [each for each in extra if folder.specs[each].numel]  # of shared experts that are none
     extra = [each for each in extra if not each.startswith(drafts) and not any(re.search(key, each) for key in unread)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"

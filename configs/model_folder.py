@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from serried.configs.adapter_folder import ADAPTER_CONFIG, base_of_adapters
 from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
 from serried.configs.explain import shown
@@ -20,8 +21,6 @@ from serried.configs.weight_files import has_head_of_its_own
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-_ADAPTERS = "adapter_config.json"
-"""Of a folder of adapters in PEFT's format."""
 ANY_FAMILY = "hf"
 """The family that reads the models of all others, by transformers' own code."""
 _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
@@ -167,13 +166,13 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
 
 def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
     """Raise ``UserError`` if ``folder``, which the user named as a model, holds adapters instead."""
-    if not _exists(folder / _ADAPTERS):
+    if not _exists(folder / ADAPTER_CONFIG):
         return
-    base = read_if_there(folder / _ADAPTERS).get("base_model_name_or_path")
-    instead = f", or the model that they adapt: {key}={base}" if base else ""
+    base = base_of_adapters(folder)
+    start = f", with adapter=lora checkpoint.resume={name} to start from these adapters" if key == _MODEL else ""
     raise UserError(
-        f"{key}={name} holds adapters ({_ADAPTERS}) and no model; merge them with PEFT "
-        f"(merge_and_unload().save_pretrained(FOLDER)) and use {key}=FOLDER{instead}"
+        f"{key}={name} holds adapters ({ADAPTER_CONFIG}) and no model; use the model that they adapt, {key}={base}"
+        f"{start}; or merge them with PEFT, merge_and_unload().save_pretrained(FOLDER), and use {key}=FOLDER"
     )
 
 

@@ -427,7 +427,8 @@ def test_sequences_are_no_longer_than_the_model_takes_unless_the_length_is_typed
 
 def test_a_folder_of_adapters_as_a_model_is_answered_with_the_model_that_they_adapt(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    with pytest.raises(UserError, match=r"holds adapters .* merge them with PEFT .* adapt: model\.path=owner/base"):
+    told = r"holds adapters .*; use the model that they adapt, model\.path=owner/base, with adapter=lora"
+    with pytest.raises(UserError, match=told):
         compose(["recipe=sft", f"model.path={tmp_path}", "data.path=rows.jsonl"])
 
 

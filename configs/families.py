@@ -60,7 +60,8 @@ def completed(found: Mapping[str, Any], like: str) -> dict[str, Any]:
 
     Raises ``ValueError`` if a key is null that transformers does not take without a value.
     """
-    kind = found.get("model_type") if found.get("model_type") in DEFAULTS else like
+    named_kind = str(found.get("model_type"))
+    kind = named_kind if named_kind in DEFAULTS else like
     defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
     named = [each for each in found if each not in aliases] + [each for each in found if each in aliases]
     values = {aliases.get(each, each): found[each] for each in named}  # transformers reads further names last

@@ -52,8 +52,8 @@ def key_tables() -> str:
             lines += [*([f"{which}:", ""] if which else []), *_table(("Key", "Default", "Meaning"), rows), ""]
     lines += ["### What recipes set", "", "Values of `tiny` are the defaults above; other recipes set:", ""]
     for name, chosen in recipes.items():
-        own = [f"{path}={value}" for path, value in chosen.items() if value != recipes["tiny"].get(path)]
-        words = [word for word in own if word.partition("=")[0] not in ("recipe", "run.name", "run.dir")]
+        differing = [f"{path}={value}" for path, value in chosen.items() if value != recipes["tiny"].get(path)]
+        words = [word for word in differing if word.partition("=")[0] not in ("recipe", "run.name", "run.dir")]
         if words:
             lines += [f"`recipe={name}`", "", "```", *textwrap.wrap(" ".join(words), 118, **_WHOLE_WORDS), "```", ""]
     return "\n".join(lines).rstrip()

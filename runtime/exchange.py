@@ -28,14 +28,23 @@ class Exchange:
         self._count = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, by rank, on every rank."""
+        """Return every rank's ``value``, by rank, on every rank.
+
+        Rank 0 collects them, so that each other rank writes and reads one value, however many ranks there are.
+        """
         if self.store is None:
             return [value]
         self._count += 1
         keys = [f"gather/{self._count}/{rank}" for rank in range(self._world_size)]
+        together = f"gather/{self._count}"
         self.store.set(keys[self._rank], json.dumps(value))
+        if self._rank > 0:
+            self._await([together], "every rank")
+            return json.loads(self.store.get(together))
         self._await(keys, "every rank")
-        return [json.loads(self.store.get(key)) for key in keys]
+        values = [json.loads(each) for each in self.store.multi_get(keys)]
+        self.store.set(together, json.dumps(values))
+        return values
 
     def once(
         self, function: Callable[[], Any], on_crash: Callable[[BaseException], object], *, leads: bool, group: str

@@ -1,5 +1,6 @@
 """This process among the others: rank, device, and the group; one context manager from start to a clean end."""
 
+import hashlib
 import os
 import socket
 import time
@@ -116,6 +117,8 @@ class Session:
     def same_everywhere(self, what: str, value: str) -> None:
         """Check that all ranks have the same ``value``; names the first line that differs. Raises ``UserError`` if they
         differ; names the first rank that does."""
+        if len(set(self.gather(hashlib.sha256(value.encode()).hexdigest()))) == 1:
+            return
         values = self.gather(value)
         for rank, other in enumerate(values):
             for expected, found in zip_longest(values[0].splitlines(), other.splitlines()):

@@ -350,13 +350,18 @@ class DistributedModel:
     @torch.no_grad()
     def _share_buffers(self) -> None:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
-        checkpoint."""
+        checkpoint: those of a type in one broadcast, as a CNN has hundreds."""
         if self.buffer_names and self.layout.world > self.layout.pipeline:
             group = self.groups.stage
+            by_type: dict[torch.dtype, list[Tensor]] = {}
             for each in self.buffers:
-                if any(each.tensor is buffer for buffer in self._loads.buffers):
-                    continue  # equal on all ranks
-                dist.broadcast(each.tensor, group=group, group_src=0)
+                if not any(each.tensor is buffer for buffer in self._loads.buffers):  # those are equal on all ranks
+                    by_type.setdefault(each.tensor.dtype, []).append(each.tensor)
+            for buffers in by_type.values():
+                flat = torch.cat([buffer.flatten() for buffer in buffers])
+                dist.broadcast(flat, group=group, group_src=0)
+                for buffer, values in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
 
 
 def refuse_own_backward(root: nn.Module) -> None:

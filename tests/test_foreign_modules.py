@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,6 +168,48 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()
         return {"losses": losses, "norms": norms, "parameters": sum(held.tensor.numel() for held in model.parameters)}
+
+
+def share_buffers(strategy: str) -> dict[str, Any]:
+    """Broadcasts of a step with ten BatchNorms, their buffers after it, and this rank's before it shared them."""
+    config = compose([f"parallel={strategy}"])
+    count, before = 0, list[Any]()
+    broadcast, share = torch.distributed.broadcast, DistributedModel._share_buffers
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        return broadcast(*arguments, **named)
+
+    def shared(self: DistributedModel) -> None:
+        before.extend(each.tensor.tolist() for each in self.buffers)
+        with patch.object(torch.distributed, "broadcast", counted):
+            share(self)
+
+    def loss(model: nn.Module, rows: Tensor) -> LossTerms:
+        return LossTerms((model(rows.view(-1, 1).float().sin().expand(-1, 6)) ** 2).sum(), torch.tensor(len(rows)))
+
+    with open_session(LaunchSection()) as session, patch.object(DistributedModel, "_share_buffers", shared):
+        torch.manual_seed(1)
+        layout = resolve_layout(config.parallel, session.world_size)
+        module = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
+        model = parallelize(
+            module, ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+            device=session.device,
+        )  # fmt: skip
+        objective: Any = SimpleNamespace(loss=loss)
+        rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
+        model.forward_backward([rows], objective, 1 / BATCH, lambda: 0.0)
+        return {"broadcasts": count, "before": before, "buffers": [each.tensor.tolist() for each in model.buffers]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_of_a_type_are_broadcast_together_with_the_same_bits(strategy: str, cluster: Cluster) -> None:
+    answers = cluster.run(2, "tests.test_foreign_modules:share_buffers", strategy=strategy)
+    first, second = (answer.value for answer in answers)
+    assert first["broadcasts"] == second["broadcasts"] == 2, "fp32 and int64"
+    assert len(first["buffers"]) == 30
+    assert first["buffers"] == second["buffers"] == first["before"] != second["before"]
 
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp")]

@@ -83,7 +83,7 @@ class DataSection(SourceSection):
     """Training data: the keys that all sources share."""
 
     free = ("cache_dir",)
-    by_content = ("validation",)
+    by_content = ("validation", "bad_rows")
 
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
@@ -105,6 +105,8 @@ class DataSection(SourceSection):
     """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
     isolate_documents: bool = False
     """Mask attention between documents of a sequence, and restart positions at each."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """``skip``: leave out rows that cannot be used, and count them."""
     cache_dir: LocalPath | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 

@@ -9,15 +9,19 @@ class UserError(Exception):
     """A mistake in the command, the config or the environment that the user can fix.
 
     It is printed as one ``error:`` line with exit code 78, never as a traceback, so the message has what was wrong,
-    its source, every number involved, and an override to paste. Several mistakes are one argument and one line each.
-    Values from the user cannot add lines or control the terminal.
+    its source, every number involved, and an override to paste. Several mistakes are one argument and one line each,
+    below a ``head``. Values from the user cannot add lines or control the terminal.
     """
+
+    def __init__(self, *mistakes: object, head: str = "") -> None:
+        super().__init__(*mistakes)
+        self.head = head
 
     def __str__(self) -> str:
         mistakes = [" ".join(printable(str(mistake)).split("\n")) for mistake in self.args]
         if len(mistakes) < 2:
             return "".join(mistakes)
-        return f"{len(mistakes)} mistakes:\n  " + "\n  ".join(mistakes)
+        return f"{self.head or f'{len(mistakes)} mistakes'}:\n  " + "\n  ".join(mistakes)
 
     def _render_traceback_(self) -> list[str]:
         """Return what IPython prints in place of a traceback: a notebook shows the same line."""

@@ -370,6 +370,8 @@ class CausalLM(TextTask):
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
         notes, has_adapters = [*self._family().notes(), *self._tokenizer_notes()], self.run.adapter.method != "none"
+        truncation = getattr(self.dataset("train"), "truncation", None) if self._prepared is not None else None
+        notes += [warning] if truncation is not None and (warning := truncation()) else []
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
         if has_weights or not (has_adapters or self._data.format == "chat"):
             return notes

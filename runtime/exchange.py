@@ -62,7 +62,7 @@ class Exchange:
             try:
                 verdict = {"result": function()}
             except UserError as error:
-                verdict = {"error": str(error)}
+                verdict = {"error": [str(each) for each in error.args], "head": error.head}
             except BaseException as error:
                 on_crash(error)
                 verdict = {"failure": repr(error)}
@@ -74,7 +74,7 @@ class Exchange:
             self._await([key], f"the first process of the {group}")
             verdict = json.loads(self.store.get(key))
         if "error" in verdict:
-            raise UserError(verdict["error"])
+            raise UserError(*verdict["error"], head=verdict["head"])
         if "failure" in verdict:
             raise RuntimeError(f"the first process of the {group} failed: {verdict['failure']}")
         return verdict["result"]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from serried.configs.errors import UserError
-from serried.recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
+from serried.recipes.data.chat import CHATML, ChatEncoder, ask, chat_encoder, chat_template
 from serried.recipes.data.encode import Encoded
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from serried.recipes.data.progress import Progress
 from serried.recipes.data.source import Row, open_source
+from serried.recipes.data.template import Template
 from serried.recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section
 
@@ -114,6 +115,8 @@ def tokenizer() -> HuggingFaceTokenizer:
 
 def encode(tokenizer: Any, template: str, messages: Any) -> Encoded:
     (encoded,) = ChatEncoder(tokenizer, template, "the template")([Row(4, messages)], "chats.jsonl")
+    if isinstance(encoded, UserError):
+        raise encoded
     assert encoded.supervised is not None
     assert encoded.tokens.shape == encoded.supervised.shape
     return encoded
@@ -131,7 +134,7 @@ TEMPLATES = {
     "chatml": (CHATML, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
     "llama 3": (LLAMA3, ["Four, señor.<|eot_id|>", "Twelve 🙂<|eot_id|>"]),
     "llama 2": (LLAMA2, [" Four, señor. </s>", " Twelve 🙂 </s>"]),
-    "unasked": (UNASKED, ["Four, señor.\n", "Twelve 🙂\n"]),
+    "unasked": (UNASKED, ["Four, señor.\n", "Twelve 🙂\n</s>"]),
     "marked": (MARKED, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
     "qwen 3": (QWEN3, ["Four, señor.<|im_end|>", "<think>\n\n</think>\n\nTwelve 🙂<|im_end|>"]),
     "deepseek": (DEEPSEEK, ["Four, señor.</s>", "Twelve 🙂</s>"]),
@@ -146,7 +149,7 @@ def test_tokens_are_those_of_transformers_and_replies_are_learned(
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    if name == "llama 2" and messages is WITH_SYSTEM:
+    if name in ("llama 2", "deepseek") and messages is WITH_SYSTEM:
         pytest.skip("it takes no system message so")
     template, expected = TEMPLATES[name]
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
@@ -158,8 +161,9 @@ def test_tokens_are_those_of_transformers_and_replies_are_learned(
     ours = encode(BytesTokenizer(), template.replace("bos_token", "'<s>'").replace("eos_token", "'</s>'"), messages)
     assert BytesTokenizer().decode(ours.tokens) == text
     assert ours.tokens[-1] == BytesTokenizer.end_id
-    # A reply's first blank may be one token with its first word.
-    assert [run.lstrip(" ") for run in learned(BytesTokenizer(), ours)] == [run.lstrip(" ") for run in expected]
+    if name == "unasked":
+        expected = [run.replace("</s>", "<|end|>") for run in expected]
+    assert learned(BytesTokenizer(), ours) == expected
 
 
 def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokenizer) -> None:
@@ -172,7 +176,7 @@ def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokeni
 def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
     thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
     with pytest.raises(
-        UserError, match=r"^row 5 of chats\.jsonl: the template renders message 2 \(assistant\) differently"
+        UserError, match=r"^row 5 of chats\.jsonl: the template leaves out a part of message 2 \(assistant\), '2 \+ 2'"
     ):
         encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
 
@@ -230,7 +234,7 @@ def test_calls_and_tools_that_a_template_leaves_out_are_refused(
     with pytest.raises(UserError, match=r"the template leaves out the tool_calls of message 2 \(assistant\); use a "):
         encode(tokenizer, CHATML, [PLAIN[0], calling, *PLAIN[:2]])
     with pytest.raises(UserError, match=r"the template shows no tools, .* or remove the column 'tools'"):
-        encode(tokenizer, TOOLS, {"messages": [PLAIN[0], calling], "tools": [ADD]})
+        encode(tokenizer, TOOLS, {"messages": [PLAIN[0], {**calling, "content": ""}], "tools": [ADD]})
 
 
 def test_a_call_that_a_template_shows_in_its_own_way_is_learned(tokenizer: HuggingFaceTokenizer) -> None:
@@ -309,9 +313,12 @@ def test_empty_reply_is_refused() -> None:
         ("{{ messages[0].content + 1 }}", ": the template fails with TypeError: "),
         ("{{ messages.clear() }}", ": the template refuses it: "),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ": the template refuses it: access to attribute"),
-        ("{% for x in range(9) %}{{ 'x' * 2**23 }}{% endfor %}", "more than 67108864 characters for one conversation"),
-        ("{{ 'x' * 2**40 }}", ": the template fails with OverflowError: * with too large a result"),
-        ("{{ 9 ** 99 }}", ": the template fails with OverflowError: ** with too large a result"),
+        (
+            "{% for x in range(9) %}{{ 'x' * 2**23 }}{% endfor %}",
+            "more than 67,108,864 characters for one conversation",
+        ),
+        ("{{ 'x' * 2**40 }}", "the template makes a text or list of more than 67,108,864 characters or items (*); use"),
+        ("{{ 9 ** 99 }}", "the template computes ** with too large a result; use"),
     ],
 )
 def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: str) -> None:
@@ -353,3 +360,235 @@ def test_the_day_in_a_template_does_not_change_the_tokens() -> None:
     assert (
         BytesTokenizer().decode(encode(BytesTokenizer(), template, PLAIN).tokens).startswith("26 Jul 2024 <|im_start|>")
     )
+
+
+# what is trained on ---------------------------------------------------------------------------------------------------
+
+PLAIN_TEXT = (
+    "{% for m in messages %}{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content + '\n' }}{% endfor %}"
+)
+NEVER_ASKS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+END_AFTER_ALL = PLAIN_TEXT + "{{ eos_token }}"
+
+
+def said_to(reply: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Go."}, {"role": "assistant", "content": reply}]
+
+
+@pytest.mark.parametrize(
+    ("template", "reply", "trained"),
+    [
+        (NEVER_ASKS, "Yes.", "Yes.<|im_end|>"),
+        (NEVER_ASKS, "assistant", "assistant<|im_end|>"),
+        (NEVER_ASKS, "  padded", "  padded<|im_end|>"),
+        (CHATML, "  padded ", "  padded <|im_end|>"),
+        (CHATML, "\n\nassistant", "\n\nassistant<|im_end|>"),
+        (PLAIN_TEXT, "A", "A\n</s>"),
+        (PLAIN_TEXT, "Assistant", "Assistant\n</s>"),
+        (PLAIN_TEXT.removesuffix("{% endfor %}").replace(" + '\n'", "") + "{% endfor %}", "A", "A</s>"),
+        (END_AFTER_ALL, "A", "A\n</s>"),
+        (LLAMA2, "A", " A </s>"),
+        (UNASKED.replace("upper", "lower"), "assistant:", "assistant:\n</s>"),
+    ],
+)
+def test_a_reply_is_trained_with_its_end_and_without_its_header(
+    tokenizer: HuggingFaceTokenizer, template: str, reply: str, trained: str
+) -> None:
+    assert learned(tokenizer, encode(tokenizer, template, said_to(reply))) == [trained]
+
+
+def test_a_first_token_that_begins_with_the_blank_of_the_header_is_trained() -> None:
+    """As of GPT-2 and Llama 3: a blank and the word after it are one token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {each: number for number, each in enumerate([*alphabet, "ĠA", "Ġs", "</s>"])}
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "A"), ("Ġ", "s")]))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.add_special_tokens(["</s>"])
+    files = {"tokenizer.json": library.to_str(), "tokenizer_config.json": '{"eos_token": "</s>"}'}
+    encoded = encode(own := HuggingFaceTokenizer(files), PLAIN_TEXT, said_to("A"))
+    assert learned(own, encoded) == [" A\n</s>"]
+    ids, _ = ask(PLAIN_TEXT, own, ["Go."])
+    assert own.decode(ids) == "User: Go.\nAssistant:"
+    assert encoded.tokens[: len(ids)].tolist() == ids, "a model is asked as it was trained"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_trained_on_follows_what_the_template_asks_with(name: str, tokenizer: HuggingFaceTokenizer) -> None:
+    """By ids, from transformers alone: those before a reply are those of the prompt that asks for it."""
+    from transformers import PreTrainedTokenizerFast
+
+    if name in ("deepseek", "unasked"):
+        pytest.skip("what it asks with is not in its conversations")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
+    encoded = encode(tokenizer, TEMPLATES[name][0], PLAIN)
+    assert encoded.supervised is not None
+    starts = np.flatnonzero(np.diff(encoded.supervised) == 1) + 1
+    for start, turn in zip(starts.tolist(), (1, 3), strict=True):
+        asked = theirs.apply_chat_template(PLAIN[:turn], chat_template=TEMPLATES[name][0], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        assert encoded.tokens[:start].tolist() == asked
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "plain", "end after all"])
+def test_long_conversations_are_found_as_each_reply_alone_would_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from serried.recipes.data import replies
+
+    others = {"plain": PLAIN_TEXT, "end after all": END_AFTER_ALL}
+    template = Template(
+        {**{key: each for key, (each, _) in TEMPLATES.items()}, **others}[name],
+        name,
+        {"bos_token": "<s>", "eos_token": "</s>"},
+    )
+    words = ["A", "  padded ", "assistant", "user", "Assistant: A", "x\n", "<|im_end|>", "Go.\n\nGo."]
+    messages = [
+        {"role": ("user", "assistant")[turn % 2], "content": words[(3 * turn + turn // 5) % len(words)]}
+        for turn in range(24)
+    ]
+    renders = 0
+
+    def render(*given: Any, **options: Any) -> str:
+        nonlocal renders
+        renders += 1
+        return template.render(*given, **options)
+
+    turns = range(1, 24, 2)
+    found = replies.find_replies(render, name, messages, turns)
+    assert renders < 24 or name in ("qwen 3", "end after all")
+    monkeypatch.setattr(replies, "_as_others", lambda *_: None)
+    assert found == replies.find_replies(render, name, messages, turns)
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "training"])
+def test_messages_with_no_weight_are_not_trained_on(key: str, tokenizer: HuggingFaceTokenizer) -> None:
+    off = 0 if key == "weight" else False
+    messages = [PLAIN[0], {**PLAIN[1], key: off}, PLAIN[2], {**PLAIN[3], key: 1, "weight": 1.0}]
+    encoded = encode(tokenizer, CHATML, messages)
+    assert encoded.tokens.tolist() == encode(tokenizer, CHATML, PLAIN).tokens.tolist()
+    assert learned(tokenizer, encoded) == ["Twelve 🙂<|im_end|>"]
+    with pytest.raises(UserError, match=r"nothing to train on: none is to be trained on \(weight: 0 or false, train"):
+        encode(tokenizer, CHATML, messages[:2])
+    for value in (0.5, "no"):
+        with pytest.raises(
+            UserError, match=rf"message 2 \(assistant\) has {key}: {value!r}, and a message is trained on"
+        ):
+            encode(tokenizer, CHATML, [PLAIN[0], {**PLAIN[1], key: value}])
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_a_key_is_shown_or_refused_unless_it_is_not_trained_on(
+    key: str, tokenizer: HuggingFaceTokenizer
+) -> None:
+    shows = CHATML.replace("message['content'] +", f"(message.{key} or '') + message['content'] +")
+    thought = {**PLAIN[1], key: "2 + 2"}
+    assert learned(tokenizer, encode(tokenizer, shows, [PLAIN[0], thought]))[0].startswith("2 + 2Four")
+    with pytest.raises(UserError, match=rf"the template leaves out the {key} of message 2 \(assistant\); end the"):
+        encode(tokenizer, CHATML, [PLAIN[0], thought])
+    repeated = {"role": "assistant", "content": "<think>2 + 2</think>Four", key: "2 + 2"}
+    encode(tokenizer, CHATML, [PLAIN[0], repeated])
+    assert len(learned(tokenizer, encode(tokenizer, CHATML, [PLAIN[0], {**thought, "weight": 0}, *PLAIN[2:]]))) == 1
+
+
+def test_empty_reasoning_that_a_template_drops_is_no_loss(tokenizer: HuggingFaceTokenizer) -> None:
+    messages = [
+        {**message, "content": f"<think>\n\n</think>\n\n{message['content']}"} for message in (PLAIN[1], PLAIN[3])
+    ]
+    encoded = encode(tokenizer, QWEN3, [PLAIN[0], messages[0], PLAIN[2], messages[1]])
+    assert learned(tokenizer, encoded) == TEMPLATES["qwen 3"][1]
+
+
+QWEN3_TOOLS = QWEN3.replace(
+    "        {{- '<|im_end|>\\n' }}\n    {%- endif %}",
+    "        {%- for call in message.tool_calls or [] %}\n"
+    "            {%- if loop.first and content %}{{- '\\n' }}{%- endif %}\n"
+    "            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}\n"
+    "        {%- endfor %}\n"
+    "        {{- '<|im_end|>\\n' }}\n    {%- endif %}",
+)
+"""As Qwen 3's with tools: empty reasoning before a call only while nothing follows it."""
+
+
+@pytest.mark.parametrize("said", ["", "Let me add."])
+def test_calls_that_a_template_renders_differently_once_others_follow_are_learned(
+    said: str, tokenizer: HuggingFaceTokenizer
+) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        PLAIN[0],
+        {"role": "assistant", "content": said, "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        PLAIN[1],
+    ]
+    shown = f'{said}{said and chr(10)}<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call><|im_end|>'
+    assert learned(tokenizer, encode(tokenizer, QWEN3_TOOLS, messages)) == [
+        shown, "<think>\n\n</think>\n\nFour, señor.<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_a_message_that_a_template_leaves_out_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
+    """However often its words are elsewhere."""
+    known = (
+        "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    )
+    for role, cure in {"developer": "call its role system, or", "system": "remove it, or"}.items():
+        with pytest.raises(UserError, match=rf"leaves out what message 1 \({role}\) says, .*; {cure} use a template"):
+            encode(tokenizer, known, [{"role": role, "content": "Four"}, *PLAIN])
+    assert encode(tokenizer, CHATML, [{"role": "developer", "content": "Four"}, *PLAIN])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 20,000 steps",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "takes more than 20,000 steps",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with RecursionError"),
+        ("DOUBLE{% set n.x = n.x ~ n.x %}", "makes a text or list of more than"),
+        ("DOUBLE{% set n.x = n.x + n.x %}", "makes a text or list of more than"),
+        ("DOUBLE{% set n.x = n.x.replace('a', n.x) %}", "makes a text or list of more than"),
+        ("DOUBLE{% set n.x = [n.x, n.x] | join %}", "makes a text or list of more than"),
+        ("DOUBLE{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}", "makes a text or list of more than"),
+        ("DOUBLE{% set n.x = [n.x, n.x] %}", "writes a list of more than"),
+        ("{{ '%99999999999d' % 1 }}", "formats with too large a width"),
+        ("{{ '{:>99999999999}'.format(1) }}", "formats with too large a width"),
+        ("{{ 'a' | center(99999999999) }}", "makes a text or list of more than"),
+    ],
+)
+def test_a_template_that_does_not_end_is_one_line(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from serried.recipes.data import template as module
+
+    monkeypatch.setattr(module, "_MOST_STEPS", 20_000)
+    monkeypatch.setattr(module, "_MOST_CHARACTERS", 2**16)
+    monkeypatch.setattr(module, "_MOST_PARTS", 2**10)
+    doubles = "{% set n = namespace(x='aa') %}{% for i in range(90) %}"
+    template = template.replace("DOUBLE", doubles) + ("{% endfor %}{{ n.x }}" if "DOUBLE" in template else "")
+    with pytest.raises(UserError, match=said) as caught:
+        encode(BytesTokenizer(), template, PLAIN)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{{ 1" + " + 1" * 20000 + " }}",
+        "{{ x" + " | upper" * 20000 + " }}",
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,
+        "{% if 0 %}" + "{% elif 0 %}" * 5000 + "{% endif %}",
+    ],
+    ids=["parentheses", "if", "sum", "filters", "for", "elif"],
+)
+def test_a_template_nested_or_chained_too_deeply_is_one_line(template: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^the template is not a Jinja template that can be compiled: it is nested or"
+    ) as caught:
+        encode(BytesTokenizer(), template, PLAIN)
+    assert "\n" not in str(caught.value)

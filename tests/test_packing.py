@@ -149,13 +149,22 @@ def test_a_conversation_that_loses_all_its_answers_is_refused(tmp_path: Path) ->
     text = list(b"user: a long question, much too long")
     flags = [[0, 1, 1], [0] * len(text) + [1] * 4, [1, 1]]
     data: Any = write_documents(tmp_path, [[1, 2, 3], [*text, 5, 6, 7, 8], [9, 9]], supervised=flags)
-    with pytest.raises(UserError, match="nothing to train on in the first 20") as caught:
+    with pytest.raises(
+        UserError, match=r"^chats\.parquet row 2 has 40 tokens and nothing to train on in the first 20: "
+    ) as caught:
         PackedDataset(data, "train", 20, isolate_documents=True)
-    assert "It begins 'user: a long question" in str(caught.value)
     fix = re.search(r"use data\.sequence_length=(\d+), ", str(caught.value))
     assert fix
     assert int(fix[1]) == len(text) + 3
     assert len(PackedDataset(data, "train", int(fix[1]), isolate_documents=True)) == 2
+    without = PackedDataset(data, "train", 20, isolate_documents=True, skips=True)
+    assert [sample.tokens[:3].tolist() for sample in map(without.__getitem__, range(len(without)))] == [[1, 2, 3]]
+    assert without.describe().endswith(
+        "1 conversation truncated to 20 tokens, 1 of them left out: nothing to train on is left"
+    )
+    assert (
+        "truncates 1 conversation of data and removes 89 % of all tokens; the longest has 40: " in without.truncation()
+    )
 
 
 def test_packings_have_fingerprints_of_their_own_and_threads_read_them_alike(tmp_path: Path) -> None:

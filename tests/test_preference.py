@@ -1,6 +1,7 @@
 """Preference training: the losses of TRL, on any layout, with a reference that is computed once."""
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -303,7 +304,12 @@ def encoded(folder: Path, row: Any, length: int = 128) -> Any:
     )
     path = folder / "pairs.jsonl"
     (unit,) = units_of_file(path, Column("chosen", "preference"), path.stat().st_size, None)
-    return encoder(length)([*unit.all_rows()], path.name)
+    rows = [*unit.all_rows()]
+    found = [row.error or pair for row, pair in zip(rows, encoder(length)(rows, path.name), strict=True)]
+    for each in found:
+        if isinstance(each, UserError):
+            raise each
+    return found
 
 
 @pytest.mark.parametrize(
@@ -333,13 +339,13 @@ def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]
         ({"prompt": "?", "chosen": "A", "rejected": 3}, "line 2: column 'rejected' is a number (3), not text or a li"),
         ({"prompt": "?", "chosen": "A", "rejected": None}, "line 2: column 'rejected' is null, not text or a list"),
         ({"prompt": "?", "chosen": "A", "rejected": [YES]}, "line 2: one of 'chosen' and 'rejected' is text and the"),
-        ({"prompt": "?", "chosen": "A", "rejected": "A"}, "row 2 of pairs.jsonl: chosen and rejected are the same an"),
-        ({"prompt": "?", "chosen": "A", "rejected": ""}, "row 2 of pairs.jsonl: rejected is empty; fix or remove the "),
-        ({"chosen": [ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl: chosen is empty"),
-        ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "row 2 of pairs.jsonl: its prompt has 250 tokens, and"),
+        ({"prompt": "?", "chosen": "A", "rejected": "A"}, "pairs.jsonl line 2: chosen and rejected are the same an"),
+        ({"prompt": "?", "chosen": "A", "rejected": ""}, "pairs.jsonl line 2: rejected is empty; fix or remove the "),
+        ({"chosen": [ASK], "rejected": [ASK, NO]}, "pairs.jsonl line 2: chosen is empty"),
+        ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "pairs.jsonl line 2: its prompt has 250 tokens, and"),
         ({"chosen": [ASK, YES], "rejected": [YES, NO]}, "line 2: chosen and rejected begin with different messages"),
         ({"prompt": 3, "chosen": "A", "rejected": "B"}, "line 2: what these answers reply to is a number (3)"),
-        ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl, chosen: it has nothing to train on: no"),
+        ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "pairs.jsonl line 2, chosen: it has nothing to train on: no"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -376,3 +382,14 @@ def test_all_pairs_are_trained_on(model: Path, tmp_path: Path) -> None:
     train(dpo(model, run, "data.validation_fraction=0", "trainer.eval_every=0", "trainer.steps=1", "task.loss=simpo"))
     assert not runs.metrics(run, "eval")
     train(dpo(model, run, "data.validation_fraction=0", "trainer.eval_every=1"), 78)
+
+
+def test_answers_that_truncation_makes_equal_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": "?", "chosen": "same " * 30 + "yes", "rejected": "same " * 30 + "no"}
+    with pytest.raises(
+        UserError, match=r"line 2: chosen and rejected are the same up to data\.sequence_length=128"
+    ) as caught:
+        encoded(tmp_path, row)
+    fix = re.search(r"use data\.sequence_length=(\d+)", str(caught.value))
+    assert fix
+    assert len(encoded(tmp_path, row, int(fix[1]))) == 2

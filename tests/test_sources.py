@@ -21,6 +21,7 @@ import serried.recipes.data.rows
 from harness.cluster import ROOT
 from serried.configs.data_section import DataSection, data_section
 from serried.configs.errors import UserError
+from serried.recipes.data.dataset import open_dataset
 from serried.recipes.data.hugging_face_dataset import streamed_units
 from serried.recipes.data.prepare import Prepared, prepare
 from serried.recipes.data.progress import Progress
@@ -64,7 +65,7 @@ def refusal(path: Path | str, cache: Path, **changes: Any) -> str:
     """What preparing ``path`` is refused with: one line, and nothing is left of it."""
     with pytest.raises(UserError) as caught:
         prepare(section(path, cache, **changes))
-    assert "\n" not in str(caught.value)
+    assert len(str(caught.value).split("\n")) == (len(caught.value.args) + 1 if caught.value.head else 1)
     assert not [folder for folder in cache.glob("*") if folder.name != "memos"]
     return str(caught.value)
 
@@ -169,7 +170,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
             lines().encode() + b'{"text": "\xff"}\n',
             r"a\.jsonl line 201 is not UTF-8: byte 0xff at offset \d+ of the file",
         ),
-        (lines() + '{"text": "\\ud800"}\n', r"row 201 of .*a\.jsonl holds half a character \(U\+D800\)"),
+        (lines() + '{"text": "\\ud800"}\n', r"a\.jsonl line 201 holds half a character \(U\+D800\)"),
         (lines(["", "", None]), r"all 3 documents of .* are empty: nothing to train on"),
         ("", r"has no documents: nothing to train on"),
         (lines(["same"] * 9), r"all 9 documents of .* are the same text"),
@@ -400,11 +401,12 @@ def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[s
                 prepare(of_hub(dataset, tmp_path / "cache", **changes))
             elif "validation_split" not in changes:
                 units = units_of_stream(dataset, **changes)
-                next(iter(units[0].rows()))
+                if (error := next(iter(units[0].all_rows())).error) is not None:
+                    raise error
             else:
                 raise UserError(expected)
         assert expected in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert caught.value.head or "\n" not in str(caught.value)
 
 
 def test_a_dataset_of_several_subsets(tmp_path: Path) -> None:
@@ -507,3 +509,71 @@ main(["prepare", "data.tokenizer=train", "data=text", "data.path=text", "data.ca
     assert [re.search(r"needs the library (\w+), .*pip install", line)[1] for line in errors] == [  # type: ignore[index]
         "pyarrow", "datasets", "tokenizers"
     ]  # fmt: skip
+
+
+# bad rows -------------------------------------------------------------------------------------------------------------
+
+
+def chats_with_mistakes(path: Path) -> Path:
+    user, good = {"role": "user", "content": "Go."}, {"role": "assistant", "content": "Yes."}
+    rows: list[Any] = [{"messages": [{**user, "content": f"Go {number}."}, good]} for number in range(80)]
+    rows[3], rows[20] = "no JSON", {"messages": [user, {"role": "assistant", "content": None}]}
+    for number in range(40, 52):
+        rows[number] = {"messages": [user]}
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_all_bad_rows_are_named_at_once_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serried.recipes.data.rows, "_UNIT_BYTES", 1000)
+    path = chats_with_mistakes(tmp_path / "chats.jsonl")
+    message = refusal(path, tmp_path / "cache", format="chat")
+    head, *rows = message.split("\n")
+    assert head == "14 rows cannot be used; fix or remove them, or leave them out with data.bad_rows=skip:"
+    found = [re.match(rf"  {re.escape(str(path))} line (\d+)[:, ]", row) for row in rows[:-1]]
+    assert [int(each[1]) for each in found if each] == [4, 21, *range(41, 49)]
+    assert rows[-1] == "  and 4 more"
+    prepared = prepare(section(path, tmp_path / "cache", format="chat", bad_rows="skip"))
+    assert sum(split.documents for split in prepared.splits.values()) == 66
+    assert prepared.describe().endswith("; 14 bad rows left out")
+    with pytest.raises(UserError, match=r"^14 rows cannot be used"):  # also where they are prepared already
+        prepare(section(path, tmp_path / "cache", format="chat"))
+
+
+def test_rows_that_are_all_bad_are_not_read_to_the_end(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows", {"a.jsonl": lines([3] * 5000)})
+    message = refusal(source, tmp_path / "cache", bad_rows="skip")
+    assert message.startswith("the first 1,000 rows are all wrong; ")
+    assert message.endswith("and 990 more")
+
+
+def test_conversations_that_are_too_long_are_named(tmp_path: Path) -> None:
+    path = chats_with_mistakes(tmp_path / "chats.jsonl")
+    rows = path.read_text().splitlines()
+    for number in (7, 30):
+        rows[number] = json.dumps(
+            {"messages": [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "Y"}]}
+        )
+    path.write_text("\n".join(rows))
+    chosen = section(path, tmp_path / "cache", format="chat", bad_rows="skip", packing="best_fit", sequence_length=128)
+    prepared = prepare(chosen)
+    with pytest.raises(UserError) as caught:
+        open_dataset(prepared, "train", chosen.model_copy(update={"bad_rows": "refuse"}))
+    assert f"{path} line 8 has " in str(caught.value)
+    assert f"{path} line 31 has " in str(caught.value)
+    assert str(caught.value).startswith("2 conversations have nothing to train on: data.sequence_length=128 cuts off ")
+    assert len(open_dataset(prepared, "train", chosen))
+
+
+def test_data_that_are_the_same_as_an_earlier_version_prepared_keep_their_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from serried.recipes.data import chat
+
+    path = chats_with_mistakes(tmp_path / "chats.jsonl")
+    chosen = section(path, tmp_path / "cache", format="chat", bad_rows="skip")
+    with monkeypatch.context() as before:
+        before.setattr(chat, "_FORMAT", chat.EARLIER_FORMAT)
+        earlier = prepare(chosen)
+    now = prepare(chosen)
+    assert (now.key, now.folder == earlier.folder) == (earlier.key, False)

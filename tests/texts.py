@@ -11,6 +11,7 @@ from serried.configs.data_section import DataSection, data_section
 from serried.recipes.data.encode import Encoded
 from serried.recipes.data.prepare import Prepared
 from serried.recipes.data.shards import Shard, ShardWriter, TokenStream
+from serried.recipes.data.source import Place
 from serried.recipes.data.tokenizer import BytesTokenizer
 
 
@@ -46,13 +47,14 @@ def many_files(folder: Path, count: int = 40) -> Path:
 class Documents:
     """Documents of tokens on disk, in shards as preparation writes them: what a dataset takes from prepared data."""
 
-    shards: list[Shard]
+    shards: dict[str, list[Shard]]
     key: str = "documents"
     tokenizer: BytesTokenizer = field(default_factory=BytesTokenizer)
 
     def stream(self, split: str) -> TokenStream:
-        assert split == "train"
-        return TokenStream(self.shards)
+        return TokenStream(self.shards[split])
+
+    place = Prepared.place
 
 
 def write_documents(
@@ -70,6 +72,7 @@ def write_documents(
         with ShardWriter(folder, f"train-{number}", np.dtype(np.uint16)) as writer:
             for place in part:
                 flags = None if supervised is None else np.array(supervised[place], np.uint8)
-                writer.add(Encoded(np.array(documents[place], np.uint16), flags), begins=True)
+                encoded = Encoded(np.array(documents[place], np.uint16), flags)
+                writer.add(encoded, begins=True, place=Place("chats.parquet", place, "row"))
         written += [writer.shard()] if part else []
-    return Documents(written)
+    return Documents({"train": written, "validation": []})

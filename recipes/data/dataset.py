@@ -12,6 +12,8 @@ from serried.configs.errors import UserError
 from serried.recipes.data.packing import Pieces, best_fit, find_pieces
 from serried.recipes.data.prepare import Prepared
 from serried.recipes.data.shards import TokenStream
+from serried.recipes.data.source import SPLITS
+from serried.recipes.data.tokenize import SHOWN_ROWS
 from serried.recipes.models.head import IGNORE
 
 _SHORTEST_USEFUL = 16
@@ -111,20 +113,31 @@ class PackedDataset:
     threads. Every process holds 24 bytes a document.
     """
 
-    def __init__(self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool) -> None:
-        """``split`` is ``train`` or ``validation``; raises ``UserError`` if nothing in it can be learned."""
+    def __init__(
+        self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool, skips: bool = False
+    ) -> None:
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` if nothing in it can be learned. ``skips``:
+        leave out conversations that truncation leaves nothing to train on, which are refused otherwise."""
         self._stream = prepared.stream(split)
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
         pieces = find_pieces(self._stream, sequence_length, truncate=self._stream.is_supervised)
         if not len(pieces.starts):
             raise _nothing_to_predict(f"{split} split")
+        starts, lengths = pieces.starts, pieces.lengths
+        self._cut_documents, self._longest, self._left_out = 0, pieces.longest, 0
         if self._stream.is_supervised and pieces.cut_documents:
-            _check_cut(prepared, self._stream, split, pieces, sequence_length)
-        packing = best_fit(pieces.lengths, sequence_length + 1)
-        self._starts, self._lengths = pieces.starts[packing.order], pieces.lengths[packing.order]
+            self._cut_documents = pieces.cut_documents
+            is_empty = _without_targets(self._stream, pieces, sequence_length)
+            if is_empty.any() and not skips:
+                raise _cut_off(prepared, sequence_length)
+            if is_empty.all():
+                raise _nothing_to_predict(f"{split} split")
+            starts, lengths, self._left_out = starts[~is_empty], lengths[~is_empty], int(is_empty.sum())
+        self._kept_share = float(lengths.sum() / self._stream.tokens)
+        packing = best_fit(lengths, sequence_length + 1)
+        self._starts, self._lengths = starts[packing.order], lengths[packing.order]
         self._bounds = packing.bounds
-        self._cut_documents = pieces.cut_documents if self._stream.is_supervised else 0
         isolated = "-isolated" if isolate_documents else ""
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-best_fit{isolated}"
         """Equal for equal samples, on any machine."""
@@ -164,7 +177,18 @@ class PackedDataset:
         text += ", isolated" if self._isolate else ""
         if self._cut_documents:
             text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
+        if self._left_out:
+            text += f", {self._left_out:,} of them left out: nothing to train on is left"
         return text
+
+    def truncation(self, name: str = "data") -> str:
+        """Return a warning if truncation removes most tokens; empty if not. ``name``: of what, in keys."""
+        if not self._cut_documents or self._kept_share >= 0.5:
+            return ""
+        return removed(
+            f"{_count(self._cut_documents, 'conversation')} of {name}", 1 - self._kept_share, self._sequence_length,
+            self._longest,
+        )  # fmt: skip
 
 
 def open_dataset(
@@ -174,7 +198,7 @@ def open_dataset(
     say. ``to_end``: without packing no token is left over, as in measuring a text, whose sequences need not be full."""
     length, isolate = section.sequence_length, section.isolate_documents
     if section.packing == "best_fit":
-        return PackedDataset(prepared, split, length, isolate_documents=isolate)
+        return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=section.bad_rows == "skip")
     return TokenDataset(prepared, split, length, isolate_documents=isolate, to_end=to_end)
 
 
@@ -195,22 +219,47 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions)
 
 
-def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Pieces, sequence_length: int) -> None:
-    """Raise ``UserError`` if truncation leaves a conversation nothing to train on."""
-    # Includes documents that just fit, which pass.
-    for start in pieces.starts[pieces.lengths > sequence_length].tolist():
-        stop = start + sequence_length + 1
-        if stream.supervised(start + 1, stop).any():
-            continue
-        text = prepared.tokenizer.decode(stream.read(start, stop).tolist())
-        following = stream.document_starts(start + 1, stream.tokens)
-        whole = (int(following[0]) if len(following) else stream.tokens) - start
-        quoted = " ".join(text.split())[:_QUOTED_CHARACTERS]
-        raise UserError(
-            f"a conversation of the {split} split has {whole} tokens and nothing to train on in the first "
-            f"{sequence_length}: data.sequence_length={sequence_length} cuts off what the assistant says. It begins "
-            f"{quoted!r}; use data.sequence_length={whole - 1}, or leave it out"
-        )
+def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:
+    """Return which pieces truncation leaves nothing to train on, [pieces], bool."""
+    is_empty = np.zeros(len(pieces.starts), bool)
+    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # with those that just fit, which pass
+        start = int(pieces.starts[piece])
+        is_empty[piece] = not stream.supervised(start + 1, start + sequence_length + 1).any()
+    return is_empty
+
+
+def _cut_off(prepared: Prepared, sequence_length: int) -> UserError:
+    """Return the error for conversations of both splits that truncation leaves nothing to train on."""
+    shown, count, longest = [], 0, 0
+    for split in (split for split in SPLITS if prepared.shards[split]):
+        stream = prepared.stream(split)
+        pieces, starts = find_pieces(stream, sequence_length, truncate=True), stream.all_document_starts()
+        for start in pieces.starts[_without_targets(stream, pieces, sequence_length)].tolist():
+            document = int(np.searchsorted(starts, start))
+            stop = int(starts[document + 1]) if document + 1 < len(starts) else stream.tokens
+            count, longest = count + 1, max(longest, stop - start)
+            if len(shown) < SHOWN_ROWS:
+                place = prepared.place(split, document)
+                text = prepared.tokenizer.decode(stream.read(start, min(stop, start + sequence_length + 1)).tolist())
+                quoted = f"the conversation that begins {' '.join(text.split())[:_QUOTED_CHARACTERS]!r}"
+                shown.append(
+                    f"{quoted if place is None else place} has {stop - start:,} tokens and nothing to train on in the "
+                    f"first {sequence_length:,}"
+                )
+    cure = f"use data.sequence_length={longest - 1}, or leave them out with data.bad_rows=skip"
+    why = f"data.sequence_length={sequence_length} cuts off what the assistant says"
+    if count == 1:
+        return UserError(f"{shown[0]}: {why}; {cure.replace('them', 'it')}")
+    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+    return UserError(*shown, *more, head=f"{count:,} conversations have nothing to train on: {why}; {cure}")
+
+
+def removed(what: str, share: float, sequence_length: int, longest: int) -> str:
+    """Return a warning that truncation removes most tokens."""
+    return (
+        f"data.sequence_length={sequence_length} truncates {what} and removes {100 * share:.0f} % of all tokens; "
+        f"the longest has {longest:,}: data.sequence_length={longest - 1}"
+    )
 
 
 def _nothing_to_predict(what: str) -> UserError:

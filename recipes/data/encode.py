@@ -8,7 +8,8 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.recipes.data.files import AROUND_BYTES, PIECE_BYTES, read_surrounded
-from serried.recipes.data.source import Row
+from serried.recipes.data.source import Place, Row
+from serried.recipes.data.template import TooMuch
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 _COMPARED_CHARACTERS = 1024
@@ -43,9 +44,23 @@ class Encoded(NamedTuple):
     """Where it ends."""
 
 
-Encoder = Callable[[Sequence[Row], str], list[Encoded]]
-"""Turns rows, and the name of their unit for messages, into one ``Encoded`` per row. Pure and thread-safe; takes many
-rows at once, for speed. Raises ``UserError`` for a row that cannot be encoded."""
+Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]
+"""Turns rows, and the name of their unit for messages, into one ``Encoded`` per row, or the error for a row that cannot
+be encoded. Pure and thread-safe; takes many rows at once, for speed."""
+
+
+def encoded_rows(rows: Sequence[Row], encode: Callable[[Row], Encoded]) -> list[Encoded | UserError]:
+    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised; a template that does not end ends it
+    all."""
+    found: list[Encoded | UserError] = []
+    for row in rows:
+        try:
+            found.append(encode(row))
+        except TooMuch:
+            raise
+        except UserError as error:
+            found.append(error)
+    return found
 
 
 class Joiner:
@@ -68,7 +83,10 @@ class Joiner:
             if not document.first.is_same(joined.last):
                 assert isinstance(earlier.content, bytes)
                 row = row._replace(before=earlier.before + earlier.content)
-                (document,) = self._encoder([row], unit)
+                (again,) = self._encoder([row], unit)
+                if isinstance(again, UserError):
+                    raise again
+                document = again
             if document.first is None or not document.first.is_same(joined.last):
                 raise UserError(
                     f"{unit} has tokens at byte {row.offset_bytes:,} that depend on text more than {AROUND_BYTES:,} "
@@ -87,22 +105,24 @@ class TextEncoder:
         dtype = token_dtype(tokenizer.vocab_size)
         self._start, self._end = np.array(tokenizer.start_ids, dtype), np.array([tokenizer.end_id], dtype)
 
-    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        contents = [as_bytes(row, unit) for row in rows]
-        is_short = [
-            self._tokenizer.splits_anywhere or (len(content) <= PIECE_BYTES and row.begins and row.ends)
-            for row, content in zip(rows, contents, strict=True)
-        ]
-        texts = [
-            self._text(content, row.offset_bytes, unit)
-            for row, content, short in zip(rows, contents, is_short, strict=True)
-            if short
-        ]
-        ids = iter(self._tokenizer.encode_many(texts))
-        return [
-            self._marked(row, Encoded(next(ids), None)) if short else self._long(row, content, unit)
-            for row, content, short in zip(rows, contents, is_short, strict=True)
-        ]
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
+        found: dict[int, Encoded | UserError] = {}
+        texts: dict[int, bytes | str] = {}
+        for number, row in enumerate(rows):
+            try:
+                content = as_bytes(row, unit)
+                is_short = len(content) <= PIECE_BYTES and row.begins and row.ends
+                if self._tokenizer.splits_anywhere or is_short:
+                    texts[number] = self._text(content, row.offset_bytes, row.place or unit)
+                else:
+                    found[number] = self._long(row, content, unit)
+            except UserError as error:
+                if row.place is None:
+                    raise
+                found[number] = error
+        for number, ids in zip(texts, self._tokenizer.encode_many([*texts.values()]), strict=True):
+            found[number] = self._marked(rows[number], Encoded(ids, None))
+        return [found[number] for number in range(len(rows))]
 
     def _marked(self, row: Row, document: Encoded) -> Encoded:
         parts = [*([self._start] if row.begins else []), document.tokens, *([self._end] if row.ends else [])]
@@ -145,7 +165,7 @@ class TextEncoder:
             ids[begin:end], None, None if row.begins else seam(start), None if row.ends else seam(stop)
         )  # fmt: skip
 
-    def _text(self, piece: bytes, offset_bytes: int, unit: str, *, as_text: bool = False) -> bytes | str:
+    def _text(self, piece: bytes, offset_bytes: int, unit: Place | str, *, as_text: bool = False) -> bytes | str:
         try:
             return piece if self._tokenizer.takes_bytes and not as_text else piece.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -168,11 +188,11 @@ def as_bytes(row: Row, unit: str) -> bytes:
 
 
 def row_of_unit(row: Row, unit: str) -> str:
-    """Name of a row in messages, such as ``row 41 of chats.jsonl``; counted from 1."""
-    return f"row {row.number + 1:,} of {unit}"
+    """Name of a row in messages, such as ``chats.jsonl line 41`` or ``row 41 of data=mine``; counted from 1."""
+    return f"row {row.number + 1:,} of {unit}" if row.place is None else str(row.place)
 
 
-def not_utf8(unit: str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:
+def not_utf8(unit: Place | str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:
     """The error for a file that is not UTF-8."""
     return UserError(
         f"{unit} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset_bytes + error.start} of the "

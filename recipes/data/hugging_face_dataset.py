@@ -17,8 +17,8 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
 from serried.recipes.data.files import SourceFile, files_state, kind_of, library, quiet
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.rows import Column, JsonLines, ParquetRows, documents_of, row_place, rows_of, units_of_file
-from serried.recipes.data.source import Row, Source, Unit
+from serried.recipes.data.rows import Column, JsonLines, ParquetRows, documents_of, row_of, rows_of, units_of_file
+from serried.recipes.data.source import Place, Row, Source, Unit
 
 _UNIT_ROWS = 10_000
 _BATCH_ROWS = 256
@@ -163,7 +163,7 @@ class StreamedFile(Unit):
         try:
             rows = _library().load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
             for number, row in enumerate(rows.skip(first), first):
-                yield Row(number, self.column.content_of(row, partial(row_place, self.name, number)))
+                yield row_of(number, Place(self.name, number, "row"), row, self.column.content_of)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
 
@@ -239,7 +239,10 @@ def _broken_file(section: Any, split: str) -> UserError | None:
     rows = 0
     try:
         for unit in _units_of(_builder(section), split.partition("[")[0], Column.of(section)):
-            rows += sum(1 for _ in unit.all_rows())
+            for row in unit.all_rows():
+                if row.error is not None:
+                    return row.error
+                rows += 1
     except UserError as error:
         return error
     except Exception:  # most likely the error that is to be explained

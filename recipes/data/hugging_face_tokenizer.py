@@ -104,7 +104,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _with_marks(self) -> Any:
-        return _parsed(self._files["tokenizer.json"])
+        tokenizer = _parsed(self._files["tokenizer.json"])
+        tokenizer.post_processor = None  # it adds nothing here, and may leave blanks out of the places of tokens
+        return tokenizer
 
     def encode(self, text: bytes | str) -> np.ndarray:
         return self.encode_many([text.decode() if isinstance(text, bytes) else text])[0]
@@ -121,7 +123,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         found = self._with_marks.encode(text, add_special_tokens=False)
-        return np.array(found.ids, self._dtype), np.array([start for start, _ in found.offsets], np.int64)
+        return np.array(found.ids, self._dtype), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         pieces, run = [], list[int]()

@@ -213,6 +213,8 @@ class StreamDataset:
 
         def pieces() -> Iterator[_Piece]:
             for row, encoded in zip(mine, self._encoder(mine, unit.name), strict=True):
+                if isinstance(encoded, UserError):
+                    raise encoded
                 if len(encoded.tokens):
                     yield _Piece(Cursor(epoch, place, row.number), encoded.tokens, begins=True)
             mine.clear()
@@ -333,9 +335,12 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
     number, failures = first, 0
     while True:
         try:
-            for row in unit.rows(number):
+            for row in unit.all_rows(number):
                 number, failures = row.number + 1, 0
-                yield row
+                if row.error is not None:
+                    raise row.error
+                if row.content:
+                    yield row
             return
         except Exception as error:
             failures += 1

@@ -67,6 +67,12 @@ class MixtureDataset:
         source = bisect_right(self._first, index) - 1
         return self._sources[source][index - self._first[source]]
 
+    def truncation(self, name: str = "data") -> str:
+        """Return a warning of the parts that lose most of their tokens; empty if none does."""
+        each = zip(self.parts, self._sources, strict=True)
+        found = (source.truncation(f"{name}.sources.{part}") for part, source in each if hasattr(source, "truncation"))
+        return "; ".join(filter(None, found))
+
     def describe(self) -> str:
         """How documents become sequences, for the plan; empty for the default."""
         each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
@@ -109,8 +115,10 @@ def mistakes_of(key: str) -> Iterator[None]:
         if key == "data":
             raise
         own = "|".join({name for entry in registered.entries() for name in entry.own.model_fields} - {"name"})
-        text = re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(error))
-        raise UserError(f"{key}: {text}") from error
+        texts = [re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(each)) for each in error.args]
+        if error.head:
+            raise UserError(*texts, head=f"{key}: {error.head}") from error
+        raise UserError(*(f"{key}: {text}" for text in texts)) from error
 
 
 def key_of_source(name: str) -> str:

@@ -21,6 +21,8 @@ class Pieces(NamedTuple):
     """[pieces], int64: tokens, at least 2 and at most one more than a sequence"""
     cut_documents: int
     """Documents that are longer than a sequence."""
+    longest: int
+    """Tokens of the longest document."""
 
 
 class Packing(NamedTuple):
@@ -50,7 +52,9 @@ def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) ->
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = within * sequence_length
     left = np.repeat(lengths, counts) - offsets
-    return Pieces(np.repeat(starts, counts) + offsets, np.minimum(left, sequence_length + 1), cut_documents)
+    return Pieces(
+        np.repeat(starts, counts) + offsets, np.minimum(left, sequence_length + 1), cut_documents, int(lengths.max())
+    )
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:

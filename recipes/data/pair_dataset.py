@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.recipes.data.dataset import removed
 from serried.recipes.data.pairs import LEARNED, REJECTED
 from serried.recipes.data.prepare import Prepared
 from serried.recipes.models.head import IGNORE
@@ -57,6 +58,7 @@ class PairDataset:
         lengths = np.diff(self._bounds, axis=1)
         self.truncated = int((lengths > sequence_length + 1).sum())
         """Answers that are cut off."""
+        self._longest, self._kept = int(lengths.max()), np.minimum(lengths, sequence_length + 1).sum() / lengths.sum()
         self.mean_length = float(np.minimum(lengths - 1, sequence_length).mean())
         """Of a sequence, in tokens."""
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-pairs"
@@ -84,6 +86,12 @@ class PairDataset:
     def describe(self) -> str:
         """Return what becomes of long answers, for the plan; empty if there are none."""
         return f"{self.truncated:,} of {2 * len(self):,} answers truncated" if self.truncated else ""
+
+    def truncation(self) -> str:
+        """Return a warning if truncation removes most tokens; empty if not."""
+        if self._kept >= 0.5:
+            return ""
+        return removed(f"{self.truncated:,} answers", 1 - float(self._kept), self._length, self._longest)
 
 
 def collate_pairs(pairs: Sequence[Pair], ids: np.ndarray, sequence_length: int, *, whole: bool) -> PairBatch:

@@ -13,7 +13,7 @@ from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
 from serried.recipes.data.chat import ChatEncoder, chat_encoder
-from serried.recipes.data.encode import Encoded, row_of_unit
+from serried.recipes.data.encode import Encoded, encoded_rows, row_of_unit
 from serried.recipes.data.source import Row
 from serried.recipes.data.tokenizer import Tokenizer
 
@@ -37,8 +37,8 @@ class PairEncoder:
         """Plain JSON of everything the tokens depend on besides rows and tokenizer."""
         return {"format": _FORMAT, "sequence_length": self._sequence_length, **self._chat.spec()}
 
-    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        return [self._encode(row, row_of_unit(row, unit)) for row in rows]
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
+        return encoded_rows(rows, lambda row: self._encode(row, row_of_unit(row, unit)))
 
     def _encode(self, row: Row, where: str) -> Encoded:
         pair = row.content
@@ -53,6 +53,14 @@ class PairEncoder:
         if np.array_equal(sides[0].tokens, sides[1].tokens):
             raise UserError(
                 f"{where}: chosen and rejected are the same tokens ({_shown(pair['chosen'])}); fix or remove the row"
+            )
+        kept = self._sequence_length + 1
+        if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):
+            longest = max(len(side.tokens) for side in sides)
+            raise UserError(
+                f"{where}: chosen and rejected are the same up to data.sequence_length={self._sequence_length}, where "
+                f"they are truncated ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
+                f"data.sequence_length={longest - 1}, or remove the row"
             )
         learned = [side.supervised for side in sides if side.supervised is not None]
         marks = np.concatenate((learned[0], learned[1] | np.uint8(REJECTED)))

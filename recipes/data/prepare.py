@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_regular
 from serried.recipes.data.atomic_folder import make_folder, other_cache
-from serried.recipes.data.chat import chat_encoder
+from serried.recipes.data.chat import EARLIER_FORMAT, chat_encoder
 from serried.recipes.data.encode import Encoder, TextEncoder
 from serried.recipes.data.files import assignment
 from serried.recipes.data.flat import FlatFiles
@@ -29,12 +31,13 @@ from serried.recipes.data.hugging_face_tokenizer import named_tokenizer, tokeniz
 from serried.recipes.data.pairs import pair_encoder
 from serried.recipes.data.progress import Progress, Show, usable_cores
 from serried.recipes.data.shards import Shard, TokenStream
-from serried.recipes.data.source import SPLITS, Source, Unit, open_source
+from serried.recipes.data.source import SPLITS, Place, Source, Unit, open_source
 from serried.recipes.data.tokenize import (
     Counts,
     Splitter,
     TokenCounts,
     all_characters,
+    bad_rows,
     held_out_of,
     jobs_of,
     texts_to_learn_from,
@@ -51,6 +54,7 @@ _CHECKSUM = "crc32"
 """In ``summary.json``: of all else there, and of ``tokenizer.json``."""
 _FEWEST_TOKENS = 2**14
 """Of a document above 1 MiB: few tokens are longer than 64 bytes."""
+_COMPARED_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,23 @@ class Prepared:
     """Documents left out of training because they are in the validation split."""
     noun: str
     """Name of a document in messages: ``file`` or ``document``."""
+    bad: int = 0
+    """Rows that are no documents, which were left out."""
+    bad_rows: tuple[str, ...] = ()
+    """Where the first of them are, and why."""
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of ``train`` or ``validation``, memory-mapped."""
         return TokenStream(self.shards[split])
+
+    def place(self, split: str, document: int) -> Place | None:
+        """Return where a document of ``split`` was; None: it is not known."""
+        for shard in self.shards[split]:
+            documents = shard.starts.stat().st_size // 8
+            if document < documents:
+                return shard.place(document)
+            document -= documents
+        return None
 
     def whole(self) -> "Prepared":
         """Return the same data with all documents in the validation split."""
@@ -89,9 +106,10 @@ class Prepared:
     def describe(self) -> str:
         """Return sizes in words: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
+        left_out = f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
         return (
-            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}{'' if train.documents == 1 else 's'}, "
-            f"validation {validation.tokens:,} of {validation.documents:,}"
+            f"train {train.tokens:,} tokens of {count_of(train.documents, self.noun)}, "
+            f"validation {validation.tokens:,} of {validation.documents:,}{left_out}"
         )
 
     def sample(self) -> str:
@@ -120,28 +138,31 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
 def _prepare(section: DataSection, progress: Progress) -> Prepared:
     if getattr(section, "is_prepared", False):
         path = expanded(str(getattr(section, "path", "")))
-        if section.tokenizer != "bytes":
+        prepared = open_prepared(path.absolute())
+        named = None if section.tokenizer == "bytes" else named_tokenizer(section)
+        if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
             raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
-        return open_prepared(path.absolute())
+        return prepared
     cache, tokenizer, source = cache_folder(section), named_tokenizer(section), open_source(section)
     settings = _settings(section, tokenizer, source)
     joins = _joins_pieces(section, tokenizer, source)
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
     memo = _Memo(cache, identity, source.state())
     if (name := memo.recall()) and is_intact(cache / name):
-        return open_prepared(cache / name)
+        return _used(section, open_prepared(cache / name))
     content = source.fingerprint(progress.phase("reading"))
-    name = key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+    name = key = _key(settings, content)
     earlier = cache / key if joins and is_intact(cache / key) else None
     if joins and (earlier is None or _may_be_in_pieces(earlier)):
         name = hashlib.sha256(f"{key} joined".encode()).hexdigest()[:32]
+    same_but_format = cache / _key(_settings(section, tokenizer, source, EARLIER_FORMAT), content)
 
     def write(partial: Path) -> None:
         if isinstance(source, FlatFiles):
             assert tokenizer is not None
             write_summary(partial, *source.write(partial), source.noun, tokenizer)
         else:
-            _fill(partial, section, source, tokenizer, progress, key)
+            _fill(partial, section, source, tokenizer, progress, key, same_but_format)
 
     make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
     memo.remember(name)
@@ -151,7 +172,19 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
             f"documents above 1 MiB have other tokens than in {earlier}, which split them without regard to their "
             f"tokenizer; to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
         )
+    return _used(section, prepared)
+
+
+def _used(section: DataSection, prepared: Prepared) -> Prepared:
+    """Return ``prepared``. Raises ``UserError`` if rows were left out, and are to be refused."""
+    if prepared.bad and section.bad_rows == "refuse":
+        raise bad_rows(prepared.bad_rows, prepared.bad)
     return prepared
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 row``, ``12,345 rows``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def is_intact(folder: Path) -> bool:
@@ -194,8 +227,12 @@ def cache_folder(section: DataSection) -> Path:
 # the key --------------------------------------------------------------------------------------------------------------
 
 
-def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source) -> str:
-    """Return everything that the tokens depend on except the source's content."""
+def _key(settings: str, content: bytes) -> str:
+    return hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+
+
+def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source, chat_format: int | None = None) -> str:
+    """Return everything that the tokens depend on except the source's content. ``chat_format``: of another version."""
     settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
     if tokenizer is not None:
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
@@ -206,6 +243,9 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source)
         settings["chat"] = chat_encoder(section, tokenizer).spec()
     if section.format == "preference" and tokenizer is not None:
         settings["pairs"] = pair_encoder(section, tokenizer).spec()
+    if chat_format is not None:
+        for name in settings.keys() & {"chat", "pairs"}:
+            settings[name]["format"] = chat_format
     return json.dumps(settings, sort_keys=True)
 
 
@@ -250,7 +290,13 @@ class _Memo:
 
 
 def _fill(
-    partial: Path, section: DataSection, source: Source, named: Tokenizer | None, progress: Progress, key: str
+    partial: Path,
+    section: DataSection,
+    source: Source,
+    named: Tokenizer | None,
+    progress: Progress,
+    key: str,
+    earlier: Path,
 ) -> None:
     units = source.units()
     splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
@@ -275,11 +321,39 @@ def _fill(
         counts.add(Counts.from_json(plain["counts"]))
         for split, shard in plain["shards"].items():
             shards[split].append(Shard.from_json(partial, shard))
+    if counts.bad and section.bad_rows == "refuse":
+        raise bad_rows(counts.bad_rows, counts.bad)
     _check(section, source, counts)
+    if section.is_chat and (equal := _key_of_equal(earlier, shards)):
+        key = equal
+    elif section.is_chat and is_intact(earlier):
+        progress.say(
+            f"WARNING: the tokens that are trained on are not those in {earlier}, which an earlier version prepared; "
+            f"to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
+        )
     is_joined = counts.long and _joins_pieces(section, tokenizer, source)
     write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
     for done in partial.glob("done-*.json"):
         done.unlink()
+
+
+def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str | None:
+    """Return the key of data that an earlier version prepared in the folder ``earlier``, if they are the same: a run
+    that began with them resumes. None: they are others, or not there."""
+    with contextlib.suppress(UserError):
+        before = open_prepared(earlier)
+        for split in SPLITS:
+            mine, its = TokenStream(shards[split]), before.stream(split)
+            if mine.tokens != its.tokens or not np.array_equal(mine.all_document_starts(), its.all_document_starts()):
+                return None
+            for start in range(0, mine.tokens, _COMPARED_TOKENS):
+                stop = min(start + _COMPARED_TOKENS, mine.tokens)
+                if not np.array_equal(mine.read(start, stop), its.read(start, stop)) or not np.array_equal(
+                    mine.supervised(start, stop), its.supervised(start, stop)
+                ):
+                    return None
+        return before.key
+    return None
 
 
 def _tokenizer_of_text(
@@ -306,6 +380,8 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     documents = train + validation
     path = getattr(section, "path", None)
     where = f"data.path={path}" if path else f"data={section.name}"
+    if counts.bad and not documents:
+        raise bad_rows(counts.bad_rows, counts.bad, f"all {counts.bad:,} rows of {where} are wrong")
     if not documents and not counts.empty:
         raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
@@ -342,7 +418,8 @@ def write_summary(
     write_json(folder / "tokenizer.json", tokenizer.spec())
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
-        "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
+        "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,
+        "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip
     checksum = _checksum(summary, read_regular(folder / "tokenizer.json"))
@@ -374,8 +451,9 @@ def _open(folder: Path) -> Prepared:
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
     shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(
-        folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"]
-    )
+        folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"],
+        summary.get("bad", 0), tuple(summary.get("bad_rows", ())),
+    )  # fmt: skip
     for split in SPLITS:
         stored = prepared.stream(split).tokens
         if stored != splits[split].tokens:

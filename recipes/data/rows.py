@@ -31,7 +31,7 @@ from serried.recipes.data.files import (
     unreadable,
 )
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.source import Content, Row, Source, Unit
+from serried.recipes.data.source import Content, Place, Row, Source, Unit
 
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""
@@ -43,7 +43,8 @@ _LONGEST_LINE = 16 << 20
 
 _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
 """Columns of common data sets of questions and answers, such as Alpaca."""
-_BESIDE = ("input", "system")
+_HISTORY = "history"
+_BESIDE = ("input", "system", _HISTORY)
 """Columns that they may have beside these."""
 _TOOLS = "tools"
 """Column of the tools that a conversation may call, as JSON schemas."""
@@ -129,7 +130,7 @@ class Column:
         if self.format == "chat":
             tools: list[dict[str, Any]] = []
             if isinstance(value, dict):
-                tools, value = _tools(value.get(_TOOLS), where), self._conversation(value)
+                tools, value = _tools(value.get(_TOOLS), where), self._conversation(value, where)
             if value is None:
                 return ""
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
@@ -144,7 +145,7 @@ class Column:
             f"column: {self.key}=NAME"
         )
 
-    def _conversation(self, row: Mapping[str, Any]) -> Any:
+    def _conversation(self, row: Mapping[str, Any], where: Callable[[], str]) -> Any:
         """Return the messages of a row: its column, or a question and its answer, each a text or a list of messages."""
         for name in (self.name, _SHARED):
             if name in row:
@@ -155,7 +156,15 @@ class Column:
         asked, said = (row[name] for name in pair)
         if isinstance(asked, str) and row.get("input"):
             asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
-        parts = [("system", row.get("system") or []), ("user", asked), ("assistant", said)]
+        parts = [("system", row.get("system") or [])]
+        for each in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
+            if not isinstance(each, list) or [type(text) for text in each] != [str, str]:
+                raise UserError(
+                    f"{where()}: column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
+                    "and its answer; fix the row, or give the column another name"
+                )
+            parts += [("user", each[0]), ("assistant", each[1])]
+        parts += [("user", asked), ("assistant", said)]
         messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
         return [message for each in messages for message in each]
 
@@ -302,7 +311,8 @@ class JsonLines(Unit):
             number = 0
             while (self.stop_bytes is None or position < self.stop_bytes) and (line := stream.readline()):
                 if number >= first and line.strip():
-                    yield Row(number, self._content(line, position))
+                    place = Place(str(self.path), position, "line")
+                    yield row_of(number, place, (line, position), lambda found, _: self._content(*found))
                 position += len(line)
                 number += 1
 
@@ -328,13 +338,7 @@ class JsonLines(Unit):
         return self.column.content_of(row, lambda: self._place(position))
 
     def _place(self, position: int) -> str:
-        """Return the name of the line at byte ``position`` for messages, such as ``file.jsonl line 12``."""
-        lines = 1
-        with open_plain(self.path) as stream:
-            while position and (block := stream.read(min(position, PIECE_BYTES))):
-                lines += block.count(b"\n")
-                position -= len(block)
-        return f"{self.path} line {lines:,}"
+        return str(Place(str(self.path), position, "line"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,27 +392,34 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
     try:
         contents = values.to_pylist()
     except UnicodeDecodeError:
-        contents = [_checked_text(value, row_place(name, number)) for number, value in enumerate(values, first)]
+        contents = [_text_or_error(value, Place(name, number, "row")) for number, value in enumerate(values, first)]
     except ValueError as error:  # of Arrow: fields of one name within a column
         raise UserError(
-            f"{row_place(name, first)} or a later one cannot be read: {error}; write the file again"
+            f"{Place(name, first, 'row')} or a later one cannot be read: {error}; write the file again"
         ) from None
     for number, content in enumerate(contents, first):
-        yield Row(number, column.content(content, partial(row_place, name, number)))
+        place = Place(name, number, "row")
+        yield row_of(number, place, content, column.content)
 
 
-def row_place(name: str, number: int) -> str:
-    return f"{name} row {number + 1:,}"  # counted from 1, as lines are
+def row_of(number: int, place: Place, found: Any, content: Callable[[Any, Callable[[], str]], Content]) -> Row:
+    """Return the row whose ``content`` is that of what was ``found``, or with why it has none."""
+    try:
+        if isinstance(found, UserError):
+            raise found
+        return Row(number, content(found, lambda: str(place)), place=place)
+    except UserError as error:
+        return Row(number, "", place=place, error=error)
 
 
-def _checked_text(value: Any, where: str) -> Any:
+def _text_or_error(value: Any, place: Place) -> Any:
     try:
         return value.as_py()
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
+        return UserError(
+            f"{place} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
             f"({error.reason}); fix or remove the row"
-        ) from error
+        )
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Streams of tokens on disk: flat files, memory-mapped and read as one.
 
 A shard is a file of tokens and, beside it, a file with the start of each document, int64, counted from the shard's
-first token. If only some tokens are trained on, a third file has a byte for each token, 1 for those. Every document is
-followed by the end mark. The shards of a split, in order, are one stream: their boundaries have no effect on samples.
-Files of other tools are used in place.
+first token. If only some tokens are trained on, a third file has a byte for each token, 1 for those, and a fourth one
+where each document is, for messages. Every document is followed by the end mark. The shards of a split, in order, are
+one stream: their boundaries have no effect on samples. Files of other tools are used in place.
 
 Beside them is a file with the CRC-32 of each block of these files, in this order, as uint32. A block is compared when
 it is first read: a bit that the disk has changed ends the run instead of changing it. Shards that an earlier version
@@ -24,11 +24,13 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.configs.plain_data import open_regular
 from serried.recipes.data.encode import Encoded
+from serried.recipes.data.source import Place
 from serried.records.files import replacing
 
 _CHECKSUMS = ".crc32"
 _BLOCK_BYTES = 2**16
 """As much as a system reads ahead of a single token."""
+_FILES = ("tokens", "starts", "supervised", "places")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,18 @@ class Shard:
     """Which tokens are trained on, uint8; None: all of them."""
     offset_bytes: int = 0
     """Start of the tokens within their file."""
+    places: Path | None = None
+    """Where each document is, int64 [documents, 2]: which of ``named``, and the number in it; None: not known."""
+    named: tuple[tuple[str, str], ...] = ()
+    """Path and noun of the ``Place`` of documents."""
+
+    def place(self, document: int) -> Place | None:
+        """Return where a document is; None: it is not known."""
+        if self.places is None:
+            return None
+        which, number = _mapped(self.places, "<i8", 16 * document, 2).tolist()
+        path, noun = self.named[which]
+        return Place(path, number, "line" if noun == "line" else "row")
 
     def as_json(self, folder: Path) -> dict[str, Any]:
         """Return plain data; paths below ``folder`` become relative to it."""
@@ -59,8 +73,8 @@ class Shard:
     @classmethod
     def from_json(cls, folder: Path, plain: dict[str, Any]) -> "Shard":
         """Return what ``as_json`` described."""
-        paths = {name: folder / plain[name] for name in ("tokens", "starts", "supervised") if plain[name] is not None}
-        return cls(**{**plain, **paths})
+        paths = {name: folder / plain[name] for name in _FILES if plain.get(name) is not None}
+        return cls(**{**plain, **paths, "named": tuple((path, noun) for path, noun in plain.get("named", ()))})
 
 
 class TokenStream:
@@ -232,41 +246,54 @@ class ShardWriter:
     """Writes one shard under temporary names, and renames it when it is complete. A shard without documents has no
     files.
 
-    Tokens are written as they come; in memory are 8 bytes a document.
+    Tokens are written as they come; in memory are 8 bytes a document, 24 of a conversation.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
-        self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "starts", "supervised")]
+        self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "starts", "supervised", "places")]
         self._streams: dict[Path, IO[bytes]] = {}
         self._checksums: dict[Path, _Checksums] = {}
         self._stack = ExitStack()
-        self._starts = array("q")
+        self._starts, self._places = array("q"), array("q")
+        self._named: dict[tuple[str, str], int] = {}
         self.tokens = 0
 
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def add(self, encoded: Encoded, *, begins: bool) -> None:
+    def add(self, encoded: Encoded, *, begins: bool, place: Place | None = None) -> None:
         """Append the tokens of a document, or of a piece of one; ``begins`` if it has the document's start."""
-        tokens, _, supervised = self._paths
+        tokens, _, supervised, _ = self._paths
         if begins:
             self._starts.append(self.tokens)
         self._write(tokens, encoded.tokens.astype(self._dtype, copy=False).data)
         if encoded.supervised is not None:
             self._write(supervised, encoded.supervised.astype(np.uint8, copy=False).data)
+            if place is not None:
+                which = self._named.setdefault((place.path, place.noun), len(self._named))
+                self._places.extend((which, place.number))
         self.tokens += len(encoded.tokens)
 
     def shard(self) -> Shard:
         """Return the shard, for which something was added."""
-        tokens, starts, supervised = self._paths
-        return Shard(tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None)
+        tokens, starts, supervised, places = self._paths
+        return Shard(
+            tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None,
+            places=places if self._has_places else None, named=tuple(self._named) if self._has_places else (),
+        )  # fmt: skip
+
+    @property
+    def _has_places(self) -> bool:
+        return bool(self._places) and len(self._places) == 2 * len(self._starts)
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._streams:
             self._write(self._paths[1], np.array(self._starts, "<i8").data)
-            found = [self._checksums[path].all() for path in self._paths if path in self._checksums]
+            found = [self._checksums[path].all() for path in self._paths[:3] if path in self._checksums]
             self._write(self._paths[1].with_suffix(_CHECKSUMS), np.concatenate(found).data)
+            if self._has_places:
+                self._write(self._paths[3], np.array(self._places, "<i8").data)
         self._stack.__exit__(*error)
 
     def _write(self, path: Path, content: memoryview) -> None:

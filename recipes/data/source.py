@@ -5,9 +5,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from serried.configs.data_section import DataSection, sources
+from serried.configs.errors import UserError
+from serried.recipes.data.files import PIECE_BYTES, open_plain
 from serried.recipes.data.progress import Progress
 
 SPLITS = ("train", "validation")
@@ -15,6 +18,27 @@ SPLITS = ("train", "validation")
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
 """A document: text; the messages of a conversation, as ``messages`` beside ``tools`` if it may call any; or those of
 ``prompt``, ``chosen`` and ``rejected``, and such ``tools``."""
+
+
+class Place(NamedTuple):
+    """Where a row is, for messages."""
+
+    path: str
+    """A file, or the name of a dataset."""
+    number: int
+    """Of the row from 0; of a line, the byte that it begins with."""
+    noun: Literal["line", "row"]
+
+    def __str__(self) -> str:
+        """``chats.jsonl line 12``, counted from 1. Reads a file up to the line."""
+        if self.noun == "row":
+            return f"{self.path} row {self.number + 1:,}"
+        lines, position = 1, self.number
+        with open_plain(self.path if "://" in self.path else Path(self.path)) as stream:
+            while position and (block := stream.read(min(position, PIECE_BYTES))):
+                lines += block.count(b"\n")
+                position -= len(block)
+        return f"{self.path} line {lines:,}"
 
 
 class Row(NamedTuple):
@@ -32,6 +56,10 @@ class Row(NamedTuple):
     before: bytes = b""
     """Of a piece: text right before it, whole characters."""
     after: bytes = b""
+    place: Place | None = None
+    """Of a row of a table; None: it is the whole of its unit, or counted in it."""
+    error: UserError | None = None
+    """Why it is no document; its content is then empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +78,11 @@ class Unit(ABC):
 
     @abstractmethod
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows from number ``first`` on, in order, including empty ones. Raises ``UserError`` if it cannot be
-        read, has changed, or a row is not a document; names the unit and the row."""
+        """Yield rows from number ``first`` on, in order, including empty ones, and those with an ``error``. Raises
+        ``UserError`` if it cannot be read, or has changed; names the unit."""
 
     def rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows that are not empty."""
+        """Yield rows that are not empty. Those with an error are left out: what prepares all rows reports them."""
         return (row for row in self.all_rows(first) if row.content)
 
 

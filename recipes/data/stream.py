@@ -107,6 +107,8 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
             if writer.tokens >= wanted:
                 continue
             for encoded in encoder(rows, unit.name):
+                if isinstance(encoded, UserError):
+                    raise encoded
                 if writer.tokens >= wanted:
                     break
                 writer.add(encoded, begins=True)
@@ -128,7 +130,11 @@ def _held_out_rows(section: Any, units: Sequence[Unit]) -> Iterator[tuple[Unit, 
     """Documents for validation, some at a time, in order."""
     for unit in units:
         chosen = []
-        for row in unit.rows():
+        for row in unit.all_rows():
+            if row.error is not None:
+                raise row.error
+            if not row.content:
+                continue
             if section.validation_split or place_of(row, unit.name) < section.validation_fraction:
                 chosen.append(row)
             if len(chosen) == _ROWS_AT_ONCE:

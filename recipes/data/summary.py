@@ -34,6 +34,7 @@ def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
 def _left_out(prepared: Prepared) -> str:
     reasons = [f"{prepared.empty:,} empty"] if prepared.empty else []
     reasons += [f"{prepared.held_out:,} of training that are in validation too"] if prepared.held_out else []
+    reasons += [f"{prepared.bad:,} bad rows (data.bad_rows=skip)"] if prepared.bad else []
     return f"; left out: {', '.join(reasons)}" if reasons else ""
 
 

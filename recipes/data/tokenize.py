@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from serried.configs.errors import UserError
 from serried.recipes.data.encode import Encoded, Encoder, Joiner, as_bytes, texts_of
 from serried.recipes.data.files import PIECE_BYTES
 from serried.recipes.data.progress import Progress, ordered
@@ -29,6 +30,22 @@ _LEARN_BYTES = 1 << 30
 """Maximum of text that a tokenizer is learned from."""
 
 BUCKETS = 48
+
+
+SHOWN_ROWS = 10
+"""Rows that cannot be used, each with its line; the rest are counted."""
+
+_ALL_BAD = 1000
+"""So many of them and no other row: the format is wrong, and the rest is not read."""
+
+
+def bad_rows(shown: Sequence[str], count: int, head: str = "") -> UserError:
+    """Return the error for ``count`` rows that cannot be used, of which the first are ``shown``."""
+    cure = "fix or remove them, or leave them out with data.bad_rows=skip"
+    if count == 1:
+        return UserError(f"{shown[0]}; or leave such rows out: data.bad_rows=skip")
+    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+    return UserError(*shown, *more, head=f"{head or f'{count:,} rows cannot be used'}; {cure}")
 
 
 @dataclass
@@ -59,6 +76,10 @@ class Counts:
     """Documents without text, which are left out."""
     held_out: int = 0
     """Training documents that are in the validation split too, and are left out."""
+    bad: int = 0
+    """Rows that are no documents."""
+    bad_rows: list[str] = field(default_factory=list)
+    """Where the first of them are, and why."""
     lowest: float = 1.0
     """Lowest of the places (``place_of``) of documents whose split depends on it."""
     highest: float = 0.0
@@ -71,7 +92,17 @@ class Counts:
         self.empty += other.empty
         self.held_out += other.held_out
         self.long += other.long
+        self.bad += other.bad
+        self.bad_rows = [*self.bad_rows, *other.bad_rows][:SHOWN_ROWS]
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+
+    def add_bad(self, error: UserError) -> None:
+        """Count a row that is no document. Raises ``UserError`` if there are many such rows and no other."""
+        self.bad += 1
+        if len(self.bad_rows) < SHOWN_ROWS:
+            self.bad_rows.append(str(error))
+        if self.bad == _ALL_BAD and not self.train.documents + self.validation.documents:
+            raise bad_rows(self.bad_rows, self.bad, f"the first {_ALL_BAD:,} rows are all wrong")
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":
@@ -147,8 +178,9 @@ def write_shards(
     counts, join = Counts(), Joiner(encoder)
     open_documents = dict.fromkeys(SPLITS, 0)
 
-    def encoded(batch: _Batch) -> tuple[_Batch, list[Encoded]]:
-        return batch, encoder(batch.rows, batch.unit)
+    def encoded(batch: _Batch) -> tuple[_Batch, list[Encoded | UserError]]:
+        documents = iter(encoder([row for row in batch.rows if row.error is None], batch.unit))
+        return batch, [row.error or next(documents) for row in batch.rows]
 
     with ExitStack() as stack:
         writers = {split: stack.enter_context(ShardWriter(folder, f"{split}-{number:05d}", dtype)) for split in SPLITS}
@@ -156,10 +188,13 @@ def write_shards(
         batches = _batches(units, splitter, counts, progress)
         for batch, documents in ordered(pool, encoded, batches, 2 * progress.threads + 1):
             for row, split, document in zip(batch.rows, batch.splits, documents, strict=True):
+                if isinstance(document, UserError):
+                    counts.add_bad(document)
+                    continue
                 document = join(row, document, batch.unit)
                 counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
-                writers[split].add(document, begins=row.begins)
+                writers[split].add(document, begins=row.begins, place=row.place)
                 open_documents[split] += len(document.tokens)
                 of_split.tokens += len(document.tokens)
                 of_split.text_bytes += _size_of(row)
@@ -175,10 +210,17 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
         reported = 0
         batch = _Batch([], [], unit.name, 0)
         for row in unit.all_rows():
-            if not row.content:
-                counts.empty += 1
-                continue
-            split = splitter.choose(row, unit, counts)
+            split: str | None = ""
+            if row.error is None:
+                if not row.content:
+                    counts.empty += 1
+                    continue
+                try:
+                    split = splitter.choose(row, unit, counts)
+                except UserError as error:
+                    if row.place is None:
+                        raise
+                    row = row._replace(content="", error=error)
             if split is None:
                 continue
             batch.rows.append(row)
@@ -200,7 +242,8 @@ def _size_of(row: Row) -> int:
         return sum(_size_of(row._replace(content=messages)) for messages in row.content.values())
     if isinstance(row.content, list):
         return sum(len(str(message.get("content", ""))) for message in row.content)
-    return len(row.content) if isinstance(row.content, bytes) or row.content.isascii() else len(row.content.encode())
+    content = row.content
+    return len(content) if isinstance(content, bytes) or content.isascii() else len(content.encode("utf-8", "replace"))
 
 
 def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: str) -> Iterator[str]:

@@ -64,7 +64,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of ``text``, in which the names of marks stand for them, and the character that each begins with."""
+        """Ids of ``text``, in which the names of marks stand for them, and the characters that each stands for: the
+        first, and the one after the last, [tokens, 2]."""
 
     def decode_marked(self, ids: Iterable[int]) -> str:
         """As ``decode``, with the names of all marks."""
@@ -105,7 +106,8 @@ class BytesTokenizer(Tokenizer):
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         # The end mark has no name that a text could hold.
         lengths = [len(character.encode()) for character in text]
-        return self.encode(text), np.repeat(np.arange(len(text)), lengths)
+        places = np.repeat(np.arange(len(text)), lengths)
+        return self.encode(text), np.stack((places, places + 1), axis=1)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "bytes"}
@@ -147,7 +149,8 @@ class CharsTokenizer(Tokenizer):
         return "".join(self.characters[i] if i in known else REPLACEMENT for i in ids if i != self.end_id)
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        return self.encode(text), np.arange(len(text))
+        places = np.arange(len(text))
+        return self.encode(text), np.stack((places, places + 1), axis=1)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "chars", "characters": self.characters}

@@ -225,8 +225,9 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> bool:
     paths = [key for key in keys if key.endswith(".path")] or keys
     raise UserError(
         f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use {config.another_run} to keep both, the same files, or {_allowing(paths[:1], config)} to "
-        "resume with these"
+        f"{fingerprint}); use {config.another_run} to keep both, the same files (for conversations that another "
+        f"version prepared, its folder: data=tokens data.path=FOLDER), or {_allowing(paths[:1], config)} to resume "
+        "with these"
     )
 
 

@@ -62,6 +62,7 @@ class HubSection(RowsSection):
         whole = {  # all of the text must be known before the first step
             "packing=best_fit": self.packing == "best_fit",
             f"format={self.format}": self.is_chat,
+            f"bad_rows={self.bad_rows}": self.bad_rows == "skip",
             f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
         }
         for setting in (key for key, is_given in whole.items() if is_given):

@@ -230,7 +230,7 @@ def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) 
 
 def _cut_off(prepared: Prepared, sequence_length: int) -> UserError:
     """Return the error for conversations of both splits that truncation leaves nothing to train on."""
-    shown, count, longest = [], 0, 0
+    shown, count, longest = list[str](), 0, 0
     for split in (split for split in SPLITS if prepared.shards[split]):
         stream = prepared.stream(split)
         pieces, starts = find_pieces(stream, sequence_length, truncate=True), stream.all_document_starts()

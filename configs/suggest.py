@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
@@ -17,6 +18,7 @@ from serried.configs.schema import parse_count
 
 Groups = Mapping[str, Sequence[str]]
 """Config groups and their choices."""
+_DATA_FILES = (".json", ".jsonl", ".parquet", ".txt", ".csv", ".md", ".gz", ".zst")
 _A_SLIP = 0.85
 """Likeness of a key and the same key with one wrong letter, or more."""
 
@@ -123,12 +125,28 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
         near = [*(target for name in close for target in named(name)), *near]
     sure = {*aliases, *groups, *slips}
     near = [name for name in near if name in sure or _fits(name, value)] or near
+    if near and (found := _named_by_path(near[0], value)):
+        return [found]
     return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
+
+
+def _named_by_path(group: str, value: str) -> str:
+    """Return the overrides for the model or the data in ``value``, a path or a name on the Hub; empty if it is none."""
+    path = value.strip("[]\"'")
+    is_file = Path(path).suffix in _DATA_FILES or Path(path).expanduser().exists()
+    if group not in ("model", "data") or "," in path or not path or not (is_file or "/" in path):
+        return ""
+    if group == "model":
+        return f"model=auto {pasteable('model.path', path)}"
+    is_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not is_file
+    return f"data={'hf' if is_of_hub else 'text'} {pasteable('data.path', path)}"
 
 
 def _switched(override: str, value: str, groups: Groups) -> str:
     """``fp16=true`` -> ``precision=fp16``; ``wandb=offline`` -> ``track.wandb=offline``."""
     key = override.partition("=")[0]
+    if found := _named_by_path(key, value):
+        return found
     choices = groups.get(key) or (all_keys()[key].choices if key in all_keys() else ())
     chosen = nearest_choice(key, value, choices)[:1]
     return pasteable(key, chosen[0]) if chosen and value.lower() not in ("true", "1", "yes") else override
@@ -141,6 +159,8 @@ def _fits(name: str, value: str) -> bool:
 
 
 def _assignment(name: str, value: str, groups: Groups) -> str:
+    if found := _named_by_path(name, value):
+        return found
     if name not in groups:
         value = _CONVERTED.get(name, str)(_choice_named(name, value) or value)
         if name in all_keys() and all_keys()[name].kind == "texts" and not all_keys()[name].may_take(value):
@@ -311,5 +331,10 @@ def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str 
     if group == "model" and not near and choice in CHOSEN["model"].names():
         write = f"write FOLDER/model/{choice}.yaml with family: {choice}, and add --config-dir FOLDER"
         return f"model={choice}{where} is a family, which needs a YAML file; {write}"
+    if found := _named_by_path(group, choice):
+        chats = ", with recipe=sft if its rows are conversations" if group == "data" else ""
+        return (
+            f"{group}={choice}{where} is no preset; a file, a folder or a name on the Hub is a path; use {found}{chats}"
+        )
     hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
     return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"

@@ -244,9 +244,18 @@ class CausalLM(TextTask):
         if ids is not None and ids > rows:
             raise UserError(
                 f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {ids} ids; "
-                f"use model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
+                f"use {self._ways_to_fit(ids)}"
             )
         return rows
+
+    def _ways_to_fit(self, ids: int) -> str:
+        """Return what makes a tokenizer of ``ids`` fit; weights that are read have their size."""
+        path = self._model.path
+        if path is None:
+            return f"model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
+        if self._data.tokenizer != path:
+            return f"data.tokenizer={path}, the model's own"
+        return f"another model: the tokenizer in {path} does not fit its weights (resize_token_embeddings({ids}) would)"
 
     def _tokenizer_size(self) -> int | None:
         """Number of ids; None in a dry run that need not know it, and can do without files and libraries."""

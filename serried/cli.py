@@ -157,6 +157,9 @@ def plan(words: list[str]) -> int:
     run = next((word for word in words if "=" not in word and not word.startswith("-")), None)
     if run is not None and not Path(run).exists() and (close := nearest(run, _PARTS_OF_PLAN)):
         raise UserError(f"there is no folder {run}; did you mean serried plan {close[0]}?")
+    if run is not None and run.endswith(".py"):
+        why = "serried plan search compares layouts of built-in models; " if part == "search" else ""
+        raise UserError(f"{run} is a script; {why}plan its task with: python {run} dry_run=true plan.mode=trace")
     if run is not None or part == "compare":
         return plan_run(run, [word for word in words if word != run], is_compared=part == "compare")
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])

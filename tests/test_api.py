@@ -137,6 +137,17 @@ def test_early_stopping_and_keep_best_follow_a_metric(
     assert "Nothing to do" in capsys.readouterr().out
 
 
+def test_command_that_takes_the_weights_of_an_own_module_alone_works_when_pasted(script: Path, tmp_path: Path) -> None:
+    task = task_of(script, "Points")
+    first = serried.fit(task, [f"run.dir={tmp_path / 'a'}", "trainer.steps=4"])
+    other = [f"run.dir={tmp_path / 'b'}", "trainer.steps=4", "optim=sgd"]
+    with pytest.raises(UserError, match="use its weights alone: mkdir weights") as refused:
+        serried.fit(task, [*other, f"checkpoint.resume={first.checkpoint}"])
+    command = str(refused.value).partition("its weights alone: ")[2].partition(", then checkpoint.resume=weights")[0]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert serried.fit(task, [*other, f"checkpoint.resume={tmp_path / 'weights'}"]).step == 4
+
+
 # fit ------------------------------------------------------------------------------------------------------------------
 
 TWICE = """

@@ -127,6 +127,10 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["compare"], "serried plan compare needs a run folder"),
         (["compare", "{folder}"], "{folder} holds no run"),
         (["{folder}/none"], "there is no folder {folder}/none"),
+        (
+            ["search", "mine.py"],
+            "mine.py is a script; serried plan search compares layouts of built-in models; plan its",
+        ),
         (["serach", "recipe=tiny"], "there is no folder serach; did you mean serried plan search?"),
         (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search uses formulas; leave it out"),
         (["compare", "{run}", "parallel=ddp"], "parallel=ddp has no effect here"),

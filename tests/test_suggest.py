@@ -1,6 +1,7 @@
 """What somebody coming from another framework types, and whether the answer works when pasted back."""
 
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -150,6 +151,40 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:
     assert expected in refusal(*(["--deepspeed", "ds.json"] if "ds.json" in typed else typed.split()))
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257,
+    "intermediate_size": 32, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("model={folder}", "use model=auto model.path={folder}"),
+        ("model_name={folder}", "did you mean model=auto model.path={folder}?"),
+        ("model=Qwen/Qwen2.5-7B", "use model=auto model.path=Qwen/Qwen2.5-7B"),
+        ("data=alpaca.jsonl", "use data=text data.path=alpaca.jsonl, with recipe=sft if its rows are conversations"),
+        ("dataset=alpaca.jsonl", "did you mean data=text data.path=alpaca.jsonl?"),
+        ("datasets=[my.jsonl]", "did you mean data=text data.path=my.jsonl?"),
+        ("data=tatsu-lab/alpaca", "use data=hf data.path=tatsu-lab/alpaca, with recipe=sft"),
+        ("flash_attention=true", "use model.attention=auto, sdpa, flex or varlen"),
+        ("chat_template=chatml", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
+        ("template=qwen", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
+        ("save_minutes=30", "use checkpoint.every=100"),
+        ("search.seed=3", "python train.py -m search.trials=20"),
+    ],
+)
+def test_what_newcomers_type_leads_to_a_command_that_is_accepted(typed: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    typed, expected = (text.format(folder=tmp_path) for text in (typed, expected))
+    message = refusal(typed)
+    assert expected in message
+    pasted = [word.rstrip("?") for word in overrides_in(expected) if word.partition("=")[0] in {*all_keys(), *GROUPS}]
+    if "Qwen" not in typed and "-m " not in expected:  # on the Hub; a sweep
+        assert pasted
+        compose([*pasted, *["data.tokenizer=bytes"] * ("model=auto" in pasted)])
 
 
 def test_no_name_from_another_framework_is_a_key_of_ours() -> None:

@@ -17,6 +17,7 @@ from serried.runtime.ending import Failure
 from serried.runtime.session import Session
 from serried.trainer import compilation, micro_batch
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
+from serried.trainer.checkpoint.retention import weights_alone
 from serried.trainer.context import Context
 from serried.trainer.data import Data, with_steps
 from serried.trainer.model import build_model
@@ -182,12 +183,13 @@ def _ended_early(start: Start, patience: int) -> str | None:
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
     if not start.continues(config.run.dir):
+        assert start.checkpoint is not None
         end = f"trainer.steps={config.trainer.steps}"
         if start.step < config.trainer.steps:
             end = f"trainer.stop_at={config.trainer.stop_at}"
         raise UserError(
-            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
-            "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
+            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or use "
+            f"{weights_alone(start.checkpoint)}"
         )
     early = _ended_early(start, config.trainer.patience)
     if start.step < config.trainer.steps and early is None:

@@ -22,7 +22,7 @@ from serried.configs.suggest import nearest
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.retention import STEMS, named, step_of
+from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_alone
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
 CHECKPOINTS = "checkpoints"
@@ -309,7 +309,7 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
     if path.parent == config.run.dir / CHECKPOINTS:
         ways = [f"{config.another_run} to keep both", "checkpoint.resume=never to start again here"]
     else:
-        ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
+        ways = [weights_alone(path)]
     of_model = [key for key in named if key.startswith("model.")]
     if of_model and before.get("model.path") and "model.path" not in of_model:
         # What its config.json leaves out, or says, may be read in another way since.

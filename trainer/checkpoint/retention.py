@@ -6,6 +6,7 @@ whole checkpoint.
 """
 
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -25,6 +26,15 @@ _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
 def folder_name(step: int) -> str:
     """Name of the checkpoint after ``step`` optimizer steps: 8 digits, more when needed."""
     return f"step-{step:08d}"
+
+
+def weights_alone(checkpoint: Path) -> str:
+    """Say how a run starts with the weights of ``checkpoint`` and none of its state. ``serried export`` reads only
+    models that have a configuration; a module of the user's has none."""
+    is_described = any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json"))
+    source = shlex.quote(str(checkpoint))
+    copy = f"serried export {source} out=weights" if is_described else f"mkdir weights && cp {source}/model* weights"
+    return f"its weights alone: {copy}, then checkpoint.resume=weights"
 
 
 def partial_name(step: int) -> str:

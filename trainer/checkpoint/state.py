@@ -17,7 +17,7 @@ from serried.parallel.model import DistributedModel
 from serried.parallel.shard_specs import Box
 from serried.records.tensors import TensorFolder
 from serried.trainer.checkpoint.plan import Part, windows_of
-from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
+from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, weights_alone
 from serried.trainer.optimizer_state import ensure_state, tensor_state
 
 _NAMES_SHOWN = 3
@@ -127,7 +127,7 @@ def load_state(
     if differing := mine ^ {fragment.name for part in states for fragment in part.fragments}:
         raise UserError(
             f"{checkpoint} holds the state of another optimizer ({_some(sorted(differing))}); "
-            "use the optim it was trained with, or its weights alone: serried export, then checkpoint.resume=FOLDER"
+            f"use the optim it was trained with, or {weights_alone(checkpoint)}"
         )
     if folder is not None:
         _check(folder, {each.name: each for part in states for each in part.fragments}, saved)  # some of other stages

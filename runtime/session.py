@@ -2,10 +2,9 @@
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +17,7 @@ from serried.runtime.early import importing
 from serried.runtime.ending import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
 from serried.runtime.exchange import Exchange
 from serried.runtime.live import announced
+from serried.runtime.network import INTERFACE, check_interface, choose_interface, describe_interface
 from serried.runtime.program import is_called_from_python, typed_command, typed_words
 from serried.runtime.ranks import (
     allow_open_files,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LOOKS = 10
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable: the network interfaces that Gloo uses."""
 
 
 class Session:
@@ -72,17 +70,21 @@ class Session:
         return self.rank == 0
 
     def place(self) -> str:
-        """Describe it for the plan: ``2 processes on cpu (gloo), 1 thread each``."""
+        """Describe it for the plan: ``2 processes on cpu (gloo), 1 thread each``; on several nodes also the
+        network between the hosts."""
         import torch
 
         count = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
+        network = ""
+        if self.world_size > self.local_world_size and (name := os.environ.get(INTERFACE)):
+            network = f", host network {describe_interface(name)}"
         if self.device.type == "cuda":
-            return f"{count} on {torch.cuda.get_device_name(self.device)}" + (" (nccl)" if self.world_size > 1 else "")
+            nccl = " (nccl)" if self.world_size > 1 else ""
+            return f"{count} on {torch.cuda.get_device_name(self.device)}{nccl}{network}"
         each = " each" if self.world_size > 1 else ""
         gloo = " (gloo)" if self.world_size > 1 else ""
-        return (
-            f"{count} on cpu{gloo}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}{each}"
-        )
+        threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}{each}"
+        return f"{count} on cpu{gloo}, {threads}{network}"
 
     def command(self) -> str:
         """Return what starts as many processes with the same overrides: a command, or a call."""
@@ -262,7 +264,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     if device.type == "cpu":
         keep_freed_memory()
     if world > 1:
-        _check_interface()
+        check_interface()
         others = (
             f"for {world} processes to join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}, at most "
             f"launch.start_timeout_seconds={section.start_timeout_seconds:g}"
@@ -272,9 +274,9 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 session.exchange.store = _start_group(session)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            if os.environ.get(_INTERFACE) and "Unable to find address for" in reason:  # Gloo's words
-                named = os.environ[_INTERFACE]
-                raise UserError(f"{_INTERFACE}={named}: this interface has no address; unset {_INTERFACE}") from error
+            if os.environ.get(INTERFACE) and "Unable to find address for" in reason:  # Gloo's words
+                named = os.environ[INTERFACE]
+                raise UserError(f"{INTERFACE}={named}: this interface has no address; unset {INTERFACE}") from error
             raise TrainingFailed(
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
@@ -298,24 +300,14 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 dist.destroy_process_group()
 
 
-def _check_interface() -> None:
-    """Raise ``UserError`` if ``GLOO_SOCKET_IFNAME`` names a network interface that this machine has not."""
-    named, found = os.environ.get(_INTERFACE, ""), list[str]()
-    with suppress(OSError):
-        found = [name for _, name in socket.if_nameindex()]
-    if found and (unknown := [name for name in named.split(",") if name and name not in found]):
-        raise UserError(
-            f"{_INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}, which has "
-            f"{', '.join(found)}; unset {_INTERFACE}, or use {_INTERFACE}={found[-1]}"
-        )
-
-
 def _start_group(session: Session) -> "Store":
     import torch.distributed as dist
 
     patience = timedelta(seconds=session.section.start_timeout_seconds)
     session._attempt = f"attempt_{meet(session.rank, session.world_size, patience)}"
     store = dist.PrefixStore(session._attempt, connect(session.rank, session.world_size, patience))
+    ranks = (session.rank, session.local_rank, session.world_size, session.local_world_size)
+    choose_interface(store, ranks, patience)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,

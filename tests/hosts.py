@@ -25,20 +25,23 @@ def why_not() -> str | None:
 class Hosts:
     """``count`` hosts, ``node0`` and so on, at ``address(i)``; this machine is at ``address()`` on the same bridge."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, *, know_themselves_by: str | None = None) -> None:
+        """``know_themselves_by``: the address that a host's own name means on the host, instead of its own."""
         self.count = count
         self._guardian = Guardian()
         self.mark = self._guardian.mark
         """What all that belongs to them bears."""
         number = int(self.mark.rpartition("x")[2])
         self._net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 + number) % 256}"
-        self._files = (folder / "hosts", folder / "nsswitch.conf")
-        names = [f"{self.address(index)} node{index}" for index in range(count)]
-        own = f"{self.address()} {os.uname().nodename}"
-        self._files[0].write_text("\n".join(["127.0.0.1 localhost", own, *names]) + "\n")
-        self._files[1].write_text(
-            "passwd: files\ngroup: files\nhosts: files\n"
-        )  # else each name waits for a DNS server
+        self._names = [folder / f"hosts-{index}" for index in range(count)]
+        self._switch = folder / "nsswitch.conf"
+        for host, path in enumerate(self._names):
+            addresses = [self.address(index) for index in range(count)]
+            addresses[host] = know_themselves_by or addresses[host]
+            names = [f"{address} node{index}" for index, address in enumerate(addresses)]
+            own = f"{self.address()} {os.uname().nodename}"
+            path.write_text("\n".join(["127.0.0.1 localhost", own, *names]) + "\n")
+        self._switch.write_text("passwd: files\ngroup: files\nhosts: files\n")  # else each name waits for a DNS server
         try:
             self._up()
         except BaseException:
@@ -75,7 +78,8 @@ class Hosts:
         return [
             "setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{self._space(index)}",
             "unshare", "--uts", "--mount", "--propagation", "private", *apart,
-            "bash", "-c", _ENTER, "enter", f"node{index}", *map(str, self._files), *command,
+            "bash", "-c", _ENTER, "enter", f"node{index}", str(self._names[index]), str(self._switch),
+            *command,
         ]  # fmt: skip
 
     def set_link(self, index: int, state: str) -> None:

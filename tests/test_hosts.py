@@ -152,6 +152,45 @@ def test_cut_network_is_noticed_and_reported_and_training_resumes(
     check_every_sample_once(run.run_dir, text, tmp_path)
 
 
+def start_plain(
+    hosts: Hosts, host: int, output: Path, argv: list[str], program: tuple[str, ...] = ("train.py",), **variables: str
+) -> subprocess.Popen[bytes]:
+    """Start one process of two on ``host``, not elastic."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={host}", "--nproc_per_node=1",
+        "--master_addr=node0", "--master_port=29500", *program, *argv,
+    ]  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | variables
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            hosts.command(host, command, own_processes=True), cwd=ROOT, stdout=file, stderr=file, env=env
+        )
+
+
+@pytest.mark.parametrize("given", [None, "eth0"])
+def test_hosts_that_know_themselves_by_a_loopback_address_reach_each_other(
+    given: str | None, text: Path, tmp_path: Path
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    both, run_dir = Hosts(2, tmp_path, know_themselves_by="127.0.1.1"), tmp_path / "run"
+    variables = {} if given is None else {"GLOO_SOCKET_IFNAME": given}
+    try:
+        argv = tiny_overrides(
+            text, run_dir, "trainer.steps=2", "launch.device=cpu", "launch.start_timeout_seconds=60",
+            "launch.step_timeout_seconds=30",
+        )  # fmt: skip
+        outputs = [tmp_path / f"{host}.log" for host in range(2)]
+        # Whoever sets it on one node alone must not keep the other waiting.
+        started = [start_plain(both, host, outputs[host], argv, **variables if host else {}) for host in range(2)]
+        codes = [process.wait(150) for process in started]
+    finally:
+        both.close()
+    printed = outputs[0].read_text(errors="replace")
+    assert codes == [0, 0], printed[-3000:] + outputs[1].read_text(errors="replace")[-3000:]
+    assert ", host network eth0" in next(line for line in printed.splitlines() if line.startswith("mesh"))
+
+
 def make_a_host_and_die(folder: str, how: str) -> None:
     """``how``: ``alone``, or ``with its guardian``."""
     made = Hosts(1, Path(folder))

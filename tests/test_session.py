@@ -25,6 +25,7 @@ from serried.program import main
 from serried.runtime.cause import Cause, is_consequence
 from serried.runtime.ending import note_repeated
 from serried.runtime.exchange import Exchange
+from serried.runtime.network import address_towards, describe_interface, interface_of
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import (
     planned_processes,
@@ -387,6 +388,19 @@ def test_network_interface_that_does_not_exist_is_refused_before_a_rank_waits(mo
     )
     with pytest.raises(UserError, match=told), open_session(LaunchSection(device="cpu")):
         pass
+
+
+def test_interface_with_an_address_is_found_and_its_speed_is_named_where_it_has_one(tmp_path: Path) -> None:
+    own = address_towards("127.0.0.1", 1)
+    assert own == "127.0.0.1"
+    assert interface_of(own) == "lo"
+    assert interface_of("203.0.113.9") is None, "of a block for documentation"
+    assert interface_of("2001:db8::1") is None
+    for name, speed in {"eth0": "10000", "eth1": "100", "ib0": "-1", "eth2": "2500"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    told = [describe_interface(name, tmp_path) for name in ("eth0", "eth0:1", "eth1", "ib0", "eth2", "tun0")]
+    assert told == ["eth0 (10 Gb/s)", "eth0:1 (10 Gb/s)", "eth1 (100 Mb/s)", "ib0", "eth2 (2.5 Gb/s)", "tun0"]
 
 
 def test_too_little_address_space_to_import_torch_is_one_line() -> None:

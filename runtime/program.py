@@ -10,6 +10,8 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 
+_LEAST_OPEN_FILES = 64
+"""Two ranks on a CPU work with 40. With 20, torch ends in a traceback, or waits for what cannot be opened."""
 _LEAST_ADDRESS_SPACE = 900 << 20
 """With less, importing torch ends in a traceback, an abort or a loop without end."""
 _training_command: tuple[str, ...] = ("-m", "serried.program")
@@ -20,7 +22,7 @@ _is_called = False
 
 def check_surroundings(words: Sequence[str]) -> None:
     """Raise ``UserError`` if no path can be resolved, as the current folder was removed, if torch cannot be imported in
-    the address space there is, or if one of the ``words`` of the command line is not text."""
+    the address space there is, if too few files may be open, or if one of the ``words`` is not text."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -28,6 +30,9 @@ def check_surroundings(words: Sequence[str]) -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < _LEAST_ADDRESS_SPACE:
         raise UserError(f"ulimit -v {limit >> 10} is too little to import torch; use ulimit -v unlimited")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < _LEAST_OPEN_FILES:
+        raise UserError(f"ulimit -n {limit} lets too few files be open at a time; use ulimit -n 1024")
     for word in words:
         try:
             word.encode()

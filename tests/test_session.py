@@ -366,6 +366,14 @@ def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
         check_surroundings([])
 
 
+def test_too_few_open_files_are_refused_at_once() -> None:
+    words = ["-m", "serried", "status"]
+    few = ["bash", "-c", 'ulimit -n 12; exec "$0" "$@"', sys.executable, *words]
+    done = subprocess.run(few, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    said = "error: ulimit -n 12 lets too few files be open at a time; use ulimit -n 1024\n"
+    assert (done.returncode, done.stderr) == (78, said)
+
+
 def test_no_folder_for_temporary_files_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,11 @@ def is_consequence(reason: str) -> bool:
     return reason.startswith((_SILENCE, _END_OF_ANOTHER))
 
 
+def is_end_of_another(reason: str) -> bool:
+    """Return whether ``reason``, of a ``Failure``, only says that another rank is gone."""
+    return reason.startswith(_END_OF_ANOTHER)
+
+
 class Cause:
     """What ended the run, as far as one rank knows."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
-from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
+from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause, is_end_of_another
 from serried.runtime.early import importing
 from serried.runtime.ending import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
 from serried.runtime.exchange import Exchange
@@ -336,6 +336,8 @@ def _report(error: BaseException, session: Session) -> int:
         say_why(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
+    elif is_end_of_another(failure.reason):  # where this rank was then tells nothing
+        say_why(f"failed: {failure.reason}")
     else:
         print_traceback(error)
     return EXIT_FAILED if isinstance(error, StopRequested) else exit_code_of(error)

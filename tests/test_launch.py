@@ -391,6 +391,7 @@ def test_killed_rank_is_named_and_the_others_end(started: Local, tmp_path: Path)
     code, _, stderr = started.end()
     assert code == 70
     assert stderr.splitlines()[-1].startswith("failed: rank 1 was killed by SIGKILL")
+    assert "Traceback" not in stderr, "of a rank that lost its connection"
     assert str(status(tmp_path / "run")["reason"]).startswith("rank 1 was killed by SIGKILL")
 
 

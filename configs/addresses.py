@@ -6,6 +6,8 @@ from urllib.parse import unquote
 # The password of a database's address may hold a slash: it ends at the last @. Digits and a slash are a port.
 _USER_WITH_PASSWORD = re.compile(r"""(://[^/?#@:\s"']*):(?![0-9]{1,5}[/?#])[^\s"']*@""")
 _USER = re.compile(r"""(?<=://)[^/?#@\s"']+(?=@)""")
+_USER_OF_SERVER = re.compile(r"""(https?://)[^/?#\s"']*@""", re.IGNORECASE)
+"""May be a token; databases need the names of their users."""
 _KEYS = (
     r"(?:[\w.-]*(?:password|passwd|passphrase|pwd|token|secret|signature|credentials?)"
     r"|(?!ssl)(?:[\w.-]*[_.-])?(?:api|access)?key)"  # sslkey=FILE names a file
@@ -38,15 +40,18 @@ def not_a_path(key: str, address: str, source: str = "") -> str:
 
 
 def has_password(address: str) -> bool:
-    """Return whether ``address`` holds a password or token: before its host, or in its query, even if encoded."""
+    """Return whether ``address`` holds a password or token: before its host, or in its query, even if encoded.
+    The user of a server may be a token."""
     return any(
-        _USER_WITH_PASSWORD.search(each) or _IN_QUERY.search(each) for each in (address, unquote(unquote(address)))
+        any(pattern.search(each) for pattern in (_USER_WITH_PASSWORD, _USER_OF_SERVER, _IN_QUERY))
+        for each in (address, unquote(unquote(address)))
     )
 
 
 def without_password(address: str) -> str | None:
-    """Return ``address`` with its user and without its password; None if something secret remains."""
-    kept = re.sub(r"[?&;]+$", "", _IN_QUERY.sub(r"\1", _USER_WITH_PASSWORD.sub(r"\1@", address)))
+    """Return ``address`` without its password, and for a server without its user; None if something secret remains."""
+    kept = _USER_OF_SERVER.sub(r"\1", _USER_WITH_PASSWORD.sub(r"\1@", address))
+    kept = re.sub(r"[?&;]+$", "", _IN_QUERY.sub(r"\1", kept))
     kept = re.sub(rf"(?<=[?&;]){_KEYS}=(?:[&;]|$)", "", kept, flags=re.IGNORECASE).rstrip("?&;")
     return None if has_password(kept) else kept
 

@@ -8,6 +8,7 @@ import functools
 import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from serried.configs.explain import Origins, explain, shown
 from serried.configs.help import choices_of, files_of
 from serried.configs.keys import all_keys, is_section
 from serried.configs.model_folder import with_model_folder
-from serried.configs.plain_data import flatten, read_if_there, read_yaml, value_at
+from serried.configs.plain_data import expanded, flatten, read_if_there, read_yaml, value_at
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
 from serried.configs.schema import OptimSection, RunConfig, TrackSection, parse_count
 from serried.configs.suggest import Groups, nearest, nearest_keys, pasteable, unknown_choice
@@ -151,6 +152,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
         _refuse([*_misread(line, reads, None), _unreadable(saved, error)])
         raise
     _refuse(_misread(line, reads, plain))
+    _trust_no_places(plain, saved.parent)
     try:
         if line.typed:
             choices = {"recipe": recipe} if recipe in groups.get("recipe", ()) else {}
@@ -161,6 +163,24 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     except ValidationError as error:
         _refuse(explain(error, plain, Origins(line.typed, [(saved, "")], saved.parent), groups, alone=False))
         raise
+
+
+def _trust_no_places(plain: dict[str, Any], run_dir: Path) -> None:
+    """Change the saved config ``plain`` of the run in ``run_dir``, which may be a stranger's, so that it names no other
+    place to write to: data are prepared in a folder of ``data.cache_dir`` only if there are prepared data already."""
+    run, data, track = (plain.get(name) for name in ("run", "data", "track"))
+    if isinstance(run, dict):
+        run["dir"] = str(run_dir)
+    if isinstance(track, dict):
+        track.pop("mlflow", None)  # not used here; earlier versions kept addresses that are refused now
+    if isinstance(data, dict) and isinstance(named := data.get("cache_dir"), str) and not _is_cache(expanded(named)):
+        data["cache_dir"] = None
+
+
+def _is_cache(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return (folder / "memos").is_dir() or any(folder.glob("*/summary.json"))
+    return False
 
 
 def saved_trackers(saved: Path) -> TrackSection:

@@ -593,10 +593,10 @@ class TrackSection(Section):
         if self.mlflow and has_password(self.mlflow):
             kept = without_password(self.mlflow)
             yield (
-                "track.mlflow holds a password, and the config is kept in the run folder; use "
-                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give the password by the "
-                "environment: MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN for a server, PGPASSWORD or MYSQL_PWD "
-                "for a database"
+                "track.mlflow holds a password, token or user, and the config is kept in the run folder; use "
+                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give it by the environment: "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN for a server, "
+                "PGPASSWORD or MYSQL_PWD for a database"
             )
 
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from serried.configs.formats import printable
 from serried.configs.schema import RunConfig
 from serried.launch.forks import fork_ranks, load_to_fork
 from serried.launch.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
@@ -57,7 +57,8 @@ def run_local(
     refuse_links(config.run.dir)
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
-        output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))
+        output = config.run.dir / _OUTPUT / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
+        output.mkdir()  # not of tempfile, whose folders only their owner may read
     except OSError as error:
         raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
     end_in_one_line(PASSED_ON)
@@ -205,7 +206,7 @@ def _report_end(
         if code == EXIT_MISTAKE:
             _remove_output(output)
         if report or killed:
-            print(report or f"failed: {killed}", file=sys.stderr, flush=True)
+            print(printable(report or f"failed: {killed}"), file=sys.stderr, flush=True)
     return code
 
 

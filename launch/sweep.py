@@ -4,7 +4,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,8 +136,7 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
 def summarize(sweep: Sweep, outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
     """Print the table of ``outcomes``, and write it and the report into the sweep's folder."""
     say("summary    best first")
-    with suppress(OSError):  # nobody reads the output any more
-        print("\n".join(f"  {line}" for line in table(sweep.keys, outcomes).splitlines()), flush=True)
+    say("\n".join(f"  {line}" for line in table(sweep.keys, outcomes).splitlines()))
     _write(sweep.folder, sweep.keys, outcomes, write_report)
 
 

@@ -246,7 +246,7 @@ def status(words: list[str]) -> int:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
             raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
-        print(describe_run(run_dir), flush=True)
+        say(describe_run(run_dir))
         update_summary(run_dir, write_report)
         return EXIT_FINISHED
     folders = runs_in(Path("runs"))
@@ -431,7 +431,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
             writer = Writer(
                 config, task, session, checkpoint, sampling,
                 say=lambda text: print(shown(text), end="", flush=True),
-                note=lambda line: print(line, file=sys.stderr, flush=True),
+                note=lambda line: print(printable(line), file=sys.stderr, flush=True),
             )  # fmt: skip
             writer.load([prompt])
         return writer

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,22 @@ def test_evaluation_equals_that_of_the_run(cluster: Cluster, run_dir: Path, rank
         assert each["bits_per_byte"] == pytest.approx(
             each["loss"] * each["tokens"] / math.log(2) / each["text_bytes"], rel=1e-9
         )
+
+
+def test_saved_config_of_a_stranger_chooses_no_place_to_write_to(run_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    saved["run"]["dir"] = "/etc"
+    saved["track"]["mlflow"] = "https://dapi-token@host/"  # as an earlier version kept it
+    for cache, kept in (("theirs", None), ("ours", tmp_path / "ours")):
+        saved["data"]["cache_dir"] = str(tmp_path / cache)
+        (tmp_path / "ours/memos").mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+        config = compose_saved(folder / "config.yaml", [], ())
+        assert (config.run.dir, config.data.cache_dir, config.track.mlflow) == (folder, kept, None)
+        typed = compose_saved(folder / "config.yaml", [f"data.cache_dir={tmp_path / 'typed'}"], ("data",))
+        assert typed.data.cache_dir == tmp_path / "typed"
 
 
 @pytest.mark.slow

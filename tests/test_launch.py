@@ -266,6 +266,7 @@ def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: P
     assert (done.returncode, done.stderr) == (70, "failed: rank 0\nfailed: rank 1\n")
     (log,) = (tmp_path / "run" / "output").glob("*/rank-1.log")
     assert log.read_text() == "1 1 2 lo True True\nfailed: rank 1\n"
+    assert log.parent.stat().st_mode == log.parent.parent.stat().st_mode, "open to the group, as the umask says"
 
 
 def test_an_environment_below_a_folder_with_a_space_is_no_obstacle_to_forks(tmp_path: Path) -> None:

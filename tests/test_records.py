@@ -398,6 +398,20 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_temporary_file(tmp_pat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_escape_character_in_a_name_does_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run\x1b]0;x\x07"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 2.0}\n')
+    (run / "status.json").write_text('{"state": "failed", "step": 1, "reason": "\\u001b[31m", "exit_code": 70}')
+    assert serried(["status", f"run.dir={run}"]) == 0
+    assert serried(["generate", f"run.dir={run}"]) == 78
+    shown = capsys.readouterr()
+    assert "failed" in shown.out
+    assert not {"\x1b", "\x07"} & {*shown.out, *shown.err}
+
+
 def test_name_of_a_machine_that_no_file_can_have_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "../rack/7[*]\n")
     write_atomically(tmp_path / "file", "content")

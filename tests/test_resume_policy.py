@@ -18,6 +18,7 @@ from serried.configs.run_config import run_config_class
 from serried.recipes.data.tokenizer import changed_token
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
+from serried.trainer.checkpoint.saved_state import read_state
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 
@@ -580,3 +581,19 @@ def test_sections_say_which_of_their_keys_shape_the_numbers() -> None:
     assert not [key for key in shaping if is_free(key, config)]
     assert all(is_free(key, config, by_content=True) for key in named)
     assert all(is_free(key, config) and not is_free(key, config, by_content=True) for key in free)
+
+
+def test_state_beyond_the_last_step_of_its_config_is_refused(tmp_path: Path) -> None:
+    def written(step: int, trainer: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            "version": 1, "step": step, "samples": 4, "config": {"trainer": trainer}, "progress": {}, "step_state": {},
+            "data_fingerprint": "x",
+        }  # fmt: skip
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        return read_state(tmp_path)
+
+    assert written(20, {"steps": 20})["step"] == 20
+    assert written(20, {})["step"] == 20
+    for step in (21, 10**15):
+        with pytest.raises(UserError, match=rf"differs .* step {step} beyond trainer\.steps=20 of its config; use"):
+            written(step, {"steps": 20})

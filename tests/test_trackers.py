@@ -295,9 +295,10 @@ def test_half_an_address_is_no_folder_to_make(text: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("address", "advice"),
     [
-        ("https://me:secret@host/path", "track.mlflow=https://me@host/path,"),
-        ("HTTPS://me:secret@host/", "track.mlflow=HTTPS://me@host/,"),
-        ("https://:secret@host:5000", "track.mlflow=https://@host:5000,"),
+        ("https://me:secret@host/path", "track.mlflow=https://host/path,"),
+        ("HTTPS://me:secret@host/", "track.mlflow=HTTPS://host/,"),
+        ("https://:secret@host:5000", "track.mlflow=https://host:5000,"),
+        ("https://dapi-secret@host/", "track.mlflow=https://host/,"),
         ("postgresql+psycopg2://me:se/cret@host/runs", "track.mlflow=postgresql+psycopg2://me@host/runs,"),
         ("postgresql://host:5432/runs?user=me&password=secret", "track.mlflow=postgresql://host:5432/runs?user=me,"),
         ("mysql://host/runs?PASSWD=secret&ssl_ca=x", "track.mlflow=mysql://host/runs?ssl_ca=x,"),
@@ -319,7 +320,7 @@ def test_a_password_is_kept_out_of_the_config(address: str, advice: str, text: P
 @pytest.mark.parametrize(
     "address",
     [
-        "http://host:5000/#/runs@home", "https://me@host/", "sqlite:////home/me/runs.db", "runs/mlflow",
+        "http://host:5000/#/runs@home", "https://host/@me", "sqlite:////home/me/runs.db", "runs/mlflow",
         "postgresql://me@host:5432/runs?sslkey=/home/me/key&tokenizer=x", "databricks://profile",
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import UserError
-from serried.configs.plain_data import NotPlainData, is_count, read_json
+from serried.configs.plain_data import NotPlainData, is_count, read_json, value_at
 
 STATE = "state.json"
 VERSION = 1
@@ -33,6 +33,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{path} is of version {version}; this serried reads version {VERSION}")
     wrong = [key for key in _REQUIRED if key not in state]
     wrong += [key for key, fits in _KINDS.items() if key in state and not fits(state[key])]
+    last = value_at("config.trainer.steps", state)
+    if not wrong and is_count(last) and state["step"] > last:
+        wrong.append(f"step {state['step']} beyond trainer.steps={last} of its config")
     if wrong:
         raise UserError(f"{path} differs from what a run writes: {', '.join(wrong)}; use another checkpoint")
     return state

@@ -77,7 +77,7 @@ class Writer:
         file = self._plan.files[index]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
-        self._open_files[index] = os.open(self._folder / file.name, flags, 0o644)
+        self._open_files[index] = os.open(self._folder / file.name, flags, 0o666)
         self._file, self._pushed = index, 0
         self._records[file.name] = FileRecord(0, 0)
         start = memoryview(header(file.specs))

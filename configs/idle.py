@@ -261,7 +261,8 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader("launch.stop_timeout_seconds", lambda run: run.config.launch.name == "local" or run.is_sweep,
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=local"),
-    Reader("slurm.*", lambda run: run.config.launch.name == "slurm",
+    # slurm.dry_run is refused.
+    Reader("slurm.[!d]* slurm.de*", lambda run: run.config.launch.name == "slurm",
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=slurm"),
     Reader("slurm.array_concurrency", lambda run: run.is_sweep, f"{_NO_EFFECT} without a sweep (-m)", ""),
     Reader("model.pretrained", lambda run: run.model("path") is not None,

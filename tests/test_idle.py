@@ -69,6 +69,7 @@ SITUATIONS = {
     "launch.stop_timeout_seconds=5": "",
     "slurm.time_minutes=5": "",
     "slurm.requeue=true": "",
+    "slurm.dependency=afterok:1": "",
     "slurm.array_concurrency=2": "launch=slurm",
     "model.pretrained=false": "",
     "model.vocab_multiple=128": "model.vocab_size=300",
@@ -98,7 +99,7 @@ SITUATIONS = {
 
 REFUSED = {
     "adapter.modules", "parallel.offload", "trainer.activation_memory_budget", "trainer.evaluate", "task.margin",
-    "trainer.sample_tokens", "data.vocab_size", "data.chat_template",
+    "trainer.sample_tokens", "data.vocab_size", "data.chat_template", "slurm.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.test_mistakes``."""
 

@@ -191,6 +191,43 @@ def test_hosts_that_know_themselves_by_a_loopback_address_reach_each_other(
     assert ", host network eth0" in next(line for line in printed.splitlines() if line.startswith("mesh"))
 
 
+@pytest.mark.parametrize("how", ["dies", "loses its cable"])
+def test_ranks_of_other_hosts_end_soon_after_the_first_host(how: str, hosts: Hosts, text: Path, tmp_path: Path) -> None:
+    """While they wait in something that does not notice it, as in a kernel of NCCL."""
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(
+        text, run_dir, "trainer.steps=9", "launch.device=cpu", f"launch.step_timeout_seconds={_NOTICED_SECONDS}",
+        "launch.start_timeout_seconds=120", "checkpoint.mode=sync",
+    )  # fmt: skip
+    code = f"from tests.test_watchdog import *; leave(train_hanging({argv}, 'sleep', 1, 5))"
+    program = ("--no-python", sys.executable, "-c", code)
+    outputs = [tmp_path / f"{host}.log" for host in range(2)]
+
+    def printed() -> str:
+        return "".join(path.read_text(errors="replace")[-4000:] for path in outputs)
+
+    started = [start_plain(hosts, host, outputs[host], [], program, PYTHONPATH=".") for host in range(2)]
+    try:
+        written = run_dir / "metrics.jsonl"
+        wait_for(lambda: written.exists() and len(metrics(run_dir)) >= 3, "step 3", 120, printed)
+        if how == "dies":
+            started[0].kill()
+        else:
+            hosts.set_link(0, "down")
+        assert started[1].wait(3 * _NOTICED_SECONDS + 10) == 1
+    finally:
+        hosts.set_link(0, "up")
+        for process in started:
+            process.kill()
+            process.wait()
+    told = outputs[1].read_text(errors="replace")
+    assert "stopped    the first node is gone: its store at node0:29500 has not answered for 8." in told
+    assert "exitcode  : 75" in told
+    now = json.loads((run_dir / "status.json").read_text())
+    assert (now["state"], now["exit_code"]) == ("stopped", 75), now
+    assert how != "dies" or now["reason"].startswith("the first node is gone: its store at node0:29500")
+
+
 def make_a_host_and_die(folder: str, how: str) -> None:
     """``how``: ``alone``, or ``with its guardian``."""
     made = Hosts(1, Path(folder))

@@ -5,6 +5,8 @@ that about once a second, through the store in which the processes met, over its
 all reports; rank 1's does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
 begins anything new: then the rank that the others wait for is named, first in a warning, and at last in the reason for
 which all ranks end, resumable.
+
+With the first node go the store and the ranks that judge. Each rank of another node notices that by itself.
 """
 
 import json
@@ -39,6 +41,8 @@ _TELL_STACK_AT = 0.1
 _STACK_FRAMES = 40
 _COLLECTIVES_TOLD = 8
 _OTHERS_READY_WITHIN_SECONDS = 5.0
+_GONE_AFTER_SECONDS = 60.0
+_WRITTEN_WITHIN_SECONDS = 5.0
 
 
 class Watchdog:
@@ -55,7 +59,7 @@ class Watchdog:
         self._training_thread = threading.get_ident()
         self._keys = [f"beat/{rank}" for rank in range(session.world_size)]
         self._closing = threading.Event()
-        self._told, self._are_all_there = 0, False
+        self._told, self._answered, self._are_all_there = 0, 0, False
         self._patience = Patience(section, is_alone=session.world_size == 1)
         self._seen: dict[int, tuple[int, float]] = {}
         self._warned: Verdict | None = None
@@ -64,6 +68,8 @@ class Watchdog:
         self._store: Store | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        if session.rank != session.local_rank:  # those of the first node end with its launcher
+            threading.Thread(target=self._watch_first_node, name="first node", daemon=True).start()
 
     def close(self) -> None:
         """Report the end of this rank, and stop."""
@@ -101,7 +107,9 @@ class Watchdog:
 
     def _beat(self, elapsed: float) -> None:
         store = self._tell(elapsed)
-        if store.check(["end"]):
+        is_ended = store.check(["end"])
+        self._answered += 1
+        if is_ended:
             self._obey(json.loads(store.get("end")))
         if self._session.rank <= 1:
             self._are_all_there = self._are_all_there or store.check(self._keys)
@@ -216,6 +224,44 @@ class Watchdog:
         self._store.set(f"ready/{self._session.rank}", "")
         with suppress(RuntimeError):
             self._store.wait(["leave"], timedelta(seconds=2 * _OTHERS_READY_WITHIN_SECONDS))
+        os._exit(EXIT_STOPPED)
+
+    # in a thread of its own: a store on a machine without power leaves a question open for long ---------------------
+
+    def _watch_first_node(self) -> None:
+        """End this process when for a minute the store has not answered and the training thread has begun nothing."""
+        limit = min(_GONE_AFTER_SECONDS, self._section.step_timeout_seconds)
+        answered, moment, silent, last = 0, self.pulse.now, 0.0, time.monotonic()
+        while not self._closing.wait(self._interval):
+            now = time.monotonic()
+            elapsed, last = min(now - last, 2 * self._interval), now  # as in _run
+            is_still = answered == self._answered and moment is self.pulse.now
+            silent = silent + elapsed if is_still else 0.0
+            answered, moment = self._answered, self.pulse.now
+            if silent >= limit:
+                self._end_without_first_node(silent)
+
+    def _end_without_first_node(self, silent: float) -> None:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = f"the first node is gone: its store at {where} has not answered for {seconds_text(silent)}"
+        moment = self.pulse.now
+        step = max(0, moment.step - (moment.phase in (DATA, TRAIN)))
+        if self._session.local_rank == 0:
+            with suppress(OSError):
+                print(
+                    f"stopped    {reason}. Run the same command to resume from the newest checkpoint",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+
+        def write() -> None:
+            if self._session.local_rank == 0:
+                with suppress(OSError):
+                    record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+            self._prepare_to_end({"rank": self._session.rank, "reason": reason})
+
+        writer = threading.Thread(target=write, name="last words", daemon=True)
+        writer.start()
+        writer.join(_WRITTEN_WITHIN_SECONDS)  # the disk may have been the first node's
         os._exit(EXIT_STOPPED)
 
     def _prepare_to_end(self, end: dict[str, Any]) -> None:

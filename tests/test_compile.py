@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+from torch._inductor import config as inductor
 from torch._inductor.runtime import cache_dir_utils
 
 from harness.cluster import Cluster
@@ -27,7 +29,8 @@ from serried.parallel.quantized import quantize
 from serried.recipes.models.attention import has_flex
 from serried.records.status import Status, read_status
 from serried.runtime.console import Console
-from serried.trainer.compilation import Compilation, check_compiler, explained
+from serried.trainer import compilation
+from serried.trainer.compilation import Compilation, check_compiler, explained, is_of_a_network
 from tests.test_activations import EXPERTS, MODEL, step
 
 LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
@@ -148,6 +151,49 @@ def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen or cache_dir_utils.default_cache_dir())
     Compilation(Console(True, 0)).announce()
     assert f"kept in {chosen or tmp_path / 'serried' / 'compiled' / torch.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["several nodes", "a home on a network"])
+def test_programs_are_kept_on_a_disk_of_the_machine_where_many_would_use_one_of_the_network(
+    why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    home, temporary = tmp_path / "home of all", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())
+    mounts = tmp_path / "mountinfo"
+    kind = "nfs4" if why == "a home on a network" else "ext4"
+    shared = str(home).replace(" ", r"\040")
+    mounts.write_text(
+        f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 22 0:40 / {shared} rw,relatime shared:9 - {kind} server:/home rw\n"
+    )
+    monkeypatch.setattr(compilation, "_MOUNTS", mounts)
+    assert is_of_a_network(home / "a") == (kind == "nfs4")
+    assert not is_of_a_network(temporary)
+    Compilation(Console(True, 0), is_on_one_node=why != "several nodes").announce()
+    own = temporary / f"serried-{os.geteuid()}"
+    assert f"kept in {own / 'compiled' / torch.__version__}" in capsys.readouterr().out
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())
+    with pytest.raises(UserError, match=r"is not a folder of this user alone .*; remove it, or use TORCHINDUCTOR_"):
+        Compilation(Console(True, 0), is_on_one_node=why != "several nodes")
+
+
+def test_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(inductor, "compile_threads", 32)
+    monkeypatch.setattr(compilation, "usable_cores", lambda: 64)
+    Compilation(Console(True, 0))
+    assert inductor.compile_threads == 32, "torch's own rule"
+    Compilation(Console(True, 0), 8)
+    assert inductor.compile_threads == 4
+    Compilation(Console(True, 0), 64)
+    assert inductor.compile_threads == 1
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    Compilation(Console(True, 0), 8)
+    assert inductor.compile_threads == 1, "the user's choice is not ours to change"
 
 
 def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """What torch.compile does in a run: announced, reported, kept for the next start."""
 
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -12,9 +13,15 @@ import torch
 from serried.configs.compilers import missing_compiler
 from serried.configs.errors import StopRequested, TrainingFailed, UserError
 from serried.runtime.console import Console
+from serried.runtime.ranks import usable_cores
 
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_CACHE, _THREADS = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_WARNINGS = 8
+_MOUNTS = Path("/proc/self/mountinfo")
+_OF_A_NETWORK = (
+    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "afs", "panfs", "wekafs", "9p",
+)  # fmt: skip
+"""Types of file systems; those of FUSE count as well."""
 
 
 def check_compiler(device: torch.device) -> None:
@@ -27,12 +34,15 @@ def check_compiler(device: torch.device) -> None:
 class Compilation:
     """Reports the compilations of a run on this rank."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, processes: int = 1, *, is_on_one_node: bool = True) -> None:
+        """``processes``: on this node. Raises ``UserError`` if the folder to keep programs in is another user's."""
         # torch names a temporary folder as soon as its compiler is imported. Never in the run folder, which may come
         # from a stranger: torch keeps pickles and programs there.
         temporary = f"{gettempdir()}/torchinductor_"
         if os.environ.get(_CACHE, temporary).startswith(temporary):
-            os.environ[_CACHE] = str(_cache_folder())
+            os.environ[_CACHE] = str(_cache_folder(is_on_one_node=is_on_one_node))
+        if processes > 1 and _THREADS not in os.environ:
+            share_threads(processes)
         torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
         self._console, self._seen, self._recompiled = console, _newest(), 0
         self._is_first = True
@@ -102,11 +112,48 @@ def explained(error: BaseException, asked: str | None) -> BaseException:
     return error
 
 
-def _cache_folder() -> Path:
-    """The user's cache folder, by what a compiled program depends on."""
+def share_threads(processes: int) -> None:
+    """Give each of the ``processes`` of a node half its share of the cores to compile with; torch would give each up to
+    32."""
+    from torch._inductor import config  # read from the environment when it is imported, which it may have been
+
+    config.compile_threads = max(1, usable_cores() // processes // 2)
+
+
+def _cache_folder(*, is_on_one_node: bool) -> Path:
+    """The user's cache folder, by what a compiled program depends on; one on a disk of this machine, since on those of
+    a network many processes that rename and delete the same files at once see them vanish."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    base = base if base.is_absolute() else Path.home() / ".cache"
-    return base / "serried" / "compiled" / f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    base = (base if base.is_absolute() else Path.home() / ".cache") / "serried"
+    if not is_on_one_node or is_of_a_network(base):
+        base = _own_temporary_folder()
+    return base / "compiled" / f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def is_of_a_network(path: Path) -> bool:
+    """Return whether ``path`` is, or would be, on a file system of a network. False where the system does not tell."""
+    path, found, depth = path.resolve(), "", 0
+    with suppress(OSError):
+        for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            point = Path(before.split()[4].replace("\\040", " "))
+            if path.is_relative_to(point) and len(point.parts) >= depth:  # the last of several on one folder is seen
+                found, depth = after.split()[0], len(point.parts)
+    return found in _OF_A_NETWORK or found.startswith("fuse.")
+
+
+def _own_temporary_folder() -> Path:
+    """Return a folder of this user for temporary files. What is in it is run as code: nobody else may write there."""
+    folder = Path(gettempdir(), f"serried-{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UserError(
+            f"{folder}, in which compiled programs would be kept, is not a folder of this user alone (mode 700); "
+            f"remove it, or use {_CACHE}=FOLDER"
+        )
+    return folder
 
 
 def _compilations() -> list[Any]:

@@ -41,7 +41,10 @@ class TrainingState:
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
         self._task, self._session, self._model = task, context.session, model
-        self.compilation = Compilation(context.console) if config.trainer.compile else None
+        self.compilation = None
+        if config.trainer.compile:
+            here, world = context.session.local_world_size, context.session.world_size
+            self.compilation = Compilation(context.console, here, is_on_one_node=here == world)
         std_of = None if start.source or base else task.initial_std
         self.parallel = sharded(
             config, model, layout, device, std_of, phases=context.pulse.phases, compilation=self.compilation

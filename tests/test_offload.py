@@ -37,7 +37,7 @@ from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import state_parts
-from serried.trainer.host_memory import check_offload
+from serried.trainer.host_memory import check_host_memory
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optimizer_state import group_values, tensor_state
@@ -275,17 +275,34 @@ def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) ->
     assert "; optimizer state in host memory 1.2GiB\n" in printed
 
 
+def session_with_a_gibibyte(device: str) -> Any:
+    """Of a rank on ``device``, where another rank may have 1 GiB of host memory."""
+    return SimpleNamespace(gather=lambda here: [here, 2**30], local_world_size=1, device=torch.device(device))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_copy_that_a_gpu_cannot_pin_in_host_memory_is_refused_when_nothing_is_offloaded(mode: str) -> None:
+    config = compose([f"checkpoint.mode={mode}"])
+    check_host_memory(config, 0, 2**30, session_with_a_gibibyte("cuda"))
+    told = (
+        r"a save needs 1\.1GiB of host memory for the copy of each rank, and 1\.0GiB are available; use optim=adamw8bit"
+    )
+    with pytest.raises(UserError, match=told):
+        check_host_memory(config, 0, 11 * 2**30 // 10, session_with_a_gibibyte("cuda"))
+    check_host_memory(config, 0, 11 * 2**30 // 10, session_with_a_gibibyte("cpu"))
+
+
 def test_too_little_host_memory_is_one_line() -> None:
-    session: Any = SimpleNamespace(gather=lambda here: [here, 2**30], local_world_size=1)
+    session = session_with_a_gibibyte("cpu")
     beside, waiting = (compose(["optim.offload=true", f"checkpoint.mode={mode}"]) for mode in ("async", "sync"))
-    check_offload(waiting, 2**20, 0, session)
+    check_host_memory(waiting, 2**20, 0, session)
     with pytest.raises(UserError, match=r"1.1GiB of host memory for each rank, and 1.0GiB are available; use optim="):
-        check_offload(waiting, 11 * 2**30 // 10, 0, session)
-    check_offload(beside, 2**29, 2**29, session)
+        check_host_memory(waiting, 11 * 2**30 // 10, 0, session)
+    check_host_memory(beside, 2**29, 2**29, session)
     copy = r"optim.offload=true needs 512.0MiB .* and 768.0MiB for the copy that a save writes, .*; use {}optim="
     for config, sync in ((beside, "checkpoint.mode=sync, "), (waiting, "")):
         with pytest.raises(UserError, match=copy.format(sync)):
-            check_offload(config, 2**29, 2**29 + 2**28, session)
+            check_host_memory(config, 2**29, 2**29 + 2**28, session)
 
 
 @pytest.mark.parametrize(

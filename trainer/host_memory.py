@@ -41,15 +41,23 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
 
 
-def check_offload(config: RunConfig, needed: int, copied: int, session: Session) -> None:
+def check_host_memory(config: RunConfig, needed: int, copied: int, session: Session) -> None:
     """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that offloading puts there and
-    the ``copied`` ones of a save. A collective."""
-    key = "parallel.offload" if config.parallel.offload else "optim.offload"
+    the ``copied`` ones of a save, which are pinned on GPUs: the kernel kills what takes too much. A collective."""
+    if not config.offloads_state and session.device.type == "cpu":
+        return  # of which the plan says how much it takes
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
-    if needed + copied > usable:
-        copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
-        smaller = "checkpoint.mode=sync, " * (config.checkpoint.mode == "async")
+    if needed + copied <= usable:
+        return
+    if not config.offloads_state:
         raise UserError(
-            f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
-            f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
+            f"a save needs {size(copied)} of host memory for the copy of each rank, and {size(usable)} are available; "
+            "use optim=adamw8bit, or more nodes with parallel=fsdp"
         )
+    key = "parallel.offload" if config.parallel.offload else "optim.offload"
+    copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
+    smaller = "checkpoint.mode=sync, " * (config.checkpoint.mode == "async")
+    raise UserError(
+        f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
+        f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
+    )

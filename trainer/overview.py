@@ -103,7 +103,7 @@ def overview(
         *([("reference", text)] if (text := task.describe_reference()) else []),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
-        ("save", _saving(config, layout, model, plan)),
+        ("save", _saving(config, layout, model, plan, device)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     if training is not None:
@@ -274,14 +274,15 @@ def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: Parallel
     return weights, int(state)
 
 
-def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> str:
+def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan, device: str) -> str:
     checkpoint = config.checkpoint
     rest = [f"keeps the last {checkpoint.keep}"]
     rest += [f"one every {checkpoint.keep_every} steps permanently"] if checkpoint.keep_every else []
     rest += ["the best"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
     whole = saved_bytes(config, model, plan)
-    copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""
+    copied = copied_bytes(config, model, plan, device) / layout.world
+    copy = f" (a copy of {size(copied)} a rank in host memory)" if copied else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
 

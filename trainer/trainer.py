@@ -28,7 +28,7 @@ from serried.trainer.context import Context
 from serried.trainer.data import Data, check_validation
 from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.health import digest
-from serried.trainer.host_memory import check_offload
+from serried.trainer.host_memory import check_host_memory
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
 from serried.trainer.model import Model, model_to_train
@@ -76,9 +76,8 @@ class Trainer:
         for line in overview(config, task, accumulation, sizes, place, device, start, data.training):
             console.say(line)
         needed = saved_bytes(config, module, plan)
-        if config.offloads_state:
-            on_host = planned_memory(config, task, accumulation, sizes).on_host
-            check_offload(config, on_host, copied_bytes(config, module, plan, device) // layout.world, session)
+        on_host = planned_memory(config, task, accumulation, sizes).on_host if config.offloads_state else 0
+        check_host_memory(config, on_host, copied_bytes(config, module, plan, device) // layout.world, session)
         for line in task.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):

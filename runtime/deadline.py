@@ -15,18 +15,18 @@ class Deadline:
     at: float
     """In Unix seconds."""
     spare_seconds: float
-    """How long before it to stop, at least; less for a short job."""
+    """How long before it the run must have stopped, for what comes after the last save; less for a short job."""
 
     def __str__(self) -> str:
         return f"Slurm ends this job at {time.strftime('%H:%M', time.localtime(self.at))}"
 
     def left_seconds(self) -> float:
-        """Return the time until the run must stop; negative after that."""
+        """Return the time until the run must have stopped; negative after that."""
         return self.at - self.spare_seconds - time.time()
 
     def is_near(self, needed_seconds: float) -> bool:
         """Return whether it is time to stop, if stopping takes ``needed_seconds``."""
-        return self.left_seconds() <= max(0.0, needed_seconds - self.spare_seconds)
+        return self.left_seconds() <= needed_seconds
 
 
 def deadline_of_job() -> Deadline | None:

@@ -43,6 +43,29 @@ class PeerFailed(Exception):
     """The evaluation failed on another rank, which has recorded why."""
 
 
+_SAVED_BYTES_PER_SECOND = 0.2e9
+"""Of a rank, before a save has been timed: that of a slow disk."""
+
+
+def estimated_save_seconds(nbytes: int, ranks: int) -> float:
+    """Return how long ``ranks`` ranks may take for a first checkpoint of ``nbytes``."""
+    return nbytes / (ranks * _SAVED_BYTES_PER_SECOND)
+
+
+def seconds_to_stop(
+    step_seconds: float, save_seconds: float, every: int = 0, *, is_delayed: bool = False, is_behind: bool = False
+) -> float:
+    """Return the longest time from a vote until the run is saved, if this vote is to go on and the next one is to stop.
+
+    Until this step and the next have ended; if the votes of a step are read a step later (``is_delayed``), also the one
+    after; if the device is still at the step before this one (``is_behind``), also that one. Then comes the save. A
+    save waits for the one before it, which began ``every`` steps earlier, or before the last save a step earlier.
+    """
+    waits = max(0.0, save_seconds - every * step_seconds) if every else 0.0
+    steps = 2 + is_delayed + is_behind
+    return steps * (step_seconds + waits) + max(0.0, save_seconds - step_seconds) + save_seconds
+
+
 class Shutdown:
     """One rank's part in deciding when the run ends. A context manager around the training loop."""
 
@@ -52,19 +75,23 @@ class Shutdown:
         session: Session,
         console: Console,
         folder: RunFolder | None,
-        last_save_seconds: Callable[[], float],
+        save_seconds: Callable[[], float],
     ) -> None:
-        """``folder``: on rank 0 only. ``last_save_seconds``: how long the latest save took, 0 if there was none."""
+        """``folder``: on rank 0 only. ``save_seconds``: how long a save takes."""
         self.action = Action.GO_ON
         """Action of all ranks at this step boundary."""
         self.reason: str | None = None
         """Why the run stops, once the ranks have agreed; the same on every rank."""
         self._config, self._session, self._console = config, session, console
-        self._last_save_seconds = last_save_seconds
+        self._save_seconds = save_seconds
         self._control = Control(folder, console) if folder is not None else None
         self._deadline: str | None = None
         self._step_seconds: deque[float] = deque(maxlen=10)
+        self._is_first = True
+        """Whether ``_step_seconds`` are those of a first step, which compiles, or of none."""
         self._boundary = time.monotonic()
+        self._under_way_seconds = 0.0
+        """How long the step under way had taken at its vote."""
         self._travelling: _Votes | None = None
         self._is_computing = False
         """Whether a batch of ``unless_stopped`` is with the model."""
@@ -76,6 +103,7 @@ class Shutdown:
         )
         if self._control is not None:
             self._control.start()
+        self._boundary = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,6 +137,7 @@ class Shutdown:
             TrainingStopped: the run folder was removed, renamed or replaced.
         """
         self._leave_lost_folder()
+        self._under_way_seconds = time.monotonic() - self._boundary
         if self._mine() is not None:
             return float(Action.STOP)
         if self._control is not None and self._control.asks_to_save.is_set():
@@ -128,14 +157,17 @@ class Shutdown:
 
         On a GPU the sum of the step before is read, which has arrived or soon will: the newest step is not waited for.
         """
-        now = time.monotonic()
-        self._step_seconds.append(now - self._boundary)
-        self._boundary = now
         if votes.device.type == "cpu":
             total = votes.item()
         else:
             arrived, self._travelling = self._travelling, _Votes(votes)
             total = arrived.read() if arrived is not None else 0.0
+        now = time.monotonic()
+        if self._is_first and self._step_seconds:
+            self._step_seconds.clear()
+            self._is_first = False
+        self._step_seconds.append(now - self._boundary)
+        self._boundary, self._under_way_seconds = now, 0.0
         self.action = Action(min(int(total), Action.STOP))
         if self.stops and self.reason is None:  # it is known already where the run has gone back in between
             self._settle()
@@ -164,6 +196,7 @@ class Shutdown:
     def settle_evaluation(self) -> None:
         """Agree that an evaluation is complete. A collective, on the host. Raises ``PeerFailed``."""
         self._agreed(0.0)
+        self._boundary = time.monotonic()  # the next step begins here
 
     def share_failure(self, error: Exception, step: int) -> bool:
         """Return whether all ranks know now that the evaluation after ``step`` failed, here with ``error``, and have
@@ -211,8 +244,13 @@ class Shutdown:
         return None
 
     def _needed_seconds(self) -> float:
-        """Return the time for this step, the next, and a save."""
-        return self._last_save_seconds() + 2 * max(self._step_seconds, default=0.0)
+        """Return how long before the end of the job this vote must be to stop."""
+        every = 0 if self._is_first else self._config.checkpoint.every  # it is not known yet how long steps take
+        return seconds_to_stop(
+            max((self._under_way_seconds, *self._step_seconds)), self._save_seconds(), every,
+            is_delayed=self._session.device.type != "cpu",
+            is_behind=self._travelling is not None and not self._travelling.has_arrived,
+        )  # fmt: skip
 
     def _settle(self) -> None:
         """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
@@ -240,6 +278,10 @@ class _Votes:
         self._number = number.to("cpu", non_blocking=True)  # in pinned memory
         self._arrived = torch.cuda.Event()
         self._arrived.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return bool(self._arrived.query())
 
     def read(self) -> float:
         self._arrived.synchronize()

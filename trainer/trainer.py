@@ -42,7 +42,7 @@ from serried.trainer.reference import ReferencePass
 from serried.trainer.report import Report
 from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
-from serried.trainer.shutdown import Shutdown
+from serried.trainer.shutdown import Shutdown, estimated_save_seconds
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import Task, TextTask
 from serried.trainer.training_state import TrainingState
@@ -100,7 +100,10 @@ class Trainer:
             hosts=session.gather(session.host()), tracker_run_id=tracker_run_id,
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
-        self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
+        first_save = estimated_save_seconds(needed, layout.world)
+        self._shutdown = Shutdown(
+            config, session, console, context.folder, lambda: report.last_save_seconds or first_save
+        )
         self.state = state = TrainingState(context, model, layout, start, base, before)
         if before is not None:
             before.use()

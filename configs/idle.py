@@ -42,8 +42,13 @@ class Run(NamedTuple):
 
     @property
     def saves_in_between(self) -> bool:
-        """Whether checkpoints are saved before the last step."""
+        """Whether checkpoints are saved before the last step because of their step."""
         return 0 < self.config.checkpoint.every < self.last_step
+
+    @property
+    def may_save_in_between(self) -> bool:
+        """Whether checkpoints may be saved before the last step, by their step or their time."""
+        return self.saves_in_between or self.config.checkpoint.minutes_between > 0
 
     def model(self, name: str, otherwise: Any = None) -> Any:
         """Return a value of the section model; ``otherwise`` if there is none."""
@@ -91,7 +96,7 @@ def _rolls_back(run: Run) -> bool:
 
 def _keeps_some(run: Run) -> bool:
     every, keep_every = run.config.checkpoint.every, run.config.checkpoint.keep_every
-    return keep_every == 0 or keep_every % every == 0
+    return 0 in (keep_every, every) or keep_every % every == 0
 
 
 def _has_tracker(run: Run) -> bool:
@@ -207,8 +212,10 @@ READERS: tuple[Reader, ...] = (
         "health.spike_window={window}",
     ),
     Reader(
-        "health.spike health.non_finite", lambda run: not _rolls_back(run) or run.saves_in_between,
-        "has no checkpoint to return to before the last step, with checkpoint.every={config.checkpoint.every}",
+        "health.spike health.non_finite",
+        lambda run: not _rolls_back(run) or run.saves_in_between or bool(run.config.checkpoint.every_minutes),
+        "has no checkpoint to return to before the last step, with checkpoint.every={config.checkpoint.every}, "
+        "unless one is saved for its time (checkpoint.every_minutes)",
         "checkpoint.every={tenth}",
     ),
     Reader("health.max_rollbacks", _rolls_back, f"{_NO_EFFECT} without rollbacks",
@@ -220,7 +227,7 @@ READERS: tuple[Reader, ...] = (
     Reader("health.replica_check_every", lambda run: run.reaches(run.config.health.replica_check_every),
            f"{_LATE} compared", "health.replica_check_every={tenth}"),
     Reader(
-        "checkpoint.keep checkpoint.keep_every", lambda run: run.saves_in_between,
+        "checkpoint.keep checkpoint.keep_every", lambda run: run.may_save_in_between,
         f"{_NO_EFFECT} with checkpoint.every={{config.checkpoint.every}}, which saves only where the run ends",
         "checkpoint.every={tenth}",
     ),

@@ -472,17 +472,25 @@ class HealthSection(Section):
     compare."""
 
 
+DEFAULT_MINUTES_BETWEEN = 30
+"""Most minutes between checkpoints, of runs that save any before the end."""
+
+
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
 
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
+    every_minutes: CountOrZero | None = None
+    """Minutes after a checkpoint at which the next is saved, whatever the step; 0: never. When null 30, or 0 with
+    ``every=0``."""
     keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""
     keep_every: CountOrZero = 0
     """Checkpoints whose step is a multiple of this are kept permanently; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count."""
+    """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count, so none
+    that is saved for its time."""
     best_metric: str = Field(default="loss", min_length=1)
     """What ``keep_best`` and ``trainer.patience`` compare on the validation set: ``loss`` or a metric of the task."""
     best_mode: Literal["min", "max"] = "min"
@@ -496,6 +504,13 @@ class CheckpointSection(Section):
     allow_changes: bool | tuple[str, ...] = False
     """Keys or sections that may differ from the checkpoint's though they change the loss curve, as in
     ``[optim.lr,data.path]``; true: all. Never other weights or another tokenizer."""
+
+    @property
+    def minutes_between(self) -> int:
+        """Most minutes between checkpoints; 0: any number."""
+        if self.every_minutes is not None:
+            return self.every_minutes
+        return DEFAULT_MINUTES_BETWEEN if self.every else 0
 
     def allows(self, key: str) -> bool:
         """Return whether ``allow_changes`` lists ``key``, or a section around it."""
@@ -827,7 +842,7 @@ class RunConfig(Section):
     def _mistakes_of_saving(self) -> Iterator[str]:
         checkpoint, health, evaluated = self.checkpoint, self.health, self.trainer.evaluates_every
         for key, response in (("spike", health.spike), ("non_finite", health.non_finite)):
-            if response == "rollback" and not checkpoint.every:
+            if response == "rollback" and not checkpoint.every and not checkpoint.minutes_between:
                 yield (
                     f"health.{key}=rollback returns to a checkpoint, and checkpoint.every=0 saves none before the end; "
                     f"use checkpoint.every={max(1, (self.trainer.steps or 1000) // 10)}, or health.{key}=skip"

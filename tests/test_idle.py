@@ -111,7 +111,8 @@ READ_ALWAYS = {
         "steps", "epochs", "global_batch", "micro_batch", "activation_checkpoint", "ema_decay", "quantize_aware",
         "compile", "max_grad_norm", "seed", "deterministic", "max_minutes", "workers",
     )),
-    "checkpoint.mode", "checkpoint.resume", "track.wandb", "track.tensorboard", "track.mlflow", "profile.steps",
+    "checkpoint.every_minutes", "checkpoint.mode", "checkpoint.resume",
+    "track.wandb", "track.tensorboard", "track.mlflow", "profile.steps",
     *(f"launch.{name}" for name in (
         "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds",
     )),
@@ -172,6 +173,13 @@ def test_what_a_recipe_sets_gets_no_line() -> None:
 )
 def test_a_default_that_asks_for_nothing_gets_no_line(typed: str) -> None:
     assert noted(typed, "checkpoint.every=0") == []
+
+
+def test_keys_of_checkpoints_get_no_line_where_some_are_saved_for_their_time() -> None:
+    keys = ("checkpoint.keep=5", "checkpoint.keep_every=30", "health.spike=rollback")
+    assert noted(*keys, "checkpoint.every=0", "checkpoint.every_minutes=5") == []
+    (note,) = noted("checkpoint.keep=5", "health.spike=rollback", "checkpoint.every=300")
+    assert "unless one is saved for its time" in note
 
 
 def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -399,6 +400,36 @@ def test_all_ranks_save_when_the_control_file_says_so(cluster: Cluster, text: Pa
     answers = cluster.run(2, "tests.test_shutdown:save_by_control", argv=argv, control=str(run_dir / "control"))
     assert [answer.value for answer in answers] == [0, 0]
     assert steps_saved(run_dir) == [3, STEPS]
+
+
+def save_by_time(argv: list[str]) -> int:
+    """Each step takes 15 minutes by the clock of rank 0."""
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+
+    def wait() -> None:
+        ahead[0] += 900
+
+    acts = dict.fromkeys(range(1, STEPS + 1), wait) if os.environ["RANK"] == "0" else {}
+    with patch("serried.trainer.shutdown.time", clock):
+        return train_reported(argv, acts=acts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved", "kept"),
+    [
+        (["checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=true"], [2, 4, 6], [6]),  # evaluated: 3, 6
+        (["checkpoint.every=100", "checkpoint.every_minutes=0"], [6], [6]),
+        (["checkpoint.every=0", "checkpoint.every_minutes=45"], [3, 6], [3, 6]),
+    ],
+)
+def test_all_ranks_save_when_the_clock_of_rank_0_says_so(
+    keys: list[str], saved: list[int], kept: list[int], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    answers = cluster.run(2, "tests.test_shutdown:save_by_time", argv=arguments(text, tmp_path / "run", *keys))
+    assert [answer.value for answer in answers] == [0, 0], answers[0].printed
+    assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == saved
+    assert steps_saved(tmp_path / "run") == kept
 
 
 def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from serried.configs.schema import CheckpointSection
 from serried.runtime.deadline import Deadline
 from serried.trainer import shutdown
-from serried.trainer.shutdown import Shutdown, seconds_to_stop
+from serried.trainer.shutdown import Action, Shutdown, seconds_to_stop
 
 RUNS = 10_000
 _VARIES = 0.05
@@ -89,11 +91,12 @@ class Job(NamedTuple):
 class _Run:
     """Steps and saves of ``job`` until the run stops, or has had more steps than its job has time for."""
 
-    def __init__(self, job: Job, chance: random.Random, device: str) -> None:
+    def __init__(self, job: Job, chance: random.Random, device: str, minutes_between: int = 0) -> None:
         self.job, self.chance = job, chance
         signals = SimpleNamespace(received=None, deadline=Deadline(job.limit, min(60.0, job.limit / 4)))
         session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0)
-        config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=SimpleNamespace(every=job.every))
+        checkpoint = SimpleNamespace(every=job.every, minutes_between=minutes_between)
+        config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=checkpoint)
         self.save_seconds = self.next_save_seconds = self.written_at = 0.0
         make: Any = Shutdown
         self.shutdown = make(
@@ -120,7 +123,7 @@ class _Run:
         for step in range(1, 10**6):
             took = self.about(self.job.step)
             CLOCK.now += self.job.votes_at * took
-            vote = self.shutdown.vote()
+            vote = self.shutdown.vote(-step % self.job.every)
             CLOCK.now += (1 - self.job.votes_at) * took
             self.shutdown.count(torch.tensor(vote))
             yield step
@@ -131,7 +134,7 @@ class _Run:
             took = self.about(self.job.step)
             begins, hands_out = max(CLOCK.now, computed), self.job.hands_out * took
             CLOCK.now += self.job.votes_at * hands_out
-            vote = self.shutdown.vote()
+            vote = self.shutdown.vote(-step % self.job.every)
             CLOCK.now += (1 - self.job.votes_at) * hands_out
             computed = max(begins + took, CLOCK.now)
             self.shutdown.count(_Sum(vote, computed))
@@ -139,10 +142,14 @@ class _Run:
                 CLOCK.now = max(CLOCK.now, computed)
             yield step
 
-    def until_stopped(self, steps: Iterator[int]) -> float:
+    def steps(self) -> Iterator[int]:
+        """Yield steps as they are done."""
+        return self.on_cpu() if self.shutdown._session.device.type == "cpu" else self.on_gpu()
+
+    def until_stopped(self) -> float:
         """Return when the last step is saved."""
         CLOCK.now = 0.0
-        for step in steps:
+        for step in self.steps():
             self.poll()
             if self.shutdown.stops or CLOCK.now > self.job.limit:
                 break
@@ -152,17 +159,23 @@ class _Run:
         return self.written_at
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     monkeypatch.setattr("serried.trainer.shutdown.time", CLOCK)
     monkeypatch.setattr("serried.runtime.deadline.time", CLOCK)
     monkeypatch.setattr(shutdown, "_Votes", _Vote)
+    CLOCK.now = 0.0
+    return CLOCK
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, clock: _Clock) -> None:
     chance = random.Random(7)
     for _ in range(RUNS):
         job = Job.draw(chance, steps=2 if device == "cpu" else 4)
-        CLOCK.now = 0.0
+        clock.now = 0.0
         run = _Run(job, chance, device)
-        saved = run.until_stopped(run.on_cpu() if device == "cpu" else run.on_gpu())
+        saved = run.until_stopped()
         assert saved <= job.limit, job
         assert run.shutdown.reason == str(run.shutdown._session.signals.deadline)
         longest = (1 + _VARIES) * (job.step + max(0.0, job.save - job.every * job.step))
@@ -177,3 +190,41 @@ def test_a_gpu_stops_for_the_end_of_its_job_a_step_before_a_cpu_does() -> None:
     assert seconds_to_stop(90, 25, is_delayed=True) == 90 * 3 + 25
     assert seconds_to_stop(90, 25, is_delayed=True, is_behind=True) == 90 * 4 + 25
     assert seconds_to_stop(5, 25) == 5 * 2 + 25 + 20, "a save that is under way ends first"
+
+
+@pytest.mark.parametrize("every", [10**6, 150])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_saves_so_many_minutes_after_the_save_before(device: str, every: int, clock: _Clock) -> None:
+    job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=every, votes_at=0.5, hands_out=0.5)
+    run, saves = _Run(job, random.Random(7), device, minutes_between=30), [0.0]
+    for step in run.steps():
+        if run.shutdown.action is Action.SAVE or step % every == 0:
+            run.shutdown.saves()
+            saves.append(clock.now)
+        if len(saves) == 9:
+            break
+    gaps = [later - earlier for earlier, later in pairwise(saves)]
+    if every == 150:  # after 25 minutes
+        assert 1400 < min(gaps) < max(gaps) < 1600
+    else:
+        assert 1800 <= min(gaps) < max(gaps) < 1840
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_save_for_its_time_is_left_to_one_that_is_due_soon() -> None:
+    job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=180, votes_at=0.5, hands_out=0.5)
+    run, saves = _Run(job, random.Random(7), "cpu", minutes_between=29), []
+    for step in run.steps():
+        if run.shutdown.action is Action.SAVE or step % 180 == 0:
+            run.shutdown.saves()
+            saves.append(step)
+        if step == 720:
+            break
+    assert saves == [180, 360, 540, 720]
+
+
+def test_who_saves_only_at_the_end_saves_for_no_time_unless_asked_to() -> None:
+    assert CheckpointSection().minutes_between == 30
+    assert CheckpointSection(every=0).minutes_between == 0
+    assert CheckpointSection(every=0, every_minutes=5).minutes_between == 5
+    assert CheckpointSection(every_minutes=0).minutes_between == 0

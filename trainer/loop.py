@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from serried.configs.errors import TrainingFailed
@@ -106,7 +107,8 @@ class Loop:
         on_device = [to_device(batch, self._context.session.device) for batch in batches]
         parallel, seed = self._state.parallel, self._context.config.trainer.seed
         seeds = self._data.micro_batch_seeds(step, seed, len(batches), parallel.layout, parallel.place.data_rank)
-        result = self._state.step(on_device, self._log_results.learning_rate(step), self._shutdown.vote, seeds)
+        vote = partial(self._shutdown.vote, self._steps_to_save(step))
+        result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds)
         self.steps_done = step
         self._context.pulse.phases.end()
         self._log_results.meter.add(step, result)
@@ -132,10 +134,17 @@ class Loop:
         if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return
         self._shutdown.check_folder()
+        self._shutdown.saves()
         self._context.pulse.enter(SAVE, self.step)
         waited = self._saver.wait()
         self._log_results.read_all(self.step)
         self._saver.save(self.step, checkpoint_state, waited_seconds=waited, is_last=is_last)
+
+    def _steps_to_save(self, step: int) -> int:
+        """Return the number of steps from ``step`` to the next that is saved because of its number."""
+        config = self._context.config
+        to_last, every = config.trainer.last_step - step, config.checkpoint.every
+        return min(to_last, -step % every) if every else to_last
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)

@@ -279,7 +279,9 @@ def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelP
     rest = [f"keeps the last {checkpoint.keep}"]
     rest += [f"one every {checkpoint.keep_every} steps permanently"] if checkpoint.keep_every else []
     rest += ["the best"] if checkpoint.keep_best else []
-    when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
+    intervals = [f"{checkpoint.every} steps"] * (checkpoint.every > 0)
+    intervals += [f"{checkpoint.minutes_between} minutes"] * (checkpoint.minutes_between > 0)
+    when = f"every {' or '.join(intervals)} and at the end" if intervals else "at the end"
     whole = saved_bytes(config, model, plan)
     copied = copied_bytes(config, model, plan, device) / layout.world
     copy = f" (a copy of {size(copied)} a rank in host memory)" if copied else ""

@@ -43,6 +43,8 @@ class PeerFailed(Exception):
     """The evaluation failed on another rank, which has recorded why."""
 
 
+_SOON = 0.1
+"""Share of ``checkpoint.every_minutes``."""
 _SAVED_BYTES_PER_SECOND = 0.2e9
 """Of a rank, before a save has been timed: that of a slow disk."""
 
@@ -93,6 +95,8 @@ class Shutdown:
         self._under_way_seconds = 0.0
         """How long the step under way had taken at its vote."""
         self._travelling: _Votes | None = None
+        self._saved_at = time.monotonic()
+        """When the latest save began, or the training."""
         self._is_computing = False
         """Whether a batch of ``unless_stopped`` is with the model."""
 
@@ -103,7 +107,7 @@ class Shutdown:
         )
         if self._control is not None:
             self._control.start()
-        self._boundary = time.monotonic()
+        self._boundary = self._saved_at = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,8 +134,12 @@ class Shutdown:
             self._control.look_at_folder()
             self._leave_lost_folder()
 
-    def vote(self) -> float:
-        """Return this rank's vote for the current step.
+    def saves(self) -> None:
+        """Count ``checkpoint.every_minutes`` from now: a save begins."""
+        self._saved_at = time.monotonic()
+
+    def vote(self, steps_to_save: int) -> float:
+        """Return this rank's vote for the current step, with so many steps to the next that is saved in any case.
 
         Raises:
             TrainingStopped: the run folder was removed, renamed or replaced.
@@ -143,7 +151,17 @@ class Shutdown:
         if self._control is not None and self._control.asks_to_save.is_set():
             self._control.asks_to_save.clear()
             return float(Action.SAVE)
+        if self._control is not None and self._is_long_unsaved(steps_to_save):
+            self.saves()  # on a GPU there is another vote before the save begins
+            return float(Action.SAVE)
         return float(Action.GO_ON)
+
+    def _is_long_unsaved(self, steps_to_save: int) -> bool:
+        """Return whether to save for the time since the last save. Not if a save is due soon: it would wait for this
+        one."""
+        seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
+        is_due_soon = steps_to_save * max(self._step_seconds, default=0.0) < _SOON * seconds
+        return 0 < seconds <= unsaved and not is_due_soon
 
     def _leave_lost_folder(self) -> None:
         if self._control is not None and self._control.has_lost_folder:

@@ -354,7 +354,7 @@ def changes(state: dict[str, Any], config: RunConfig, world_size: int) -> list[s
     """Return a line on what differs from the run of a checkpoint's ``state``, if that changes more than its end."""
     changed = differences(state["config"], plain(config), type(config))
     chosen = ["trainer.micro_batch"] if config.trainer.micro_batch == AUTO else []
-    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at", "trainer.max_minutes", *chosen)
+    silent = ("run.", "checkpoint.", "slurm.", "dry_run", "trainer.stop_at", "trainer.max_minutes", *chosen)
     told = [text for key, text in changed.items() if not key.startswith(silent)]
     for name, now in (("torch", torch.__version__), ("world_size", world_size)):
         if state.get(name) != now:

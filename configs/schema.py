@@ -618,6 +618,11 @@ class TrackSection(Section):
 _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
 
 
+MOST_SIGNAL_SECONDS = 65535
+"""Of sbatch."""
+_SIGNAL_SECONDS = 120
+
+
 class SlurmSection(Section):
     """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
 
@@ -662,8 +667,9 @@ class SlurmSection(Section):
     """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
     """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
-    signal_seconds: Annotated[PositiveCount, Field(le=65535)] = 120
-    """Seconds before the time limit at which the run saves and stops."""
+    signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
+    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time of
+    three steps and a save if that is known and longer; at most half of ``time_minutes``."""
     dry_run: bool = False
     """Print the script and stop."""
 
@@ -677,11 +683,18 @@ class SlurmSection(Section):
             yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
         yield from _wrong_options(self.options)
         limit = self.time_minutes and self.time_minutes * 60
-        if limit and self.signal_seconds >= limit:
+        if limit and self.signal_seconds and self.signal_seconds >= limit:
             yield (
                 f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
                 f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
             )
+
+    def signals_before(self, needed_seconds: float = 0.0) -> int:
+        """Return ``signal_seconds``; if that is null, what leaves ``needed_seconds`` to stop."""
+        if self.signal_seconds is not None:
+            return self.signal_seconds
+        most = min(30 * self.time_minutes, MOST_SIGNAL_SECONDS) if self.time_minutes else MOST_SIGNAL_SECONDS
+        return min(max(_SIGNAL_SECONDS, math.ceil(needed_seconds)), most)
 
 
 _KEYS_OF_SBATCH = {

@@ -266,7 +266,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         "mem": slurm.memory,
         **{name: getattr(slurm, name) for name in _SAME_NAMES},
         "time": slurm.time_minutes,
-        "signal": f"USR1@{slurm.signal_seconds}",
+        "signal": f"USR1@{slurm.signals_before()}",
         "array": f"0-{len(configs) - 1}" if is_array else None,
         "open-mode": "append",
         "output": str(folder).replace("%", "%%") + ("/%A_%a.log" if is_array else "/%j.log"),

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from serried.configs.idle import Run
 from serried.configs.registry import tasks
 from serried.configs.run_config import config_yaml
 from serried.configs.schema import AUTO, RunConfig
+from serried.launch.points import Sweep
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.checks import allowed_micro_batches, checked_layout, with_micro_batch
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -25,7 +27,14 @@ from serried.records.page import write_report
 from serried.runtime.early import LAUNCHER, importing
 from serried.runtime.ending import leave, note_idle, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings, remember_flags, remember_script, remember_words, typed_command
-from serried.runtime.ranks import make_sums_repeatable, may_use_gpus, planned_processes, say, sleep_while_waiting
+from serried.runtime.ranks import (
+    is_started,
+    make_sums_repeatable,
+    may_use_gpus,
+    planned_processes,
+    say,
+    sleep_while_waiting,
+)
 from serried.runtime.session import Session, run_in_session
 from serried.runtime.signals import SWEEP
 from serried.task_class import installed
@@ -68,6 +77,8 @@ def _do(action: Action, overrides: list[str]) -> int:
             return say(plan_text(configs[0]))
         note_unread(overrides, configs, is_sweep=sweep is not None)
         config = configs[0]
+        if config.launch.name == "slurm" and not config.dry_run and action != "config" and not is_started():
+            config, sweep = _with_time_to_stop(config, sweep)
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
@@ -122,6 +133,24 @@ def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
         config, why = chosen(config, task, layout)
         accumulation = gradient_accumulation(config.trainer, layout)
     return config, task, layout, accumulation, why
+
+
+def _with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig, Sweep | None]:
+    """Return ``config`` and the points of ``sweep`` with a ``slurm.signal_seconds`` that leaves time to stop, by the
+    plan of ``config``."""
+    is_known = config.launch.device != "cpu" and getattr(getattr(config, "model", None), "vocab_size", None) is not None
+    if config.slurm.signal_seconds is not None or not is_known:
+        return config, sweep
+    needed = None
+    with suppress(Exception), importing():  # a login node need not have what a plan needs, nor torch
+        from serried.trainer.overview import planned_stop_seconds
+
+        needed = planned_stop_seconds(*_step(config)[:4])
+    changed = {"slurm": config.slurm.model_copy(update={"signal_seconds": config.slurm.signals_before(needed or 0.0)})}
+    if sweep is not None:
+        points = tuple(replace(each, config=each.config.model_copy(update=changed)) for each in sweep.points)
+        sweep = replace(sweep, points=points)
+    return config.model_copy(update=changed), sweep
 
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:

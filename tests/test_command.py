@@ -237,6 +237,17 @@ def test_help_config_report_trackers_mistake_and_plan_import_nothing_they_do_not
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_plan_warns_of_checkpoints_that_are_more_than_an_hour_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=llama8b", "launch.processes=8", "plan.device=h100", "dry_run=true", "checkpoint.every_minutes=0"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "WARNING    1,000 steps without a checkpoint take 1d" in printed
+    assert "add checkpoint.every_minutes=30" in printed
+    for more in ("checkpoint.every_minutes=30", "checkpoint.every=10"):
+        assert main([*words, more]) == 0
+        assert "without a checkpoint" not in capsys.readouterr().out
+
+
 def test_the_plan_of_llama8b_is_exact_and_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=llama8b", "launch.processes=8", "dry_run=true"]) == 0
     printed = capsys.readouterr().out

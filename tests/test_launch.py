@@ -427,6 +427,24 @@ def test_script_is_the_one_for_use_by_hand_with_other_settings() -> None:
         subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
 
 
+@pytest.mark.parametrize(
+    ("more", "seconds"),
+    [
+        ("slurm.gpu_type=h100", 364),  # 3 x 101 s + 60 s for 96 GB at 0.2 GB/s a rank
+        ("slurm.gpu_type=h100 slurm.time_minutes=10", 300),
+        ("slurm.gpu_type=v100", 120),
+        ("slurm.gpu_type=h100 slurm.signal_seconds=200", 200),
+        ("slurm.gpu_type=h100 slurm.time_minutes=2 model=tiny data.tokenizer=bytes", 60),
+    ],
+)
+def test_slurm_asks_a_run_to_stop_as_early_as_its_plan_says(
+    more: str, seconds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch=slurm", "recipe=llama8b", "launch.nodes=1", "slurm.gpus_per_node=8", f"run.dir={tmp_path}"]
+    assert train([*words, *more.split(), "slurm.dry_run=true"]) == 0
+    assert f"#SBATCH --signal=USR1@{seconds}\n" in capsys.readouterr().out
+
+
 def test_type_of_gpus_and_further_options_are_in_the_script() -> None:
     more = "slurm.options=\"--mail-user=me@example.org --comment='two words' --exclusive --gres=lscratch:9\""
     lines = points("slurm.gpus_per_node=4", "slurm.gpu_type=a100", more, "optim.lr=1e-3,3e-3").splitlines()

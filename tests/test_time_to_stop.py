@@ -13,7 +13,8 @@ import torch
 from serried.configs.schema import CheckpointSection
 from serried.runtime.deadline import Deadline
 from serried.trainer import shutdown
-from serried.trainer.shutdown import Action, Shutdown, seconds_to_stop
+from serried.trainer.shutdown import Action, Shutdown
+from serried.trainer.time_to_stop import seconds_to_stop
 
 RUNS = 10_000
 _VARIES = 0.05

@@ -28,13 +28,15 @@ from serried.trainer.model import model_to_train
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.advice import Planned, fitting
+from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.memory import Sizes, planned_memory
-from serried.trainer.plan.planned_time import measured_rates, planned_device
+from serried.trainer.plan.planned_time import Timed, measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
 from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
+from serried.trainer.time_to_stop import estimated_save_seconds, seconds_to_stop
 
 _STATISTICS = (
     "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
@@ -272,6 +274,22 @@ def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: Parallel
     weights = width * sum(named[name].numel() for name in saved) + sum(named[name].nbytes for name in averages)
     state = sum(named[name].numel() * states[name].per_element + states[name].whole for name in saved)
     return weights, int(state)
+
+
+def planned_stop_seconds(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> float | None:
+    """Return the time from a request to stop until the run is saved, on GPUs of ``slurm.gpu_type``; None: it is not
+    known how long a step takes there."""
+    gpu = config.slurm.gpu_type and config.slurm.gpu_type.lower()
+    if gpu and gpu not in DEVICES:
+        return None
+    config = with_values(config, {"plan.device": gpu, "plan.mode": "formula"})
+    built = model_to_train(config, task, "cuda")
+    sizes = Sizes(config, layout, built.module, built.plan)
+    time = plan_step(config, task, accumulation, sizes, None, is_timed=True).time
+    if not isinstance(time, Timed):
+        return None
+    save_seconds = estimated_save_seconds(saved_bytes(config, built.module, built.plan), layout.world)
+    return seconds_to_stop(time.range[1], save_seconds, is_delayed=True)
 
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan, device: str) -> str:

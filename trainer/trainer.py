@@ -42,9 +42,10 @@ from serried.trainer.reference import ReferencePass
 from serried.trainer.report import Report
 from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
-from serried.trainer.shutdown import Shutdown, estimated_save_seconds
+from serried.trainer.shutdown import Shutdown
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import Task, TextTask
+from serried.trainer.time_to_stop import estimated_save_seconds
 from serried.trainer.training_state import TrainingState
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.formats import duration, short, size
-from serried.configs.schema import RunConfig
+from serried.configs.schema import DEFAULT_MINUTES_BETWEEN, RunConfig
 from serried.parallel.checks import with_values
 from serried.parallel.mesh import gradient_accumulation
 from serried.parallel.phases import BACKWARD
@@ -25,7 +25,7 @@ from serried.trainer.task import Task
 _ADVICE_LINES = 3
 _MUCH = 0.1
 _WORTH_NAMING, _WORTH_NAMING_OF_TIME = 0.005, 0.01
-_DAY = 86400
+_DAY, _HOUR = 86400, 3600
 _NAMES = {
     "products": "matrix products",
     "attention": "attention",
@@ -62,6 +62,8 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
             yield "" if number else "better", f"{each.override:<42} saves about {size(each.saved)}{each.note}"
     if plan.time is not None:
         yield from time_lines(config, plan.time)
+    if isinstance(plan.time, Timed) and (text := _far_apart(config, plan.time.step.seconds)):
+        yield "WARNING", text
     trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
     yield "trust", f"memory: {plan.found}{_assumed(plan)}{trust}"
 
@@ -118,6 +120,18 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
             continue
         parts = ", ".join(f"{kind} {size(value)}" for kind, value in sorted(kinds.items(), key=lambda each: -each[1]))
         yield "" if number else "travels", f"{'' if number else first}{axis} over {ranks} ranks {size(sent)} ({parts})"
+
+
+def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
+    """Return what an end without warning may cost, if checkpoints are more than an hour apart."""
+    checkpoint = config.checkpoint
+    steps = min(checkpoint.every, config.trainer.last_step)
+    if checkpoint.minutes_between or steps * step_seconds <= _HOUR:
+        return None
+    return (
+        f"{steps:,} steps without a checkpoint take {duration(steps * step_seconds)}, which is lost if the run ends "
+        f"without warning: add checkpoint.every_minutes={DEFAULT_MINUTES_BETWEEN}"
+    )
 
 
 def _assumed(plan: StepPlan) -> str:

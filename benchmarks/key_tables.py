@@ -36,8 +36,10 @@ def key_tables() -> str:
                 defaults = compose([f"{group}={entry.name}"]).model_dump(mode="json")
             values = _texts(defaults) | values
     for entry in tasks.entries():
-        own = {name: each.get_default() for name, each in entry.section.model_fields.items() if not each.is_required()}
-        values = _texts({f"task.{name}": value for name, value in own.items()}) | values
+        of_task = {
+            name: each.get_default() for name, each in entry.section.model_fields.items() if not each.is_required()
+        }
+        values = _texts({f"task.{name}": value for name, value in of_task.items()}) | values
     named = [key for keys in all_keys().named.values() for key in keys.values()]
     sections: dict[str, dict[str, list[Key]]] = {}
     for key in [*all_keys().values(), *named]:

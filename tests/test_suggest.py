@@ -172,7 +172,7 @@ LLAMA = {
         ("flash_attention=true", "use model.attention=auto, sdpa, flex or varlen"),
         ("chat_template=chatml", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
         ("template=qwen", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
-        ("save_minutes=30", "use checkpoint.every=100"),
+        ("save_minutes=30", "did you mean checkpoint.every_minutes=30?"),
         ("search.seed=3", "python train.py -m search.trials=20"),
     ],
 )

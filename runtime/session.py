@@ -180,14 +180,14 @@ class Session:
         """Return the names of the groups from ``background_group`` that this rank is in."""
         return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
 
-    def own_connection(self, name: str) -> "Store":
+    def own_connection(self, name: str, patience_seconds: float | None = None) -> "Store":
         """Return a store that all ranks share under ``name``, for another thread: with its own connection, as a wait
-        on one blocks all its users."""
+        on one blocks all its users. ``patience_seconds``: ``launch.start_timeout_seconds`` if None."""
         import torch.distributed as dist
 
         if self.exchange.store is None:
             return dist.HashStore()
-        patience = timedelta(seconds=self.section.start_timeout_seconds)
+        patience = timedelta(seconds=patience_seconds or self.section.start_timeout_seconds)
         tcp = connect(self.rank, self.world_size, patience, again=True)
         return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
 

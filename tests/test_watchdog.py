@@ -221,6 +221,28 @@ def test_each_rank_reports_at_once_so_that_a_network_that_breaks_early_is_notice
     assert any(answer.value for answer in answers)  # the slower one sees both
 
 
+def report_nothing(run_dir: str) -> bool:
+    """Stand still, on a rank that takes itself for one of another node and whose reports fail."""
+    section = LaunchSection(step_timeout_seconds=0.5)
+    with open_session(LaunchSection()) as session, patch.object(Watchdog, "_my_beat", side_effect=RuntimeError("here")):
+        session.local_rank = 0
+        console = Console(session.is_main, session.rank)
+        watchdog = Watchdog(section, session, Path(run_dir), console, None)
+        session.gather(None)
+        time.sleep(1.5)
+        session.gather(None)
+        watchdog.close()
+        console.close()
+        return True
+
+
+def test_rank_is_not_ended_for_a_first_node_that_answers_while_its_reports_fail(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    answers = cluster.run(2, "tests.test_watchdog:report_nothing", run_dir=str(tmp_path))
+    assert [answer.value for answer in answers] == [True, True]
+
+
 @contextmanager
 def hanging(how: str, rank: int, step: int) -> Iterator[None]:
     """On ``rank``, in ``step``: sleep in the data loader, in a forward, or before an exchange of tensor ranks or

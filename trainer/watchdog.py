@@ -41,7 +41,7 @@ _TELL_STACK_AT = 0.1
 _STACK_FRAMES = 40
 _COLLECTIVES_TOLD = 8
 _OTHERS_READY_WITHIN_SECONDS = 5.0
-_GONE_AFTER_SECONDS = 60.0
+_GONE_AFTER_SECONDS, _ANSWERS_WITHIN_SECONDS = 60.0, 5.0
 _WRITTEN_WITHIN_SECONDS = 5.0
 
 
@@ -239,7 +239,22 @@ class Watchdog:
             silent = silent + elapsed if is_still else 0.0
             answered, moment = self._answered, self.pulse.now
             if silent >= limit:
-                self._end_without_first_node(silent)
+                if self._store_answers():
+                    silent = 0.0
+                else:
+                    self._end_without_first_node(silent)
+
+    def _store_answers(self) -> bool:
+        """Return whether the store answers a new connection: the thread that reports may fail for another reason."""
+        has_answered = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                self._session.own_connection("watchdog", _ANSWERS_WITHIN_SECONDS).check(["end"])
+                has_answered.set()
+
+        threading.Thread(target=ask, name="first node asked", daemon=True).start()
+        return has_answered.wait(_ANSWERS_WITHIN_SECONDS)
 
     def _end_without_first_node(self, silent: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -26,6 +26,12 @@ class Run(NamedTuple):
     """The key that is asked for."""
 
     @property
+    def own(self) -> Any:
+        """The value of the key, of a section of its own."""
+        section, _, name = self.key.partition(".")
+        return getattr(getattr(self.config, section), name)
+
+    @property
     def group(self) -> Any:
         """The parameter group that the key is of."""
         return self.config.optim.groups[self.key.split(".")[2]]
@@ -79,7 +85,9 @@ class Reader(NamedTuple):
 
 def _evaluations(run: Run) -> float:
     every = run.config.trainer.evaluates_every
-    return -(-run.last_step // every) if every else 0
+    if not every:
+        return 0
+    return math.ceil(run.last_step / every) if math.isfinite(run.last_step) else math.inf
 
 
 def _has_patience(run: Run) -> bool:
@@ -213,7 +221,7 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "health.spike health.non_finite",
-        lambda run: not _rolls_back(run) or run.saves_in_between or bool(run.config.checkpoint.every_minutes),
+        lambda run: run.own != "rollback" or run.saves_in_between or bool(run.config.checkpoint.every_minutes),
         "has no checkpoint to return to before the last step, with checkpoint.every={config.checkpoint.every}, "
         "unless one is saved for its time (checkpoint.every_minutes)",
         "checkpoint.every={tenth}",

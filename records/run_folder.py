@@ -2,10 +2,10 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -226,9 +226,12 @@ def refuse_links(path: Path) -> None:
     """Refuse links at what is appended to or moved into: a folder from elsewhere may have some to any file of the user.
     All else is replaced as a whole."""
     written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output")]
-    found = (path.glob(name) for name in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"))
-    for link in chain(written, *found):
-        if link.is_symlink():
+    found: list[Path] = []
+    with suppress(OSError):  # such as a name that is too long, which whoever makes the folder reports
+        for pattern in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"):
+            found += path.glob(pattern)
+    for link in written + found:
+        if os.path.islink(link):  # noqa: PTH114 -- that of Path raises
             raise UserError(
                 f"{link} is a link to {link.readlink()}, and a run writes in its own folder alone; remove the link, "
                 "or use run.dir=FOLDER"

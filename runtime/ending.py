@@ -33,7 +33,7 @@ stops on request: before the first step there is no status."""
 
 REPORTS = "SERRIED_REPORTS"
 """Environment variable: descriptor of the pipe in which ``launch=local`` reads what ``tell_launcher`` writes."""
-_MOST_TOLD_CHARACTERS = 900  # the system does not mix writes of up to 4096 bytes with those of other ranks
+_MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes are not mixed with those of others
 
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
 """At most, once a process has ended. One that reports nothing lets the one that does end first."""

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.05
 
 
 def check_interface() -> None:
-    """Raise ``UserError`` if ``GLOO_SOCKET_IFNAME`` names a network interface that this machine has not."""
+    """Raise ``UserError`` if ``GLOO_SOCKET_IFNAME`` names a network interface that this machine does not have."""
     named, found = os.environ.get(INTERFACE, ""), list[str]()
     with suppress(OSError):
         found = [name for _, name in socket.if_nameindex()]

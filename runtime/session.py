@@ -258,7 +258,8 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
         # After a failure end without cleaning up, which may hang. torchrun's default, 1, loses torch's own report
         # (https://github.com/pytorch/pytorch/issues/121055).
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in (None, "1"):
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     allow_open_files()
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":

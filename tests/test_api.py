@@ -269,6 +269,25 @@ def test_ranks_compare_their_validation_data_which_a_resume_does_not() -> None:
     assert compared["the validation data"] != others["the validation data"]
 
 
+class Growing(Tiny):
+    """With as many samples as one asks for."""
+
+    samples = 20
+
+    def dataset(self, split: str) -> list | None:
+        return [torch.ones(4)] * self.samples if split == "train" else None
+
+
+def test_other_data_of_an_own_task_are_allowed_as_the_refusal_says(tmp_path: Path) -> None:
+    same = [f"run.dir={tmp_path / 'run'}", "trainer.steps=4"]
+    serried.fit(Growing(), [*same, "trainer.stop_at=2"])
+    grown = Growing()
+    grown.samples = 40
+    with pytest.raises(UserError, match=r"other data .* the same data, or checkpoint\.allow_changes=true to resume"):
+        serried.fit(grown, same)
+    assert serried.fit(grown, [*same, "checkpoint.allow_changes=true"]).step == 4
+
+
 class WrongDefault(Tiny):
     """With a mistyped key."""
 

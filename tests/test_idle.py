@@ -207,3 +207,14 @@ def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose(argv.split())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["trainer.epochs=2", "trainer.eval_every=50", "trainer.patience=3"],
+        ["health.spike=skip", "health.non_finite=rollback", "checkpoint.every=20", "trainer.steps=100"],
+    ],
+)
+def test_keys_that_are_read_get_no_line(typed: list[str]) -> None:
+    assert noted(*typed) == []

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
@@ -138,6 +139,14 @@ def test_a_glob_follows_a_link_to_a_folder_beside_it(tmp_path: Path) -> None:
     write(tmp_path, {"text/a.txt": "x"})
     (tmp_path / "same").symlink_to(tmp_path / "text")
     assert found(f"{tmp_path}/**/*.txt") == ["same/a.txt", "text/a.txt"]
+
+
+def test_files_behind_a_link_below_two_links_are_found_twice_as_by_glob(tmp_path: Path) -> None:
+    write(tmp_path, {"text/d/a.txt": "x", "x/b.txt": "y"})
+    (tmp_path / "text/d/L").symlink_to(tmp_path / "x")
+    (tmp_path / "text/A").symlink_to(tmp_path / "text/d")
+    pattern = f"{tmp_path}/text/**/*.txt"
+    assert len(found(pattern)) == len(glob.glob(pattern, recursive=True)) == 4  # noqa: PTH207
 
 
 def test_the_standard_library_is_there_without_tests() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from serried.configs.errors import UserError
 from serried.recipes.data.files import SourceFile, assignment, kind_of
 
+_MOST_FOLDERS = 200_000
 _CLOSE = 0.75
 """Likeness of two names (1: equal) above which one may be a slip of the other."""
 
@@ -97,9 +98,9 @@ def _matches(pattern: str) -> set[str]:
 
 
 def _folders_below(top: str) -> Iterator[str]:
-    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, each once and none to a folder
-    that it is in."""
-    followed: set[tuple[int, int]] = set()
+    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, but for those to a folder that
+    they are in. Raises ``UserError`` if there are more folders than anyone names."""
+    count = 0
     left: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while left:
         folder, above = left.pop()
@@ -111,16 +112,16 @@ def _folders_below(top: str) -> Iterator[str]:
             inside = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
         except OSError:
             continue  # as glob does
+        count += 1
+        if count > _MOST_FOLDERS:
+            raise UserError(
+                f"{assignment('data.path', top)}: more than {_MOST_FOLDERS:,} folders, as links to each other "
+                "make; name the folders without such links: data.path=..."
+            )
         yield folder
         for entry in inside:
-            if entry.name.startswith(".") or not entry.is_dir():
-                continue
-            if entry.is_symlink():
-                link = (status.st_dev, entry.inode())
-                if link in followed:
-                    continue
-                followed.add(link)
-            left.append((entry.path, above | {here}))
+            if not entry.name.startswith(".") and entry.is_dir():
+                left.append((entry.path, above | {here}))
 
 
 def walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:

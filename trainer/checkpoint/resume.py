@@ -220,22 +220,24 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> bool:
     keys = [key for key in flatten(plain(config)) if is_free(key, config, by_content=True)]
     # What the fingerprint depends on beside the content.
     own = (*(f"{section}." for section in _own_sections(config)), "trainer.global_batch", "trainer.seed")
-    if any(map(config.checkpoint.allows, keys)) or any(key.startswith(own) for key in start.changed):
+    paths = [key for key in keys if key.endswith(".path") and ".validation." not in key] or keys
+    is_allowed = config.checkpoint.allow_changes is True or any(map(config.checkpoint.allows, paths))
+    if is_allowed or any(key.startswith(own) for key in start.changed):
         return True
-    paths = [key for key in keys if key.endswith(".path")] or keys
+    prepared = " (for conversations that another version prepared: data=tokens data.path=FOLDER)"
     raise UserError(
         f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use {config.another_run} to keep both, the same files (for conversations that another "
-        f"version prepared, its folder: data=tokens data.path=FOLDER), or {_allowing(paths[:1], config)} to resume "
-        "with these"
+        f"{fingerprint}); use {config.another_run} to keep both, the same data{prepared if keys else ''}, or "
+        f"{_allowing(paths[:1], config)} to resume with these"
     )
 
 
 def steps_before_changes(start: Start, has_other_data: bool, run_dir: Path) -> list[int]:
-    """Return the steps of the run's checkpoints after which its settings or data have changed."""
+    """Return the step of the run's last checkpoint before its settings or data changed, if they did, for retention to
+    keep."""
     earlier = list(start.state.get("changed_after") or [])
     is_changed = start.continues(run_dir) and (has_other_data or bool(start.changed))
-    return sorted({*earlier, start.step}) if is_changed else earlier
+    return [start.step] if is_changed else earlier
 
 
 # what changed ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from serried.recipes.data.dataset import open_dataset
 from serried.recipes.data.hugging_face_dataset import streamed_units
 from serried.recipes.data.prepare import Prepared, prepare
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.source import Row, Unit, open_source
+from serried.recipes.data.source import Place, Row, Unit, open_source
 from tests.texts import documents, everything, many_files, section, write
 
 TEXTS = [f"document {i}: " + "né and so on " * (i % 7) for i in range(200)]
@@ -538,6 +538,38 @@ def test_all_bad_rows_are_named_at_once_and_can_be_left_out(tmp_path: Path, monk
     assert prepared.describe().endswith("; 14 bad rows left out")
     with pytest.raises(UserError, match=r"^14 rows cannot be used"):  # also where they are prepared already
         prepare(section(path, tmp_path / "cache", format="chat"))
+
+
+@pytest.mark.parametrize("format", ["chat", "preference"])
+def test_the_line_of_a_row_is_looked_up_only_if_it_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    looked_up: list[Place] = []
+    find = Place.__str__
+    monkeypatch.setattr(Place, "__str__", lambda place: looked_up.append(place) or find(place))
+
+    def row(number: int, answer: str) -> dict[str, Any]:
+        if format == "preference":
+            return {"prompt": f"Go {number}.", "chosen": answer, "rejected": "No." if answer else ""}
+        user = {"role": "user", "content": f"Go {number}."}
+        return {"messages": [user, {"role": "assistant", "content": answer}] if answer else [user]}
+
+    rows: list[Any] = [row(number, "Yes.") for number in range(300)]
+    good = write(tmp_path / "good", {"a.jsonl": "".join(json.dumps(each) + "\n" for each in rows)})
+    prepare(section(good, tmp_path / "cache", format=format, sequence_length=128))
+    assert looked_up == []
+    wrong = [
+        ("no object", {"text": "Go."}, row(number, ""), row(number, "\ud800"))[number % 4] for number in range(100)
+    ]
+    bad = write(tmp_path / "bad", {"a.jsonl": "".join(json.dumps(each) + "\n" for each in rows + wrong)})
+    prepared = prepare(section(bad, tmp_path / "cache", format=format, bad_rows="skip", sequence_length=128))
+    assert prepared.bad == 100
+    assert len(looked_up) == len(prepared.bad_rows) == 10
+    assert prepared.bad_rows[0].startswith(f"{bad / 'a.jsonl'} line 301")
+    looked_up.clear()
+    with pytest.raises(UserError, match=r"^100 rows cannot be used"):
+        prepare(section(bad, tmp_path / "other", format=format, sequence_length=128))
+    assert len(looked_up) == 10
 
 
 def test_rows_that_are_all_bad_are_not_read_to_the_end(tmp_path: Path) -> None:

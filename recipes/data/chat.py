@@ -14,7 +14,7 @@ import numpy as np
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_bytes
-from serried.recipes.data.encode import Encoded, encoded_rows, row_of_unit
+from serried.recipes.data.encode import Encoded, encoded_rows
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from serried.recipes.data.replies import find_replies
 from serried.recipes.data.rows import without_nulls
@@ -64,19 +64,21 @@ class ChatEncoder:
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
-        return encoded_rows(rows, lambda row: self._encode(row, row_of_unit(row, unit)))
+        return encoded_rows(rows, unit, self._encode)
 
-    def _encode(self, row: Row, where: str) -> Encoded:
+    def _encode(self, row: Row) -> Encoded:
         content: Any = row.content
         messages, tools = content, ()
         if isinstance(content, dict):
             messages, tools = content.get("messages"), content.get("tools") or ()
-        return self.conversation(messages, where, tools=tools)
+        return self.conversation(messages, tools=tools)
 
-    def conversation(self, content: Any, where: str, first: int = 0, tools: Sequence[dict[str, Any]] = ()) -> Encoded:
+    def conversation(
+        self, content: Any, where: str = "", first: int = 0, tools: Sequence[dict[str, Any]] = ()
+    ) -> Encoded:
         """Return the tokens of the messages ``content``, with the ``tools`` they may call; only replies from message
-        ``first`` on are trained on. Raises ``UserError`` if they are none, or cannot be trained on; says ``where`` they
-        are."""
+        ``first`` on are trained on. Raises ``UserError`` if they are none, or cannot be trained on; its message begins
+        behind the row's place, with ``where`` in the row they are."""
         messages = _messages(content, where)
         said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
         turns = [turn for turn in said if _is_trained(messages[turn], f"{where}, message {turn + 1}")]

@@ -8,7 +8,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.recipes.data.files import AROUND_BYTES, PIECE_BYTES, read_surrounded
-from serried.recipes.data.source import Place, Row
+from serried.recipes.data.source import AtRow, Place, Row
 from serried.recipes.data.template import TooMuch
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
@@ -49,17 +49,17 @@ Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]
 be encoded. Pure and thread-safe; takes many rows at once, for speed."""
 
 
-def encoded_rows(rows: Sequence[Row], encode: Callable[[Row], Encoded]) -> list[Encoded | UserError]:
-    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised; a template that does not end ends it
-    all."""
+def encoded_rows(rows: Sequence[Row], unit: str, encode: Callable[[Row], Encoded]) -> list[Encoded | UserError]:
+    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised, of which the message begins behind the
+    row's place; a template that does not end ends it all."""
     found: list[Encoded | UserError] = []
     for row in rows:
         try:
             found.append(encode(row))
-        except TooMuch:
-            raise
+        except TooMuch as error:
+            raise TooMuch(AtRow(row_of_unit(row, unit), str(error))) from error
         except UserError as error:
-            found.append(error)
+            found.append(UserError(AtRow(row_of_unit(row, unit), str(error))))
     return found
 
 
@@ -136,7 +136,7 @@ class TextEncoder:
             mine = Row(row.number, piece, not before, not after, offset, before, after)
             document = self._piece(mine, unit)
             try:
-                pieces.append(join(mine, document, row_of_unit(row, unit)).tokens)
+                pieces.append(join(mine, document, unit).tokens)
             except UserError:  # all of it is in memory
                 pieces = [self._tokenizer.encode(content)]
                 break
@@ -177,19 +177,18 @@ def as_bytes(row: Row, unit: str) -> bytes:
     if isinstance(row.content, bytes):
         return row.content
     if not isinstance(row.content, str):
-        raise UserError(f"{row_of_unit(row, unit)} is a conversation, not text; use data.format=chat")
+        raise UserError(AtRow(row_of_unit(row, unit), " is a conversation, not text; use data.format=chat"))
     try:
         return row.content.encode("utf-8")
     except UnicodeEncodeError as error:
         half = ord(row.content[error.start])
-        raise UserError(
-            f"{row_of_unit(row, unit)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the row"
-        ) from error
+        said = f" holds half a character (U+{half:04X}), an unpaired surrogate; fix the row"
+        raise UserError(AtRow(row_of_unit(row, unit), said)) from error
 
 
-def row_of_unit(row: Row, unit: str) -> str:
+def row_of_unit(row: Row, unit: str) -> Place | str:
     """Name of a row in messages, such as ``chats.jsonl line 41`` or ``row 41 of data=mine``; counted from 1."""
-    return f"row {row.number + 1:,} of {unit}" if row.place is None else str(row.place)
+    return f"row {row.number + 1:,} of {unit}" if row.place is None else row.place
 
 
 def not_utf8(unit: Place | str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:

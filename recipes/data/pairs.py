@@ -13,7 +13,7 @@ from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
 from serried.recipes.data.chat import ChatEncoder, chat_encoder
-from serried.recipes.data.encode import Encoded, encoded_rows, row_of_unit
+from serried.recipes.data.encode import Encoded, encoded_rows
 from serried.recipes.data.source import Row
 from serried.recipes.data.tokenizer import Tokenizer
 
@@ -38,27 +38,27 @@ class PairEncoder:
         return {"format": _FORMAT, "sequence_length": self._sequence_length, **self._chat.spec()}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
-        return encoded_rows(rows, lambda row: self._encode(row, row_of_unit(row, unit)))
+        return encoded_rows(rows, unit, self._encode)
 
-    def _encode(self, row: Row, where: str) -> Encoded:
+    def _encode(self, row: Row) -> Encoded:
         pair = row.content
         if not isinstance(pair, dict):
-            raise UserError(f"{where} is not a pair of answers; use data.format=chat or data.format=text")
+            raise UserError(" is not a pair of answers; use data.format=chat or data.format=text")
         if pair["chosen"] == pair["rejected"]:
             raise UserError(
-                f"{where}: chosen and rejected are the same answer ({_shown(pair['chosen'])}), so there is nothing to "
+                f": chosen and rejected are the same answer ({_shown(pair['chosen'])}), so there is nothing to "
                 "prefer; fix or remove the row"
             )
-        sides = [self._side(pair, name, where) for name in ("chosen", "rejected")]
+        sides = [self._side(pair, name) for name in ("chosen", "rejected")]
         if np.array_equal(sides[0].tokens, sides[1].tokens):
             raise UserError(
-                f"{where}: chosen and rejected are the same tokens ({_shown(pair['chosen'])}); fix or remove the row"
+                f": chosen and rejected are the same tokens ({_shown(pair['chosen'])}); fix or remove the row"
             )
         kept = self._sequence_length + 1
         if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):
             longest = max(len(side.tokens) for side in sides)
             raise UserError(
-                f"{where}: chosen and rejected are the same up to data.sequence_length={self._sequence_length}, where "
+                f": chosen and rejected are the same up to data.sequence_length={self._sequence_length}, where "
                 f"they are truncated ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
                 f"data.sequence_length={longest - 1}, or remove the row"
             )
@@ -66,15 +66,15 @@ class PairEncoder:
         marks = np.concatenate((learned[0], learned[1] | np.uint8(REJECTED)))
         return Encoded(np.concatenate([side.tokens for side in sides]), marks)
 
-    def _side(self, pair: dict[str, Any], name: str, where: str) -> Encoded:
+    def _side(self, pair: dict[str, Any], name: str) -> Encoded:
         prompt, answer = pair["prompt"], pair[name]
         if not any(message.get("content") or message.get("value") or message.get("tool_calls") for message in answer):
-            raise UserError(f"{where}: {name} is empty; fix or remove the row")
-        encoded = self._chat.conversation([*prompt, *answer], f"{where}, {name}", len(prompt), pair.get("tools", ()))
+            raise UserError(f": {name} is empty; fix or remove the row")
+        encoded = self._chat.conversation([*prompt, *answer], f", {name}", len(prompt), pair.get("tools", ()))
         assert encoded.supervised is not None
         if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
             raise UserError(
-                f"{where}: its prompt has {tokens} tokens, and data.sequence_length={self._sequence_length} leaves no "
+                f": its prompt has {tokens} tokens, and data.sequence_length={self._sequence_length} leaves no "
                 f"room for an answer; use a data.sequence_length above {tokens}, or remove the row"
             )
         return encoded

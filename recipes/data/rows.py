@@ -31,7 +31,7 @@ from serried.recipes.data.files import (
     unreadable,
 )
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.source import Content, Place, Row, Source, Unit
+from serried.recipes.data.source import AtRow, Content, Place, Row, Source, Unit
 
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""
@@ -115,22 +115,22 @@ class Column:
             use += "; for plain text data.format=text" * ("text" in names)
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
-    def content_of(self, row: Mapping[str, Any], where: Callable[[], str]) -> Content:
-        """Return the document of ``row``. Raises ``UserError`` if it has none; ``where`` as in ``content``."""
-        names = self.found(row) or self.check(list(row), where())
-        return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names}, where)
+    def content_of(self, row: Mapping[str, Any]) -> Content:
+        """Return the document of ``row``. Raises ``UserError`` if it has none, as ``content``."""
+        names = self.found(row) or self.check(list(row), "")
+        return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names})
 
-    def content(self, value: Any, where: Callable[[], str]) -> Content:
+    def content(self, value: Any) -> Content:
         """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is neither;
-        ``where`` finds its place, which may take a while."""
+        its message begins behind the row's place."""
         if value is None:
             return ""
         if self.format == "preference":
-            return _pair(value, where)
+            return _pair(value)
         if self.format == "chat":
             tools: list[dict[str, Any]] = []
             if isinstance(value, dict):
-                tools, value = _tools(value.get(_TOOLS), where), self._conversation(value, where)
+                tools, value = _tools(value.get(_TOOLS)), self._conversation(value)
             if value is None:
                 return ""
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
@@ -141,11 +141,11 @@ class Column:
                 return value
             wanted = "text"
         raise UserError(
-            f"{where()}: column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
+            f": column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
             f"column: {self.key}=NAME"
         )
 
-    def _conversation(self, row: Mapping[str, Any], where: Callable[[], str]) -> Any:
+    def _conversation(self, row: Mapping[str, Any]) -> Any:
         """Return the messages of a row: its column, or a question and its answer, each a text or a list of messages."""
         for name in (self.name, _SHARED):
             if name in row:
@@ -160,7 +160,7 @@ class Column:
         for each in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
             if not isinstance(each, list) or [type(text) for text in each] != [str, str]:
                 raise UserError(
-                    f"{where()}: column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
+                    f": column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
                     "and its answer; fix the row, or give the column another name"
                 )
             parts += [("user", each[0]), ("assistant", each[1])]
@@ -169,7 +169,7 @@ class Column:
         return [message for each in messages for message in each]
 
 
-def _tools(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
+def _tools(value: Any) -> list[dict[str, Any]]:
     """Return the tools in a column, a list or its JSON text; [] if it is empty. Raises ``UserError`` for all else."""
     found = value
     if isinstance(value, str):
@@ -181,7 +181,7 @@ def _tools(value: Any, where: Callable[[], str]) -> list[dict[str, Any]]:
         return []
     if not _is_conversation(found):
         raise UserError(
-            f"{where()}: column {_TOOLS!r} is {_described(value)}, not a list of JSON schemas; fix the row, or "
+            f": column {_TOOLS!r} is {_described(value)}, not a list of JSON schemas; fix the row, or "
             "give the column another name"
         )
     return without_nulls(found)
@@ -194,17 +194,17 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _pair(row: Mapping[str, Any], where: Callable[[], str]) -> dict[str, list[dict[str, Any]]]:
+def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the messages of ``prompt``, and of each side after it."""
     prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
     for name in _SIDES:
         if not isinstance(row[name], str) and not _is_conversation(row[name]):
             raise UserError(
-                f"{where()}: column {name!r} is {_described(row[name])}, not text or a list of messages such as "
+                f": column {name!r} is {_described(row[name])}, not text or a list of messages such as "
                 "{role: assistant, content: ...}; fix or remove the row"
             )
     if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
-        raise UserError(f"{where()}: one of 'chosen' and 'rejected' is text and the other messages; fix the row")
+        raise UserError(": one of 'chosen' and 'rejected' is text and the other messages; fix the row")
     sides = {name: _as_messages("assistant", row[name]) for name in _SIDES}
     asked: list[dict[str, Any]] = []
     if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # the whole conversation, twice
@@ -221,8 +221,8 @@ def _pair(row: Mapping[str, Any], where: Callable[[], str]) -> dict[str, list[di
             reason, need = "it has two answers and no prompt", f"{need}, apart from the answers"
         else:
             reason = "chosen and rejected begin with different messages"
-        raise UserError(f"{where()}: {reason}; {need}")
-    system, tools = row.get("system"), _tools(row.get(_TOOLS), where)
+        raise UserError(f": {reason}; {need}")
+    system, tools = row.get("system"), _tools(row.get(_TOOLS))
     prompted = {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
     return {**prompted, _TOOLS: tools} if tools else prompted
 
@@ -312,7 +312,7 @@ class JsonLines(Unit):
             while (self.stop_bytes is None or position < self.stop_bytes) and (line := stream.readline()):
                 if number >= first and line.strip():
                     place = Place(str(self.path), position, "line")
-                    yield row_of(number, place, (line, position), lambda found, _: self._content(*found))
+                    yield row_of(number, place, (line, position), lambda found: self._content(*found))
                 position += len(line)
                 number += 1
 
@@ -321,7 +321,7 @@ class JsonLines(Unit):
             row = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self._place(position)} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                f" is not UTF-8: byte 0x{line[error.start]:02x} at offset "
                 f"{position + error.start} of the file ({error.reason}); fix or remove the line"
             ) from error
         except (ValueError, RecursionError) as error:
@@ -329,16 +329,11 @@ class JsonLines(Unit):
             remedy = "the file may be cut off: create it again, or remove the line"
             if line.strip() in (b"[", b"{"):
                 remedy = f"each line is one object; to make lines of the file: {_lines_from(self.path)}"
-            raise UserError(f"{self._place(position)} is not JSON: {reason}; {remedy}") from error
+            raise UserError(f" is not JSON: {reason}; {remedy}") from error
         if not isinstance(row, dict):
             remedy = f"; to make lines of a JSON array: {_lines_from(self.path)}" if isinstance(row, list) else ""
-            raise UserError(
-                f"{self._place(position)} is {_described(row)}, not an object with a column per name{remedy}"
-            )
-        return self.column.content_of(row, lambda: self._place(position))
-
-    def _place(self, position: int) -> str:
-        return str(Place(str(self.path), position, "line"))
+            raise UserError(f" is {_described(row)}, not an object with a column per name{remedy}")
+        return self.column.content_of(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +387,7 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
     try:
         contents = values.to_pylist()
     except UnicodeDecodeError:
-        contents = [_text_or_error(value, Place(name, number, "row")) for number, value in enumerate(values, first)]
+        contents = [_text_or_error(value) for value in values]
     except ValueError as error:  # of Arrow: fields of one name within a column
         raise UserError(
             f"{Place(name, first, 'row')} or a later one cannot be read: {error}; write the file again"
@@ -402,22 +397,22 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
         yield row_of(number, place, content, column.content)
 
 
-def row_of(number: int, place: Place, found: Any, content: Callable[[Any, Callable[[], str]], Content]) -> Row:
+def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Content]) -> Row:
     """Return the row whose ``content`` is that of what was ``found``, or with why it has none."""
     try:
         if isinstance(found, UserError):
             raise found
-        return Row(number, content(found, lambda: str(place)), place=place)
+        return Row(number, content(found), place=place)
     except UserError as error:
-        return Row(number, "", place=place, error=error)
+        return Row(number, "", place=place, error=UserError(AtRow(place, str(error))))
 
 
-def _text_or_error(value: Any, place: Place) -> Any:
+def _text_or_error(value: Any) -> Any:
     try:
         return value.as_py()
     except UnicodeDecodeError as error:
         return UserError(
-            f"{place} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
+            f" is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
             f"({error.reason}); fix or remove the row"
         )
 

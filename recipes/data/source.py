@@ -41,6 +41,18 @@ class Place(NamedTuple):
         return f"{self.path} line {lines:,}"
 
 
+class AtRow(NamedTuple):
+    """A mistake in a row, as an argument of ``UserError``. The row's place, which may take a while to find, is found
+    only if the message is shown."""
+
+    where: Place | str
+    said: str
+    """What follows the place, with a blank, comma or colon before it."""
+
+    def __str__(self) -> str:
+        return f"{self.where}{self.said}"
+
+
 class Row(NamedTuple):
     """One document, or a piece of one that is too long for memory."""
 

@@ -54,14 +54,14 @@ def _named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]
     return {ours: found[theirs] for ours, theirs in names.items()}
 
 
-def completed(found: Mapping[str, Any], like: str) -> dict[str, Any]:
+def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[str, Any]:
     """Return the ``config.json`` ``found`` with what transformers takes for keys that it leaves out. A ``model_type``
-    that transformers does not have is taken for ``like``.
+    that transformers does not have is taken for that of ``section``, or of its nearest base class that it has.
 
     Raises ``ValueError`` if a key is null that transformers does not take without a value.
     """
-    named_kind = str(found.get("model_type"))
-    kind = named_kind if named_kind in DEFAULTS else like
+    own = [each.opens_as[0] for each in section.__mro__ if issubclass(each, ModelSection)]
+    kind = next((each for each in (str(found.get("model_type")), *own) if each in DEFAULTS), "")
     defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
     named = [each for each in found if each not in aliases] + [each for each in found if each in aliases]
     values = {aliases.get(each, each): found[each] for each in named}  # transformers reads further names last
@@ -180,7 +180,7 @@ class LlamaSection(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        found = completed(found, cls.opens_as[0])
+        found = completed(found, cls)
         refuse_unless(found, **cls.plain)
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
@@ -361,7 +361,7 @@ class MoESection(LlamaSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        found = completed(found, cls.opens_as[0])
+        found = completed(found, cls)
         family, dense = found["model_type"], found.get("mlp_only_layers") or []
         if family == "mixtral":
             refuse_unless(found, sliding_window=None)
@@ -443,7 +443,7 @@ class GPT2Section(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        found = completed(found, cls.opens_as[0])
+        found = completed(found, cls)
         refuse_unless(
             found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
         )
@@ -565,7 +565,7 @@ class GemmaSection(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        found = completed(found, cls.opens_as[0])
+        found = completed(found, cls)
         refuse_unless(found, use_bidirectional_attention=False)
         is_third, local = found["model_type"] == "gemma3_text", None
         if is_third:

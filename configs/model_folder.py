@@ -106,7 +106,9 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
         )
         extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
         raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
-    kept = {key: model[key] for key in own if key in model and (model[key] is not None or key == "padding_token")}
+    # Null leaves a key to the model, unless that is a value it may be set to here.
+    nulls = {"padding_token", *(key for key in began if began[key] is None)} - {*_FREE}
+    kept = {key: model[key] for key in own if key in model and (model[key] is not None or key in nulls)}
     named_after = {"name": Path(path).name, "path": path}
     tokenizer = {} if "data.tokenizer" in given else {"tokenizer": path}
     return {**plain, "model": named_after | found | kept, "data": data | tokenizer}

@@ -1,18 +1,23 @@
 """How a family reads the ``config.json`` of a model: as transformers does, also what the file leaves out."""
 
+import json
 from contextlib import suppress
 from copy import deepcopy
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 
 from benchmarks.key_tables import defaults_of_transformers, transformers_defaults
 from harness.cluster import ROOT
 from serried.configs import transformers_defaults as recorded
-from serried.configs.families import _EXPERTS, _FORMS
+from serried.configs.compose import compose
+from serried.configs.explain import shown
+from serried.configs.families import _EXPERTS, _FORMS, LlamaSection, MistralSection, ModelSection, completed
 from serried.configs.registry import models
 from serried.recipes.models.family import family_of
 from serried.recipes.models.hugging_face_model import fragments_of
@@ -111,6 +116,60 @@ def test_the_recorded_defaults_are_those_of_transformers() -> None:
     version = transformers_defaults().partition("VERSION = ")[2].partition("\n")[0]
     if version == f'"{recorded.VERSION}"':
         assert (ROOT / "configs/transformers_defaults.py").read_text() == transformers_defaults() + "\n"
+
+
+def test_a_family_of_ones_own_is_read_with_the_defaults_of_the_built_in_one_that_it_extends() -> None:
+    class Own(LlamaSection):
+        opens_as = ("own", "OwnForCausalLM")
+
+    class OwnWithWindow(MistralSection):
+        opens_as = ("own", "OwnForCausalLM")
+
+    class OwnAlone(ModelSection):
+        opens_as = ("own", "OwnForCausalLM")
+
+    found = {"model_type": "own", "hidden_size": 64}
+    assert Own.keys_from(found) == LlamaSection.keys_from({**found, "model_type": "llama"})
+    assert OwnWithWindow.keys_from(found) == MistralSection.keys_from({**found, "model_type": "mistral"})
+    assert completed(found, OwnAlone) == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_began_with_another_value_keeps_it_if_the_key_is_typed(kind: str, tmp_path: Path) -> None:
+    """Each key that may be null, and those of which the value for a key left out has changed."""
+    folder, run = tmp_path / "model", tmp_path / "run"
+    folder.mkdir()
+    run.mkdir()
+    section = models.get(kind).section
+    found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (folder / "config.json").write_text(json.dumps(found))
+    now = section.keys_from(found)
+    values: dict[str, Any] = {
+        "rope_theta": 500.0, "norm_eps": 0.5, "kv_heads": 1, "sliding_window": 9, "rotary_fraction": 0.25,
+        "normalize_weights": not now.get("normalize_weights"), "attention_bias": not now.get("attention_bias"),
+        "shared_experts": 3, "dense_layers": 2, "routed_scale": 2.5,
+    }  # fmt: skip
+    changed = {key: value for key, value in values.items() if key in now and key not in _FORMS.get(kind, {})}
+    nullable = [key for key in now if type(None) in get_args(section.model_fields[key].annotation)]
+    argv = [f"model.path={folder}", f"run.dir={run}", "data.tokenizer=bytes"]
+    for before in (changed, {key: None for key in nullable if key != "vocab_size"}):
+        began = {"name": "model", "path": str(folder), **now, **before}
+        (run / "config.yaml").write_text(yaml.safe_dump({"model": began}))
+        untyped, typed = compose(argv), compose([*argv, *(f"model.{key}={shown(before[key])}" for key in before)])
+        assert {key: getattr(typed.model, key) for key in before} == before
+        assert {key: getattr(untyped.model, key) for key in before} == {key: now[key] for key in before}
+
+
+def test_null_of_a_preset_is_not_taken_for_typed(tmp_path: Path) -> None:
+    preset = compose(["model=tiny", "data.tokenizer=bytes"]).model  # its YAML file leaves kv_heads null: half
+    further = {"model_type": "llama", "num_key_value_heads": preset.heads, "rope_theta": preset.rope_theta}
+    found = preset.described() | further | {"vocab_size": 257}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    began = LlamaSection.keys_from(found) | {"path": str(tmp_path), "kv_heads": None}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"model": began}))
+    argv = ["model=tiny", f"model.path={tmp_path}", f"run.dir={tmp_path / 'run'}", "data.tokenizer=bytes"]
+    assert compose(argv).model.kv_heads == preset.heads
 
 
 OPTIONS: dict[str, Any] = {

@@ -324,20 +324,26 @@ def test_a_run_with_another_default_resumes_by_the_override_that_is_offered(
     plain: Path, text: Path, tmp_path: Path
 ) -> None:
     """As one that began when the default of the key was another."""
-    folder = changed(plain, tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    folder = changed(
+        plain, tmp_path / "model", model_type="mistral", sliding_window="null", rope_parameters=rope, rope_scaling=None
+    )
     argv = tuning(text, tmp_path / "run", f"model.path={folder}")
     assert run_here([*argv, "trainer.stop_at=2"]).code == 75
     shutil.rmtree(folder)
-    changed(plain, folder, rope_parameters=None, pad_token_id=101)
+    changed(plain, folder, model_type="mistral", rope_parameters=None, rope_scaling=scaled, pad_token_id=101)
     line = refusal(text, tmp_path / "run", f"model.path={folder}")
-    assert "would change the run: model.padding_token null -> 101; model.rope_theta 500.0 -> 10000.0; use" in line
-    offered = "model.padding_token=null model.rope_theta=500.0"
+    assert "would change the run: model.padding_token null -> 101; model.rope_scaling.factor null -> 8.0; " in line
+    assert "model.rope_theta 500.0 -> 10000.0; model.sliding_window null -> 4096; use" in line
+    offered = "model.padding_token=null model.rope_scaling=null model.rope_theta=500.0 model.sliding_window=null"
     assert f"{offered} to resume as it began" in line
     assert run_here([*argv, *offered.split()]).code == 0
     assert [line["resumed_from"] for line in metrics(tmp_path / "run", "start")] == [None, 2]
     assert compose([*argv, *offered.split()]).model.rope_theta == 500.0
     other = [f"run.dir={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
-    assert compose([*argv, *other, *offered.split()]).model.rope_theta == 500.0
+    elsewhere = compose([*argv, *other, *offered.split()]).model
+    assert (elsewhere.rope_theta, elsewhere.rope_scaling, elsewhere.sliding_window) == (500.0, None, None)
 
 
 @pytest.mark.parametrize("choice", ["auto", "hf"])

@@ -315,7 +315,9 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
     of_model = [key for key in named if key.startswith("model.")]
     if of_model and before.get("model.path") and "model.path" not in of_model:
         # What its config.json leaves out, or says, may be read in another way since.
-        ways.append(" ".join(f"{key}={shown(before.get(key))}" for key in of_model) + " to resume as it began")
+        parents = {key: key.rpartition(".")[0] for key in of_model}  # in before, if the whole section was null
+        settable = dict.fromkeys(parents[key] if parents[key] in before else key for key in of_model)
+        ways.append(" ".join(f"{key}={shown(before.get(key))}" for key in settable) + " to resume as it began")
     # The weights would not fit another model.
     if not any(key.startswith("model.") and key != "model.path" for key in named):
         ways.append(f"{_allowing(named, config)} to resume with the new settings")

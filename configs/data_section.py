@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 from serried.configs.families import LlamaSection
 from serried.configs.registry import Entry, Registry
 from serried.configs.schema import (
+    COMPARES_NOTHING,
     DEFAULT_VALIDATION,
     NAME_PATTERN,
     TRAINING,
@@ -27,6 +28,9 @@ from serried.configs.schema import (
     Section,
     Size,
 )
+
+_DIVIDED = ("hf", "stdlib", "text")
+"""Sources that keep nothing for validation but what the config says; others may bring a part of their own."""
 
 
 class SourceSection(Section):
@@ -233,7 +237,14 @@ class TextRunConfig(RunConfig):
     model: LlamaSection  # or the section of another family, see configs.run_config
     data: DataSection
 
+    @property
+    def lacks_validation(self) -> bool:
+        sources: Sequence[SourceSection] = list(self.data.mixed.values()) or [self.data]
+        is_divided = all(each.name in _DIVIDED and not getattr(each, "validation_split", None) for each in sources)
+        return is_divided and self.data.keeps_none
+
     def _mistakes(self) -> Iterator[str]:
+        yield from self._mistakes_of_comparing()
         yield from super()._mistakes()
         yield from self.task.mistakes_with(self)
         if self.data.keeps_none and self.data.name != "tokens" and not self.data.validation:
@@ -245,6 +256,12 @@ class TextRunConfig(RunConfig):
                 f"use data.sequence_length={self.model.max_sequence_length} or "
                 f"model.max_sequence_length={self.data.sequence_length}"
             )
+
+    def _mistakes_of_comparing(self) -> Iterator[str]:
+        if self.lacks_validation and self.checkpoint.keep_best:
+            yield f"checkpoint.keep_best=true {COMPARES_NOTHING}, or checkpoint.keep_best=false"
+        if self.lacks_validation and self.trainer.patience:
+            yield f"trainer.patience={self.trainer.patience} {COMPARES_NOTHING}, or trainer.patience=0"
 
     def mistake_of_evaluation(self) -> Iterator[str]:
         """Refuse evaluations where nothing is kept for them."""

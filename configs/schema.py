@@ -183,6 +183,12 @@ TRAINING = "train"
 DEFAULT_VALIDATION = "validation"
 """Name of the validation set taken from the training data."""
 
+COMPARES_NOTHING = (
+    "compares evaluations on what is kept back from training, and data.validation_fraction=0 keeps nothing; use "
+    "data.validation_fraction=0.05"
+)
+"""What follows a key in its refusal where a run ``lacks_validation``."""
+
 WHOLE = "all of data"
 """Name of all documents together, without a validation part; names that users choose have no blanks."""
 
@@ -813,6 +819,11 @@ class RunConfig(Section):
         has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
         new = " checkpoint.resume=auto" * (self.checkpoint.resume == "must")
         return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
+
+    @property
+    def lacks_validation(self) -> bool:
+        """Whether it is certain that nothing is kept back from training, whatever other validation sets there are."""
+        return False
 
     @property
     def offloads_state(self) -> bool:

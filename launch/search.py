@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.keys import all_keys
-from serried.configs.schema import parse_count
+from serried.configs.schema import COMPARES_NOTHING, parse_count
 from serried.launch.points import Evaluate, Point, Sweep, labels
 from serried.launch.summary import read_summary
 from serried.launch.sweep_words import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name, values_of
@@ -110,6 +110,8 @@ def read_search(words: Words) -> Sweep:
             "a search compares validation results, and trainer.eval_every=0 turns evaluation off; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"
         )
+    if any(point.config.lacks_validation for point in points):
+        raise UserError(f"search.trials={options['trials']} {COMPARES_NOTHING}")
     earlier = _earlier(builder, space)
     search = Search(space, int(options["trials"]), options["sampler"], int(options["seed"]), earlier, builder)
     return Sweep(builder.sweep_folder, tuple(space), points, max(search.trials, len(earlier)), search)

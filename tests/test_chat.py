@@ -539,6 +539,41 @@ def test_a_message_that_a_template_leaves_out_is_refused(tokenizer: HuggingFaceT
 
 
 @pytest.mark.parametrize(
+    ("content", "expression", "expected"),
+    [
+        ("R" * 12_000 + "four", "content.replace(message.reasoning_content, '')", "four"),
+        ("a" * 20_000 + "<image>", "content | replace('<image>', '<|img|>' * 576)", "a" * 20_000 + "<|img|>" * 576),
+        ("ab" * 20_000, "content.replace('a', 'x' * 30000, 1)", "x" * 30_000 + "b" + "ab" * 19_999),
+        ("ab" * 20_000, "content | replace(old='a', new='x' * 30000, count=1)", "x" * 30_000 + "b" + "ab" * 19_999),
+        (
+            "ab" * 20_000,
+            "content | replace('', 'x' * 30000, 2)",
+            "x" * 30_000 + "a" + "x" * 30_000 + "b" + "ab" * 19_999,
+        ),
+    ],
+    ids=["reasoning", "image", "count", "named", "empty"],
+)
+def test_a_replacement_is_bounded_by_the_length_it_makes(content: str, expression: str, expected: str) -> None:
+    message = {"role": "user", "content": content, "reasoning_content": "R" * 12_000}
+    given = "{% set message = messages[0] %}{% set content = message.content %}"
+    template = Template(given + "{{ " + expression + " }}", "it", {})
+    assert template.render([message]) == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "x.replace('a', x)", "x.replace('', x)", "x | replace('a', x)", "x | replace(old='', new=x)",
+        "x.replace('a', x, 4000)", "(x | e).replace('a', x)", "[x, x] | replace('a', x)",
+    ],
+)  # fmt: skip
+def test_a_replacement_that_fills_the_memory_is_refused(expression: str) -> None:
+    template = Template("{% set x = 'a' * 20000 %}{{ " + expression + " }}", "it", {})
+    with pytest.raises(UserError, match=r"it makes a text or list of more than 67,108,864 characters or items \(repl"):
+        template.render([])
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         (

@@ -449,6 +449,29 @@ def test_the_only_number_that_divides_stands_alone():
     assert "use model.heads=1, or set model.head_dim" in refusal("model.dim=2", "model.heads=3", "model.kv_heads=1")
 
 
+@pytest.mark.parametrize("key", ["checkpoint.keep_best=true", "trainer.patience=2"])
+@pytest.mark.parametrize(
+    "more", [["trainer.eval_every=0"], ["data.validation.v.name=text", "data.validation.v.path=v"]]
+)
+def test_comparing_evaluations_is_refused_where_nothing_is_kept_back(key: str, more: list[str]):
+    message = refusal(key, "data.validation_fraction=0", *more)
+    assert message.startswith(f"{key} compares evaluations on what is kept back from training, and data.validation_fr")
+    assert "\n" not in message
+    assert "use data.validation_fraction=0.05, or " in message
+    if "trainer.eval_every=0" not in more:
+        compose([key, *more, "data.validation_fraction=0.05"])
+
+
+def test_comparing_evaluations_is_accepted_where_a_source_may_bring_its_own():
+    held = ["data.validation.v.name=text", "data.validation.v.path=v", "data.validation_fraction=0"]
+    best = "checkpoint.keep_best=true"
+    compose([best, *held, "data=hf", "data.path=a/b", "data.validation_split=test"])
+    compose([best, *held, "data=tokens", "data.path=x", "data.tokenizer=bytes"])
+    mixture = ["data=mixture", "data.sources.a.name=stdlib", "data.sources.b.name=hf", "data.sources.b.path=a/b"]
+    compose([best, *held, *mixture, "data.sources.b.validation_split=test"])
+    assert best in refusal(best, *held, *mixture)
+
+
 def test_all_mistakes_are_reported_together_and_once():
     message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "trainer.workers=-1", "--foo")
     head, *rest = message.splitlines()

@@ -468,6 +468,10 @@ def test_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("search.trials=2 search.trial=3 optim.lr=1,2", "unknown key search.trial=3; a search has search.trials=20"),
         ("search.trials=2 search.sampler=grid optim.lr=1,2", "search.sampler=grid is not one of tpe, random"),
         ("search.trials=2 optim.lr=1e-3,1e-2 trainer.eval_every=0", "use trainer.eval_every="),
+        (
+            "search.trials=2 optim.lr=1e-3,1e-2 data.validation_fraction=0 data.validation.v.name=stdlib",
+            "search.trials=2 compares evaluations on what is kept back from training",
+        ),
         ("search.trials=2 optim.lr=interval(-1,1)", "out of range"),
         ("search.trials=2 optim.lr=interval(3,1)", "`low <= high` must hold, but got (low=3.0, high=1.0)"),
         ("search.trials=2 optim.lr=tag(log,interval(0,1))", "`low > 0` must hold"),

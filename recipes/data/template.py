@@ -3,9 +3,10 @@
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 from serried.configs.errors import UserError
@@ -123,8 +124,12 @@ def _check_parts(value: Any) -> Any:
     return value
 
 
-def _check_growth(name: str, given: Sequence[Any]) -> None:
+def _check_growth(name: str, given: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Refuse a call of one of ``_GROWING`` whose result may be too long: at most the product of what it is given."""
+    if name == "replace" and (length := _length_replaced(given, named)) is not None:
+        _check_length(length, name)
+        return
+    given = [*given, *named.values()]
 
     def size(value: Any) -> int:
         if isinstance(value, list | tuple):
@@ -136,6 +141,20 @@ def _check_growth(name: str, given: Sequence[Any]) -> None:
             raise _Excess("formats with too large a width")
         return
     _check_length((size(given[0]) + 1) * max(map(size, given[1:]), default=1), name)
+
+
+def _length_replaced(given: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """Return the length of what ``replace`` makes; None if these arguments do not tell."""
+    arguments = {**dict(zip(("text", "old", "new", "count"), given, strict=False)), **named}
+    count = arguments.pop("count", None)
+    if len(arguments) < 3 or not isinstance(count, int | None):
+        return None  # the call itself will fail
+    if any(isinstance(each, list | tuple | dict) or hasattr(each, "__html__") for each in arguments.values()):
+        return None  # may be far longer as text, or be escaped first
+    text, old, new = (str(arguments[each]) for each in ("text", "old", "new"))
+    found = text.count(old)  # an empty one is found before each character and at the end
+    times = found if count is None or count < 0 else min(count, found)
+    return len(text) + times * (len(new) - len(old))
 
 
 def _compile(text: str, name: str, spent: _Spent) -> Any:
@@ -178,7 +197,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
             method = getattr(function, "__wrapped__", function)  # the sandbox has a format of its own
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in _GROWING:
-                _check_growth(method.__name__, [owner, *arguments, *named.values()])
+                _check_growth(method.__name__, [owner, *arguments], named)
             result = super().call(context, function, *arguments, **named)
             return text_of(result) if isinstance(result, str) else result
 
@@ -210,7 +229,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
         def checked(*arguments: Any, **named: Any) -> Any:
             given = [_check_parts(each) for each in arguments[first:]]
             if filter_name in _GROWING and not any(hasattr(each, "__next__") for each in given):
-                _check_growth(filter_name, [*given, *named.values()])
+                _check_growth(filter_name, given, named)
             return function(*arguments, **named)
 
         return checked

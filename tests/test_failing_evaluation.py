@@ -66,7 +66,7 @@ def train(argv: list[str], where: str = "", ranks: list[int] | None = None) -> i
     ("world", "layout", "where", "ranks"),
     [
         (1, "single", "loss", [0]),
-        (2, "fsdp", "loss", [0, 1]),
+        pytest.param(2, "fsdp", "loss", [0, 1], marks=pytest.mark.slow),
         (2, "fsdp", "sample", [1]),
         pytest.param(2, "ddp", "hook", [0], marks=pytest.mark.slow),
     ],

@@ -16,7 +16,6 @@ from serried.trainer import shutdown
 from serried.trainer.shutdown import Action, Shutdown
 from serried.trainer.time_to_stop import seconds_to_stop
 
-RUNS = 10_000
 _VARIES = 0.05
 """Steps and saves take so much more or less than the typical one."""
 _LOG_EVERY = 10
@@ -169,10 +168,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return CLOCK
 
 
+@pytest.mark.parametrize("runs", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, clock: _Clock) -> None:
+def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, runs: int, clock: _Clock) -> None:
     chance = random.Random(7)
-    for _ in range(RUNS):
+    for _ in range(runs):
         job = Job.draw(chance, steps=2 if device == "cpu" else 4)
         clock.now = 0.0
         run = _Run(job, chance, device)

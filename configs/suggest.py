@@ -193,7 +193,16 @@ def _last_number(text: str) -> str:
     return (re.findall(r"\d+", text.rpartition(":")[2]) or [text])[-1]
 
 
-_CONVERTED = {"slurm.time_minutes": _in_minutes, "slurm.gpus_per_node": _last_number}
+def _in_whole_minutes(limit: str) -> str:
+    """As ``_in_minutes``; a fraction of a minute is rounded up."""
+    return str(math.ceil(float(limit))) if re.fullmatch(r"\d*\.\d+", limit) else _in_minutes(limit)
+
+
+_CONVERTED = {
+    "checkpoint.every_minutes": _in_whole_minutes,
+    "slurm.time_minutes": _in_minutes,
+    "slurm.gpus_per_node": _last_number,
+}
 
 
 # Advice ---------------------------------------------------------------------------------------------------------------

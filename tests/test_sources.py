@@ -167,6 +167,18 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
             r"a\.jsonl line 201 has no column 'text'; its columns are body; .*text_column=body",
         ),
         (
+            lines() + '{"messages": []}\n',
+            r"line 201 has no column 'text'; its columns are messages; to train on conversations use data\.format=chat",
+        ),
+        (
+            lines() + '{"instruction": "Two and two?", "output": "Four."}\n',
+            r"its columns are instruction, output; .* data\.format=chat, and for text data\.text_column=NAME",
+        ),
+        (
+            lines() + '{"text": [{"role": "user", "content": "?"}]}\n',
+            r"not text; to train on conversations use data\.format=chat data\.messages_column=text",
+        ),
+        (
             lines().encode() + b'{"text": "\xff"}\n',
             r"a\.jsonl line 201 is not UTF-8: byte 0xff at offset \d+ of the file",
         ),

@@ -113,6 +113,8 @@ class Column:
         if self.format == "chat":
             use += ' if it holds messages, as in [{"role": "user", "content": "..."}, ...]'
             use += "; for plain text data.format=text" * ("text" in names)
+        elif Column("messages", "chat").found(names):
+            use = f"to train on conversations use data.format=chat, and for text {self.key}=NAME"
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content_of(self, row: Mapping[str, Any]) -> Content:
@@ -140,6 +142,11 @@ class Column:
             if isinstance(value, str | bytes):
                 return value
             wanted = "text"
+            if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+                raise UserError(
+                    f": column {self.name!r} is {_described(value)}, not text; to train on conversations use "
+                    f"data.format=chat data.messages_column={self.name}"
+                )
         raise UserError(
             f": column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
             f"column: {self.key}=NAME"

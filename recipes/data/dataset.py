@@ -129,10 +129,8 @@ class PackedDataset:
         if self._stream.is_supervised and pieces.cut_documents:
             self._cut_documents = pieces.cut_documents
             is_empty = _without_targets(self._stream, pieces, sequence_length)
-            if is_empty.any() and not skips:
-                raise _cut_off(prepared, sequence_length)
-            if is_empty.all():
-                raise _nothing_to_predict(f"{split} split")
+            if is_empty.all() or (is_empty.any() and not skips):
+                raise _cut_off(prepared, sequence_length, may_skip=not skips)
             starts, lengths, self._left_out = starts[~is_empty], lengths[~is_empty], int(is_empty.sum())
         self._kept_share = float(lengths.sum() / self._stream.tokens)
         packing = best_fit(lengths, sequence_length + 1)
@@ -228,7 +226,7 @@ def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) 
     return is_empty
 
 
-def _cut_off(prepared: Prepared, sequence_length: int) -> UserError:
+def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> UserError:
     """Return the error for conversations of both splits that truncation leaves nothing to train on."""
     shown, count, longest = list[str](), 0, 0
     for split in (split for split in SPLITS if prepared.shards[split]):
@@ -246,7 +244,7 @@ def _cut_off(prepared: Prepared, sequence_length: int) -> UserError:
                     f"{quoted if place is None else place} has {stop - start:,} tokens and nothing to train on in the "
                     f"first {sequence_length:,}"
                 )
-    cure = f"use data.sequence_length={longest - 1}, or leave them out with data.bad_rows=skip"
+    cure = f"use data.sequence_length={longest - 1}" + ", or leave them out with data.bad_rows=skip" * may_skip
     why = f"data.sequence_length={sequence_length} cuts off what the assistant says"
     if count == 1:
         return UserError(f"{shown[0]}: {why}; {cure.replace('them', 'it')}")

@@ -607,7 +607,9 @@ def test_conversations_that_are_too_long_are_named(tmp_path: Path) -> None:
     assert f"{path} line 31 has " in str(caught.value)
     assert str(caught.value).startswith("2 conversations have nothing to train on: data.sequence_length=128 cuts off ")
     assert len(open_dataset(prepared, "train", chosen))
-    with pytest.raises(UserError, match=r"^\d+ conversations have .*: data\.sequence_length=4 cuts off ") as all_cut_off:
+    with pytest.raises(
+        UserError, match=r"^\d+ conversations have .*: data\.sequence_length=4 cuts off "
+    ) as all_cut_off:
         open_dataset(prepared, "train", chosen.model_copy(update={"sequence_length": 4}))
     assert "bad_rows" not in str(all_cut_off.value)
 

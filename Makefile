@@ -40,7 +40,7 @@ test-slurm: .venv/.ready-dev
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		$(APT_INSTALL) slurm-wlm iproute2; \
 	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
-	$(BIN)/python -m pytest -m "slurm or hosts" tests/test_slurm.py tests/test_hosts.py $(ARGS)
+	$(BIN)/python -m pytest -m "slurm or hosts" tests/cli/test_slurm.py tests/cli/test_hosts.py $(ARGS)
 
 # The browser is Debian's. Elsewhere, and where there is none, what needs it skips.
 test-page: .venv/.ready-dev
@@ -49,7 +49,7 @@ test-page: .venv/.ready-dev
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		$(APT_INSTALL) chromium; \
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
-	$(BIN)/python -m pytest -m page tests/test_page.py $(ARGS)
+	$(BIN)/python -m pytest -m page tests/cli/test_page.py $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -35,18 +35,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from harness.cluster import Cluster
-from harness.runs import write_text
 from serried.configs.compose import compose
-from serried.parallel.apply import parallelize
-from serried.parallel.held import local
-from serried.parallel.mesh import resolve_layout
-from serried.recipes.causal_lm import CausalLM
+from serried.parallel.layout.local_shards import local
+from serried.parallel.layout.mesh import resolve_layout
+from serried.parallel.parallelize import parallelize
+from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
-from serried.trainer.checkpoint.state import load_state, state_parts
-from serried.trainer.optimizer import build_optimizer
+from serried.trainer.checkpoint.tensors import load_state, state_parts
+from serried.trainer.optim.optimizer import build_optimizer
+from testing.cluster import Cluster
+from testing.runs import write_text
 
 KINDS = ("serried sync", "DCP sync", "serried async", "DCP async")
 _VOCABULARY = 32000

@@ -21,16 +21,16 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.cluster import ROOT
-from serried.configs.data_section import data_section
-from serried.recipes.data.dataset import TokenDataset, collate
-from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
-from serried.recipes.data.prepare import Prepared, prepare
-from serried.recipes.data.shards import Shard
-from serried.recipes.data.tokenize import TokenCounts
-from serried.recipes.data.tokenizer import BytesTokenizer
-from serried.trainer.loader import BatchLoader, Reader
-from serried.trainer.sampler import BatchShare, SampleOrder
+from serried.configs.schema.data import data_section
+from serried.recipes.data.prepared.prepare import Prepared, prepare
+from serried.recipes.data.prepared.token_shards import Shard
+from serried.recipes.data.prepared.tokenize import TokenCounts
+from serried.recipes.data.samples.token_dataset import TokenDataset, collate
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import find_tokenizer, train_tokenizer
+from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
+from serried.trainer.data.loader import BatchLoader, Reader
+from serried.trainer.data.sampler import BatchShare, SampleOrder
+from testing.cluster import ROOT
 
 SEQUENCE = 2048
 FAR = 10**9

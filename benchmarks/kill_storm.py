@@ -14,7 +14,7 @@ the uninterrupted run, and so do weights and optimizer state. Exit code 1 otherw
 import signal
 from typing import ClassVar
 
-from benchmarks.disturb import Storm, family, run_storm, send
+from testing.disturb import Storm, family, run_storm, send
 
 
 class Kills(Storm):

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from harness.allocated import allocated_and_sent
 from serried.configs.compose import compose
-from serried.parallel.mesh import gradient_accumulation, resolve_layout
-from serried.recipes.causal_lm import CausalLM
+from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.planner.devices import device_of
+from serried.planner.memory_formula import Sizes
+from serried.planner.step_plan import StepPlan, plan_step
+from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.model import build_model
-from serried.trainer.plan.devices import device_of
-from serried.trainer.plan.memory import Sizes
-from serried.trainer.plan.step_plan import StepPlan, plan_step
+from testing.allocated_bytes import allocated_and_sent
 
 MODES = {
     "`selective`, AdamW": (),

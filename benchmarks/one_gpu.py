@@ -20,9 +20,9 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TENSOR, TIED, Curve, Cut, compare, run
-from harness.cluster import SPAWNED, Cluster
-from harness.forks import torchruns_variables
-from harness.runs import overrides, write_text
+from testing.cluster import SPAWNED, Cluster
+from testing.forked_runs import torchruns_variables
+from testing.runs import overrides, write_text
 
 WIDE_HEADS = ("model.head_dim=16",)
 """The narrowest that FlexAttention takes, which context ranks use on a GPU."""
@@ -31,7 +31,7 @@ BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "fp16": 2e-3}
 
 
 class Row(NamedTuple):
-    """A layout to train, and what is added to the small run of ``harness.runs``."""
+    """A layout to train, and what is added to the small run of ``testing.runs``."""
 
     name: str
     precision: str = "fp32"
@@ -71,7 +71,7 @@ def train_without_host_waits(argv: list[str]) -> int:
     """Train ten steps on this rank. A wait of the host for the GPU raises in steps 4 to 8. Returns the exit code."""
     import torch
 
-    from serried.configs.declaration import BUILT_IN
+    from serried.configs.schema.declaration import BUILT_IN
     from serried.program import main as program
     from serried.trainer.trainer import Trainer
 

@@ -1,6 +1,7 @@
 """Train the same run on every parallel layout and compare: ``python -m benchmarks.parity`` rewrites ``docs/parity.md``.
 
-The runs are those of ``tests/test_parity.py``, whole training runs on Gloo with ragged masks and a vocabulary of 257.
+The runs are those of ``tests/ranks/test_parity.py``: whole training runs on Gloo with ragged masks and a vocabulary of
+257.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 
-from harness.cluster import Cluster
-from harness.runs import metrics, overrides, write_text
+from testing.cluster import Cluster
+from testing.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36
 ACCUMULATIONS = (1, 3)
@@ -208,7 +209,7 @@ def run(
     """Train the first ``steps`` of ``STEPS``.
 
     The tests train fewer than the table: a wrong gradient shows in the second step. ``fault`` multiplies gradients, as
-    ``harness.runs.ObservedRecipe`` takes it.
+    ``testing.runs.ObservedRecipe`` takes it.
     """
     micro_batch = GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
     argv = overrides(
@@ -217,7 +218,7 @@ def run(
         f"trainer.stop_at={steps}", "model.layers=4", "data.sequence_length=24", *more,
     )  # fmt: skip
     patience = 900 if COMPILED in argv else 120
-    answers = cluster.run(cut.processes, "harness.runs:train_small", patience, argv=argv, ragged=True, fault=fault)
+    answers = cluster.run(cut.processes, "testing.runs:train_small", patience, argv=argv, ragged=True, fault=fault)
     lines = metrics(run_dir)
     ids = [
         sorted(
@@ -332,16 +333,16 @@ _BORDER = """
 ## fp16 near overflow
 
 The same run with a loss scale that starts at 2^22 and doubles after two good steps, so that gradients overflow
-repeatedly. Weight gradients are summed in fp32 (`parallel/wide_gradients.py`), so only the gradient of one token's
-activations can overflow, and the same steps are skipped on every layout. Its rounding may depend on the layout: if
-its largest value is within one unit in the last place of 65,504, layouts could still decide differently.
+repeatedly. Weight gradients are summed in fp32 (`parallel/fp16_weight_gradients.py`), so only the gradient of one
+token's activations can overflow, and the same steps are skipped on every layout. Its rounding may depend on the
+layout: if its largest value is within one unit in the last place of 65,504, layouts could still decide differently.
 
 """
 
 _HEAD = """# Parity: the same loss curve on every parallel layout
 
 Largest difference of each layout from one process, over a whole training run. `python -m benchmarks.parity` writes
-this page (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` enforces the bounds.
+this page (torch {torch}, Python {python}, Gloo on CPU); `tests/ranks/test_parity.py` enforces the bounds.
 
 Each row is a training run through `trainer.train`, compared at every step with the single process of the same
 precision: {steps} optimizer steps, global batch {batch}, sequences of 24 tokens, 4 layers, vocabulary 257 (which no
@@ -365,7 +366,7 @@ A ReLU amplifies rounding at its kink: an input that rounding moves across zero 
 GroupNorm and ReLU on MNIST-1D, one of 81,600 inputs of step 5 was 4.9e-8 on one process and -1.1e-8 with `ddp` x2.
 The gradient norm differed by 1.4e-4, and the loss by 4.3e-4 at step 9. With the same ReLUs active, the norms of both
 agree to 1e-9. In fp64 (`.double()` on model and inputs) all 120 steps agree to 1e-15 in the loss. To compare layouts of
-such a model, train it in fp64 or with a smooth activation; `tests/test_foreign_modules.py` trains one in fp64.
+such a model, train it in fp64 or with a smooth activation; `tests/ranks/test_foreign_modules.py` trains one in fp64.
 
 On torch 2.11, 20 fp32 rows with one and several axes (tensor, context by gather and by ring, pipelines of all
 schedules that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `interleaved_zero_bubble`,

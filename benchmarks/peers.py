@@ -222,8 +222,8 @@ def race(
     """Seconds a step of each turn, and of processor time, by name; turns for ``budget`` seconds. Runs on every rank."""
     from benchmarks.step_overhead import _built, _take, hand_written
     from serried.configs.compose import compose
-    from serried.parallel.mesh import gradient_accumulation, resolve_layout
-    from serried.recipes.causal_lm import CausalLM
+    from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+    from serried.recipes.text.causal_lm import CausalLM
     from serried.runtime.session import open_session
 
     base, trainers, racers = compose(argv), [], dict[str, Iterator[Any]]()
@@ -331,8 +331,8 @@ def main() -> None:
     if options.cold:
         cold(options.cold)
         return
-    from harness.cluster import Cluster
-    from harness.runs import write_text
+    from testing.cluster import Cluster
+    from testing.runs import write_text
 
     keys, processes, steps = SHAPES[options.shape]
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:
@@ -354,8 +354,8 @@ def main() -> None:
 
 def first_step(name: str) -> None:
     """Build one of the others under torchrun, and print when its first step is done."""
-    from serried.configs.families import LlamaSection
-    from serried.recipes.models.transformer import Transformer
+    from serried.configs.schema.models import LlamaSection
+    from serried.recipes.models.families.llama import Transformer
 
     section = LlamaSection(
         name="work", dim=256, layers=6, heads=8, kv_heads=4, hidden_dim=768, vocab_size=4096, attention="sdpa"
@@ -392,7 +392,7 @@ def first_step(name: str) -> None:
 
 def cold(rounds: int) -> None:
     """Print seconds from the start of the command to the first step, of processes of their own, in turns."""
-    from harness.runs import write_text
+    from testing.runs import write_text
 
     found: dict[str, list[float]] = {name: [] for name in ("serried", "hand-written", *PEERS)}
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:

@@ -1,7 +1,7 @@
 """Step times and memory against those that others have published.
 
 ``python -m benchmarks.published``: the tables of docs/plan.md; ``... rows``: every row's time; ``... fit``: rates that
-fit the rows marked for calibration, to be written into trainer/plan/rates.py.
+fit the rows marked for calibration, to be written into planner/published_rates.py.
 """
 
 import math
@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serried.parallel.mesh import Layout
-from serried.trainer.plan.devices import Cluster, device_of
-from serried.trainer.plan.rates import RATES, Rates
-from serried.trainer.plan.seconds import Job, Shape, step_of
+from serried.parallel.layout.mesh import Layout
+from serried.planner.devices import Cluster, device_of
+from serried.planner.published_rates import RATES, Rates
+from serried.planner.time_model import Job, Shape, step_of
 
 _FITTED = {
     "products": (0.4, 0.95), "products_8bit": (0.3, 0.9), "attention": (0.15, 0.7), "links": (0.4, 0.9),

@@ -16,17 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.published import Row, rows_with_memory
 from serried.configs.compose import compose
-from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.parallel.phases import FORWARD
+from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.plan import Vocabulary
-from serried.recipes.causal_lm import CausalLM
-from serried.recipes.models.head import HeadLoss, LanguageModelHead
+from serried.parallel.step_phases import FORWARD
+from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
+from serried.planner.step_plan import with_unused
+from serried.planner.time_model import Shape
+from serried.planner.trace_recorder import StepTrace
+from serried.planner.traced_step import reserved_memory_of, trace_step
+from serried.recipes.models.layers.lm_head import HeadLoss, LanguageModelHead
+from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.model import build_model
-from serried.trainer.plan.memory import Sizes, formula_memory, planned_memory, share_of
-from serried.trainer.plan.seconds import Shape
-from serried.trainer.plan.step_plan import with_unused
-from serried.trainer.plan.trace import StepTrace
-from serried.trainer.plan.traced import reserved_memory_of, trace_step
 
 _GIB = 2**30
 

@@ -13,7 +13,7 @@ the end metrics.jsonl, weights and optimizer state have the bits of the uninterr
 
 import signal
 
-from benchmarks.disturb import EVALUATE_EVERY, Storm, last_step, lines, newest_step, run_storm, send, status
+from testing.disturb import EVALUATE_EVERY, Storm, last_step, lines, newest_step, run_storm, send, status
 
 
 class Signals(Storm):

@@ -29,28 +29,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.cluster import Cluster
-from harness.runs import write_text
 from serried.configs.compose import compose, config_yaml
-from serried.configs.data_section import TextRunConfig
-from serried.parallel.axes import shard_specs
-from serried.parallel.held import held_parameters
+from serried.configs.schema.data import TextRunConfig
+from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize
-from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.layout.local_shards import held_parameters
+from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.plan import ParallelPlan
-from serried.recipes.causal_lm import CausalLM
-from serried.recipes.models.head import IGNORE
+from serried.recipes.models.layers.lm_head import IGNORE
+from serried.recipes.text.causal_lm import CausalLM
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
-from serried.trainer.context import Context
-from serried.trainer.loader import BatchLoader, Reader
-from serried.trainer.optimizer import learning_rate
-from serried.trainer.pulse import Pulse
-from serried.trainer.sampler import BatchShare, SampleOrder
+from serried.trainer.data.loader import BatchLoader, Reader
+from serried.trainer.data.sampler import BatchShare, SampleOrder
+from serried.trainer.monitor.heartbeat import Pulse
+from serried.trainer.optim.optimizer import learning_rate
+from serried.trainer.run_context import Context
 from serried.trainer.task import to_device
 from serried.trainer.trainer import Trainer
+from testing.cluster import Cluster
+from testing.runs import write_text
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 MODELS = {
@@ -66,7 +66,7 @@ ITSELF = {"compiled": "trainer.compile=true", "sdpa": "model.attention=sdpa"}
 """What the trainer takes turns with itself about."""
 WARM_UP_STEPS = 10
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
-NUMBERS = ("parallel/phases.py", "trainer/metrics.py")
+NUMBERS = ("parallel/step_phases.py", "trainer/metrics/meter.py")
 """Where numbers come from."""
 
 

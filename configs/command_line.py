@@ -13,12 +13,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from serried.configs.declaration import FOLDER
+from serried.configs.command_arguments import last_of_each
 from serried.configs.errors import UserError
-from serried.configs.explain import shown, unfit
-from serried.configs.keys import Key, all_keys, is_section
-from serried.configs.plain_data import expanded, flatten
-from serried.configs.suggest import (
+from serried.configs.messages.invalid_values import shown, unfit
+from serried.configs.messages.keys import Key, all_keys, is_section
+from serried.configs.messages.suggestions import (
     Groups,
     advice,
     listing,
@@ -29,7 +28,8 @@ from serried.configs.suggest import (
     unknown_choice,
     unknown_key,
 )
-from serried.configs.words import last_of_each
+from serried.configs.plain_data import expanded, flatten
+from serried.configs.schema.declaration import FOLDER
 
 COMMAND_LINE = "command line"
 Action = Literal["train", "help", "config", "sweep"]

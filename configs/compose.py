@@ -24,17 +24,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from serried.configs.command_line import CommandLine
-from serried.configs.data_section import DataSection, TextRunConfig
-from serried.configs.declaration import FOLDER, declared
 from serried.configs.errors import UserError
-from serried.configs.explain import Origins, explain, shown
 from serried.configs.help import choices_of, files_of
-from serried.configs.keys import all_keys, is_section
-from serried.configs.model_folder import with_model_folder
+from serried.configs.hugging_face.model_folder import with_model_folder
+from serried.configs.messages.invalid_values import Origins, explain, shown
+from serried.configs.messages.keys import all_keys, is_section
+from serried.configs.messages.suggestions import Groups, nearest, nearest_keys, pasteable, unknown_choice
 from serried.configs.plain_data import expanded, flatten, read_if_there, read_yaml, value_at
-from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
-from serried.configs.schema import OptimSection, RunConfig, TrackSection, parse_count
-from serried.configs.suggest import Groups, nearest, nearest_keys, pasteable, unknown_choice
+from serried.configs.schema.data import DataSection, TextRunConfig
+from serried.configs.schema.declaration import FOLDER, declared
+from serried.configs.schema.run_config import CHOSEN, base_schema, check, config_yaml
+from serried.configs.schema.sections import OptimSection, RunConfig, TrackSection, parse_count
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
 

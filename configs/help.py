@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from serried.configs.declaration import declared
 from serried.configs.formats import columns
-from serried.configs.keys import all_keys, own_keys
-from serried.configs.run_config import CHOSEN
+from serried.configs.messages.keys import all_keys, own_keys
+from serried.configs.schema.declaration import declared
+from serried.configs.schema.run_config import CHOSEN
 
 _WIDTH = 108
 

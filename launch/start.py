@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
-from serried.configs.libraries import check_data_libraries
-from serried.configs.schema import RunConfig
-from serried.configs.trackers import check_trackers
-from serried.launch.grid import read_sweep
-from serried.launch.points import Sweep
-from serried.launch.slurm import refuse_unequal
-from serried.launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
-from serried.runtime.ranks import is_started, torchrun_says
+from serried.configs.requirements.data_libraries import check_data_libraries
+from serried.configs.requirements.tracker_packages import check_trackers
+from serried.configs.schema.data import TextRunConfig
+from serried.configs.schema.sections import RunConfig
+from serried.launch.slurm.batch_script import refuse_unequal
+from serried.launch.sweep.grid import read_sweep
+from serried.launch.sweep.points import Sweep
+from serried.launch.sweep.train_sweep import WriteReport, run_sweep, submit_sweep, values_shown
+from serried.runtime.process import is_started, torchrun_says
 from serried.runtime.signals import end_with_sweep
 
 _RUNS_DESCRIBED = 20
@@ -32,10 +32,10 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], o
     if config.launch.name == "torchrun":
         return None
     if config.launch.name == "local":
-        from serried.launch.local import run_local
+        from serried.launch.local.launcher import run_local
 
         return run_local(config, argv, load)
-    from serried.launch.slurm import submit
+    from serried.launch.slurm.batch_script import submit
 
     return submit({tuple(argv): config})
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.parallel.context import Ring, context_points
-from serried.parallel.expert import mixtures
+from serried.parallel.axes.context import Ring, context_points
+from serried.parallel.axes.expert import mixtures
 from serried.parallel.plan import ParallelPlan
 
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.parallel.context import head_tail, holder_of
-from serried.parallel.data import GradientSync
-from serried.parallel.expert import Loads
-from serried.parallel.float8_gather import Float8Gather
-from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
-from serried.parallel.groups import Groups, gather_plain
-from serried.parallel.held import HeldTensor, evaluating, held_parameters, local
-from serried.parallel.mesh import MODEL_AXES
-from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.parallel.axes.context import head_tail, holder_of
+from serried.parallel.axes.expert import Loads
+from serried.parallel.layout.local_shards import HeldTensor, evaluating, held_parameters, local
+from serried.parallel.layout.mesh import MODEL_AXES
+from serried.parallel.layout.process_groups import Groups, gather_plain
+from serried.parallel.layout.shard_specs import ShardSpec
 from serried.parallel.plan import LossTerms, Objective
-from serried.parallel.seeding import seed_random_numbers
-from serried.parallel.shard_specs import ShardSpec
+from serried.parallel.precision.float8_all_gather import Float8Gather
+from serried.parallel.random_seed import seed_random_numbers
+from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.parallel.sync.gradient_norm import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
+from serried.parallel.sync.gradient_sync import GradientSync
 
 _GPU_LENGTHS = 128
 """Of which the length of generated text is a multiple on a GPU, with what pads it."""

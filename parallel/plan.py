@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.parallel.units import blocks_of
+from serried.parallel.fsdp_units import blocks_of
 
 Number = Tensor | float
 
@@ -111,7 +111,7 @@ class Share(NamedTuple):
     borders: int = 0
     """Buffers for what a pipeline's stages send each other, each of a micro-batch."""
     checkpoint: str = "none"
-    """What blocks keep for the backward, see ``parallel.activations``."""
+    """What blocks keep for the backward, see ``parallel.activation_checkpoint``."""
     every: int = 1
     """Every how many blocks that holds."""
     firsts: float = 1.0
@@ -128,7 +128,7 @@ ALL_OF_IT = Share()
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Declared by a model, carried out by ``parallel.apply``.
+    """Declared by a model, carried out by ``parallel.parallelize``.
 
     Globs match names of modules with as many dots: ``layers.*.mlp`` is one module in each layer.
     """
@@ -137,7 +137,7 @@ class ParallelPlan:
     """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
 
     Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
-    forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
+    forward, since backward starts there. None: one unit per repeated block, see ``parallel.fsdp_units``.
     """
     blocks: tuple[str, ...] = ()
     """Names of the modules between which a pipeline may split the model, in forward order, or globs."""

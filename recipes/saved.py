@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from serried.configs.adapter_folder import base_of_adapters, described_adapters
-from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
+from serried.configs.hugging_face.adapter_folder import base_of_adapters, described_adapters
 from serried.configs.plain_data import expanded, read_if_there, read_json
-from serried.configs.schema import ParallelSection, RunConfig, Size
+from serried.configs.schema.data import TextRunConfig
+from serried.configs.schema.sections import ParallelSection, RunConfig, Size
 from serried.records.tensors import TensorFolder
 
 _Config = TypeVar("_Config", bound=RunConfig)

@@ -7,7 +7,7 @@ from typing import Any
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, is_count, is_number, open_regular, parse_json
-from serried.configs.schema import DEFAULT_VALIDATION
+from serried.configs.schema.sections import DEFAULT_VALIDATION
 
 METRICS = "metrics.jsonl"
 _OURS = frozenset((

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from serried.configs.formats import printable
-from serried.runtime.live import Doing, Live, is_terminal
+from serried.runtime.status_line import Doing, Live, is_terminal
 
 
 class Console:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serried.configs.errors import UserError
-from serried.runtime.ranks import host_name
+from serried.runtime.process import host_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store

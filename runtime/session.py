@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
-from serried.configs.schema import LaunchSection
-from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause, is_end_of_another
-from serried.runtime.early import importing
-from serried.runtime.ending import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
-from serried.runtime.exchange import Exchange
-from serried.runtime.live import announced
+from serried.configs.schema.sections import LaunchSection
+from serried.runtime.command import is_called_from_python, typed_command, typed_words
+from serried.runtime.exit import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
+from serried.runtime.import_signals import importing
 from serried.runtime.network import INTERFACE, check_interface, choose_interface, describe_interface
-from serried.runtime.program import is_called_from_python, typed_command, typed_words
-from serried.runtime.ranks import (
+from serried.runtime.process import (
     allow_open_files,
     choose_device,
     host_name,
@@ -28,7 +25,10 @@ from serried.runtime.ranks import (
     torchrun_says,
 )
 from serried.runtime.rendezvous import connect, meet
+from serried.runtime.root_cause import CONNECTIONS_CLOSE_SECONDS, Cause, is_end_of_another
 from serried.runtime.signals import Signals, end_with_torchrun
+from serried.runtime.status_line import announced
+from serried.runtime.store_exchange import Exchange
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ class Session:
         if self.exchange.store is None:
             return
         # Private: the only list of all groups, and before torch 2.14 the only way to shorten the timeout of a live one.
-        # tests/test_session.py guards both.
+        # tests/runs/test_session.py guards both.
         from torch.distributed import distributed_c10d as c10d
 
         set_timeout = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 from serried.runtime.deadline import deadline_of_job
-from serried.runtime.early import ASKING, LAUNCHER
-from serried.runtime.ending import STATUS_DECIDES, code_for_agent, tell_launcher
+from serried.runtime.exit import STATUS_DECIDES, code_for_agent, tell_launcher
+from serried.runtime.import_signals import ASKING, LAUNCHER
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: the process of the sweep that started this run."""

@@ -9,12 +9,12 @@ _HOMES = {
     "Inputs": "serried.parallel.plan",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",
-    "Section": "serried.configs.schema",
+    "Section": "serried.configs.schema.sections",
     "main": "serried.api",
     "fit": "serried.api",
     "load_model": "serried.api",
-    "register_model": "serried.configs.registry",
-    "register_optimizer": "serried.configs.registry",
+    "register_model": "serried.configs.schema.registry",
+    "register_optimizer": "serried.configs.schema.registry",
 }
 __all__ = list(_HOMES)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from serried.configs.command_line import config_dirs
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
-from serried.configs.run_config import config_yaml
-from serried.configs.schema import RunConfig
-from serried.runtime.early import check_temporary_folder, end_in_one_line
-from serried.runtime.program import called_from_python, remember_script
-from serried.runtime.ranks import make_sums_repeatable
+from serried.configs.schema.declaration import BUILT_IN, declaring
+from serried.configs.schema.run_config import config_yaml
+from serried.configs.schema.sections import RunConfig
+from serried.runtime.command import called_from_python, remember_script
+from serried.runtime.import_signals import check_temporary_folder, end_in_one_line
+from serried.runtime.process import make_sums_repeatable
 from serried.task_class import declaration, installed, words
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def main(task: "Task | type[Task] | None" = None, arguments: list[str] | None = 
     end_in_one_line()
     remember_script()
     from serried.program import main as train
-    from serried.runtime.ending import leave, report_mistake
+    from serried.runtime.exit import leave, report_mistake
 
     try:
         declared = BUILT_IN if task is None else declaration(task)

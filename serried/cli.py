@@ -9,27 +9,27 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, NamedTuple
 
-import serried.runtime.early  # noqa: F401 -- first: from here on imports do not look for garbage
+import serried.runtime.import_signals  # noqa: F401 -- first: from here on imports do not look for garbage
+from serried.configs.command_arguments import number, pairs, run_key
 from serried.configs.command_line import config_dirs
-from serried.configs.data_section import DataSection
-from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
+from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import read_if_there
-from serried.configs.schema import AUTO, RunConfig
-from serried.configs.suggest import nearest
-from serried.configs.words import number, pairs, run_key
+from serried.configs.schema.data import DataSection
+from serried.configs.schema.declaration import BUILT_IN, declaring
+from serried.configs.schema.sections import AUTO, RunConfig
 from serried.opening import opened, task_of_text, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.records.metrics import METRICS
 from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
-from serried.runtime.early import check_temporary_folder, print_any_text
-from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import check_surroundings, typed_command
-from serried.runtime.ranks import is_started, say
+from serried.runtime.command import check_surroundings, typed_command
+from serried.runtime.exit import leave, note_repeated, report_mistake
+from serried.runtime.import_signals import check_temporary_folder, print_any_text
+from serried.runtime.process import is_started, say
 
 if TYPE_CHECKING:
-    from serried.trainer.generation import Writer
+    from serried.trainer.evaluation.generation import Writer
 
 _GENERATE_READS = ("precision", "launch.device")
 _EVALUATE_READS = (
@@ -173,7 +173,7 @@ def prepare(words: list[str]) -> int:
     data.cache_dir   where to write; give the same to train.py
     """
     from serried.configs.compose import compose
-    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.text.causal_lm import CausalLM
     from serried.runtime.console import Console
 
     config = compose(words)
@@ -194,7 +194,7 @@ def preflight(words: list[str]) -> int:
     serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    submits a job, waits for it and prints its table
     """
     from serried.configs.compose import compose
-    from serried.launch.slurm import measure_by_job
+    from serried.launch.slurm.batch_script import measure_by_job
 
     config = compose(words)
     if config.launch.name == "slurm" and not is_started():
@@ -209,7 +209,7 @@ def preflight(words: list[str]) -> int:
 
 def _preflight_here(config: RunConfig) -> int:
     from serried.launch.preflight import preflight as examine
-    from serried.trainer.peak_flops import PEAK_FLOPS
+    from serried.trainer.metrics.peak_flops import PEAK_FLOPS
 
     peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
     return examine(config.launch, config.run.dir, checkpoints_bytes(config), peaks, config.slurm.exclude)
@@ -217,9 +217,9 @@ def _preflight_here(config: RunConfig) -> int:
 
 def checkpoints_bytes(config: RunConfig) -> int:
     """Return the bytes of the checkpoints that a run keeps, and of one being written."""
-    from serried.recipes.causal_lm import CausalLM
+    from serried.planner.overview import saved_bytes
+    from serried.recipes.text.causal_lm import CausalLM
     from serried.trainer.model import build_model
-    from serried.trainer.overview import saved_bytes
 
     built = build_model(config, CausalLM(config))
     return (config.checkpoint.keep + 1) * saved_bytes(config, built.module, built.plan)
@@ -237,9 +237,9 @@ def submit(words: list[str]) -> int:
 def status(words: list[str]) -> int:
     """Show the state of a run or sweep and of its job; by default, of all in runs/."""
     from serried.configs.compose import compose
-    from serried.launch.progress import describe_run, runs_in
-    from serried.launch.sweep import update_summary
-    from serried.records.page import write_report
+    from serried.launch.status import describe_run, runs_in
+    from serried.launch.sweep.train_sweep import update_summary
+    from serried.records.report import write_report
 
     words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
     if words:
@@ -296,7 +296,7 @@ def report(words: list[str]) -> int:
     """
     from serried.configs.formats import size
     from serried.records.files import output_file
-    from serried.records.page import write_report
+    from serried.records.report import write_report
 
     # A word with "=" is a key, unless there is a folder of that name.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
@@ -323,7 +323,7 @@ def report(words: list[str]) -> int:
 def send(words: list[str]) -> int:
     """Send the records of a run that has ended to its trackers again."""
     from serried.configs.compose import saved_trackers
-    from serried.configs.trackers import asked_for, missing_trackers
+    from serried.configs.requirements.tracker_packages import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
     from serried.records.trackers.processes import Trackers
     from serried.runtime.console import Console
@@ -401,10 +401,10 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
     it will be asked first, if that is known."""
     from serried.configs.formats import printable
     from serried.recipes.saved import as_saved
-    from serried.runtime.ranks import choose_device, torchrun_says
+    from serried.runtime.process import choose_device, torchrun_says
     from serried.runtime.session import Session
-    from serried.trainer.checkpoint.reading import reading, with_chosen
-    from serried.trainer.generation import Sampling, Writer
+    from serried.trainer.checkpoint.read_while_training import reading, with_chosen
+    from serried.trainer.evaluation.generation import Sampling, Writer
 
     sampling = Sampling(
         tokens=number(given, "tokens", tokens, 1, 10**9),
@@ -450,10 +450,10 @@ def evaluate(words: list[str]) -> int:
     json=true              print one line of JSON per set
     """
     from serried.recipes.saved import as_saved
-    from serried.runtime.ranks import torchrun_says
+    from serried.runtime.process import torchrun_says
     from serried.runtime.session import Session, run_in_session
-    from serried.trainer.checkpoint.reading import read_by_all, with_chosen
-    from serried.trainer.evaluation import print_evaluation
+    from serried.trainer.checkpoint.read_while_training import read_by_all, with_chosen
+    from serried.trainer.evaluation.evaluate import print_evaluation
 
     given, overrides = pairs(words, "evaluate", ("run.dir", "run.name", "checkpoint", "json"), reads_overrides=True)
     if given.get("json", "false") not in ("true", "false"):

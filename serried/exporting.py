@@ -10,24 +10,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.adapter_folder import ADAPTER_CONFIG
+from serried.configs.command_arguments import pairs
 from serried.configs.errors import UserError
 from serried.configs.formats import size
-from serried.configs.model_folder import architecture_of
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.hugging_face.model_folder import architecture_of
+from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import read_json
-from serried.configs.schema import RunConfig, parse_count
-from serried.configs.suggest import nearest
-from serried.configs.words import pairs
+from serried.configs.schema.sections import RunConfig, parse_count
 from serried.opening import config_of_model, opened_run, task_of_text, task_that_trained
 from serried.runs import Saved, checkpoints_of, choose_checkpoint, find_run, find_saved
-from serried.runtime.ranks import say
+from serried.runtime.process import say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from serried.recipes.exports.formats import Format, Source
     from serried.records.tensors import TensorFolder
-    from serried.trainer.checkpoint.merge import Built
+    from serried.trainer.checkpoint.merge_tensors import Built
 
 _TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _HUGGING_FACE = "hf"
@@ -40,7 +40,7 @@ def export_model(words: list[str]) -> int:
     """Run ``serried export``."""
     from serried.recipes.exports.formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
-    from serried.trainer.checkpoint.reading import reading, with_chosen
+    from serried.trainer.checkpoint.read_while_training import reading, with_chosen
 
     given, _ = pairs(words, "export", (*_TAKES, "merge", "format"))
     name = given.get("format", _HUGGING_FACE)
@@ -134,7 +134,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
     import torch
 
     from serried.trainer.base_model import base_of
-    from serried.trainer.checkpoint.merge import Built
+    from serried.trainer.checkpoint.merge_tensors import Built
     from serried.trainer.model import build_model
 
     config, new_task = opened_run(run, task_that_trained(run, "export merge=true"))
@@ -260,13 +260,13 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     ``partial``."""
     import torch
 
-    from serried.parallel.mesh import Layout
-    from serried.recipes.causal_lm import CausalLM
+    from serried.parallel.layout.mesh import Layout
     from serried.recipes.exports.formats import Source
     from serried.recipes.saved import as_saved
+    from serried.recipes.text.causal_lm import CausalLM
     from serried.trainer.checkpoint.export import export as write
-    from serried.trainer.evaluation import check_weights, load_model
-    from serried.trainer.parameter_groups import freeze
+    from serried.trainer.evaluation.evaluate import check_weights, load_model
+    from serried.trainer.optim.parameter_groups import freeze
 
     folder = saved.folder
     if (folder / ADAPTER_CONFIG).is_file():

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from serried.configs.data_section import TextRunConfig
-from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_if_there, value_at
-from serried.configs.registry import task_of_model, tasks
+from serried.configs.schema.data import TextRunConfig
+from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.schema.registry import task_of_model, tasks
 from serried.runs import find_saved
 from serried.task_class import installed
 
@@ -24,7 +24,7 @@ def opened(
     finds in a run folder for ``command``. ``overrides`` of the config may have keys that begin as ``reads`` say. Raises
     ``UserError`` if there is no such model, ``task_of`` refuses its task, or an override is wrong."""
     from serried.configs.compose import refuse_misread
-    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.text.causal_lm import CausalLM
 
     saved = find_saved(given, command)
     if saved.run is None:
@@ -94,7 +94,7 @@ def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens. Raises
     ``UserError`` if it holds a model of another family, or cannot be read."""
     from serried.configs.compose import compose
-    from serried.configs.model_folder import family_of_any, keys_of_model
+    from serried.configs.hugging_face.model_folder import family_of_any, keys_of_model
     from serried.recipes.saved import keys_of_adapters
     from serried.task_class import words
 

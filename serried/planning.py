@@ -4,22 +4,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from serried.configs.addresses import is_address, not_a_path
+from serried.configs.command_arguments import run_key
 from serried.configs.command_line import config_dirs
-from serried.configs.declaration import declared, declaring
 from serried.configs.errors import EXIT_FINISHED, UserError
-from serried.configs.schema import RunConfig
-from serried.configs.words import run_key
+from serried.configs.schema.declaration import declared, declaring
+from serried.configs.schema.sections import RunConfig
 from serried.opening import task_that_trained
 from serried.records.files import output_file
 from serried.runs import existing_runs, is_run, run_folder
-from serried.runtime.ranks import is_started, say
+from serried.runtime.process import is_started, say
 
 
 def calibrate(words: list[str]) -> int:
     """Measure rates with the processes that train.py would have, here or in a job, and write them."""
     from serried.configs.compose import compose
-    from serried.launch.local import run_local
-    from serried.launch.slurm import measure_by_job
+    from serried.launch.local.launcher import run_local
+    from serried.launch.slurm.batch_script import measure_by_job
     from serried.program import planned_layout, traced_products
 
     given = [word for word in words if word.startswith("out=")]
@@ -51,8 +51,8 @@ def calibrate(words: list[str]) -> int:
 def plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
     """Print the plan of the run that ``word`` names, or what it measured beside that."""
     from serried.configs.compose import compose_saved
+    from serried.planner.compare import as_it_ran, figures_of
     from serried.program import comparison_text, plan_text
-    from serried.trainer.plan.compare import as_it_ran, figures_of
 
     if word is None:
         raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")

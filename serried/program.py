@@ -9,25 +9,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
+import serried.runtime.import_signals  # noqa: F401 -- first: from here on a signal ends this program in one line
 from serried.configs.command_line import Action, config_dirs, parse_arguments
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import UserError
 from serried.configs.help import help_text
-from serried.configs.idle import Run
-from serried.configs.registry import tasks
-from serried.configs.run_config import config_yaml
-from serried.configs.schema import AUTO, RunConfig
-from serried.launch.points import Sweep
+from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.schema.registry import tasks
+from serried.configs.schema.run_config import config_yaml
+from serried.configs.schema.sections import AUTO, RunConfig
+from serried.configs.unused_keys import Run
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from serried.parallel.checks import allowed_micro_batches, checked_layout, with_micro_batch
-from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.records.page import write_report
-from serried.runtime.early import LAUNCHER, importing
-from serried.runtime.ending import leave, note_idle, note_repeated, report_mistake
-from serried.runtime.program import check_surroundings, remember_flags, remember_script, remember_words, typed_command
-from serried.runtime.ranks import (
+from serried.launch.sweep.points import Sweep
+from serried.parallel.layout.checks import allowed_micro_batches, checked_layout, with_micro_batch
+from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.records.report import write_report
+from serried.runtime.command import check_surroundings, remember_flags, remember_script, remember_words, typed_command
+from serried.runtime.exit import leave, note_idle, note_repeated, report_mistake
+from serried.runtime.import_signals import LAUNCHER, importing
+from serried.runtime.process import (
     is_started,
     make_sums_repeatable,
     may_use_gpus,
@@ -40,7 +40,7 @@ from serried.runtime.signals import SWEEP
 from serried.task_class import installed
 
 if TYPE_CHECKING:
-    from serried.trainer.plan.compare import Figures
+    from serried.planner.compare import Figures
     from serried.trainer.task import Task
 
 
@@ -115,8 +115,8 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
 def plan_text(config: RunConfig) -> str:
     """Return the plan of a run of ``config``, or the layouts that it might have."""
     with importing():
-        from serried.trainer.overview import dry_run
-        from serried.trainer.plan.search import search
+        from serried.planner.overview import dry_run
+        from serried.planner.search import search
 
     if config.plan.search:
         return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
@@ -126,7 +126,7 @@ def plan_text(config: RunConfig) -> str:
 def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
     """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
     number if it was chosen."""
-    from serried.trainer.overview import chosen
+    from serried.planner.overview import chosen
 
     task, (layout, accumulation), why = task_of(config), planned_layout(config), ""
     if config.trainer.micro_batch == AUTO:
@@ -143,7 +143,7 @@ def _with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfi
         return config, sweep
     needed = None
     with suppress(Exception), importing():  # a login node need not have what a plan needs, nor torch
-        from serried.trainer.overview import planned_stop_seconds
+        from serried.planner.overview import planned_stop_seconds
 
         needed = planned_stop_seconds(*_step(config)[:4])
     changed = {"slurm": config.slurm.model_copy(update={"signal_seconds": config.slurm.signals_before(needed or 0.0)})}
@@ -155,7 +155,7 @@ def _with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfi
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
-    from serried.trainer.plan.traced import CannotTrace, products_of, trace_step
+    from serried.planner.traced_step import CannotTrace, products_of, trace_step
 
     try:
         return products_of(trace_step(*_step(config)[:4]))
@@ -167,7 +167,7 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
 
 def comparison_text(config: RunConfig, ran: "Figures") -> str:
     """Return the plan of ``config`` against what a run of it measured."""
-    from serried.trainer.plan.compare import compared
+    from serried.planner.compare import compared
 
     return compared(*_step(config)[:4], ran)
 

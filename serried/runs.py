@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.configs.schema import parse_count
-from serried.configs.suggest import nearest
+from serried.configs.messages.suggestions import nearest
+from serried.configs.schema.sections import parse_count
 from serried.records.metrics import METRICS
 from serried.records.status import STATUS
-from serried.runtime.program import typed_command
+from serried.runtime.command import typed_command
 
 IsTaken = Callable[[Path], bool]
 """Whether a command can use the run in a folder."""
@@ -120,7 +120,7 @@ def has_saved(folder: Path) -> bool:
 
 def runs_of_a_sweep(folder: Path) -> list[Path]:
     """The run folders of the sweep in ``folder``; empty if it is none."""
-    from serried.launch.summary import read_summary
+    from serried.launch.sweep.summary import read_summary
 
     return [outcome.run_dir for outcome in read_summary(folder)[1]]
 

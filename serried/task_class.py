@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from serried.configs.declaration import BUILT_IN, Declaration
 from serried.configs.errors import UserError
-from serried.configs.keys import check_fields
-from serried.configs.registry import BUILT_IN_TASKS, tasks
-from serried.configs.schema import Section
+from serried.configs.messages.keys import check_fields
+from serried.configs.schema.declaration import BUILT_IN, Declaration
+from serried.configs.schema.registry import BUILT_IN_TASKS, tasks
+from serried.configs.schema.sections import Section
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task

@@ -10,7 +10,7 @@ from pathlib import Path
 # Tests and what they start share the cores: threads would wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of those that ask for several
-# Tests expect the devices and the rounding of a CPU, but for those of tests/test_gpu.py.
+# Tests expect the devices and the rounding of a CPU, but for those of tests/ranks/test_gpu.py.
 if os.environ.get("TEST_DEVICE") != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # The first profile of a process decides what torch's profiler prints in all later ones, of other tests too.
@@ -19,9 +19,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import pytest
 from hypothesis import settings
 
-from harness.cluster import Cluster
-from serried.configs.data_section import sources
-from serried.configs.registry import models, optimizers, schedules, tasks
+from serried.configs.schema.data import sources
+from serried.configs.schema.registry import models, optimizers, schedules, tasks
+from testing.cluster import Cluster
 
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,7 +83,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text, and beside it the cache of its tokens."""
-    from harness.runs import write_text  # imports torch, which the process that only distributes tests does not need
+    from testing.runs import write_text  # imports torch, which the process that only distributes tests does not need
 
     folder = tmp_path_factory.mktemp("text")
     write_text(folder)

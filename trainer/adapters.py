@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from serried.configs.adapter_folder import ADAPTER_CONFIG, PREFIX, described_adapters
 from serried.configs.errors import UserError
-from serried.configs.explain import shown
-from serried.configs.near import nearest, nearest_pattern
-from serried.configs.schema import AdapterSection
-from serried.parallel.adapters import MAGNITUDE, A, Adapter, B, attach, is_linear
-from serried.parallel.fragments import Fragment
-from serried.parallel.held import HeldTensor, is_sharded
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, PREFIX, described_adapters
+from serried.configs.messages.invalid_values import shown
+from serried.configs.schema.sections import AdapterSection
+from serried.configs.similar_names import nearest, nearest_pattern
+from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.initialize import initialize_uniform
+from serried.parallel.layout.local_shards import HeldTensor, is_sharded
+from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, is_linear
+from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.quantized import BLOCK, can_quantize, pack, quantize
 from serried.records.tensors import TensorFolder
 from serried.trainer.checkpoint.retention import ADAPTER
-from serried.trainer.checkpoint.state import Exported
+from serried.trainer.checkpoint.tensors import Exported
 
 _PIECE_NUMBERS = 2**23
 """Weights that are quantized at a time."""

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from serried.configs.adapter_folder import base_of_adapters
 from serried.configs.errors import UserError
-from serried.configs.model_folder import model_folder
+from serried.configs.hugging_face.adapter_folder import base_of_adapters
+from serried.configs.hugging_face.model_folder import model_folder
 from serried.records.tensors import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import STATE, read_state
-from serried.trainer.context import Context
-from serried.trainer.health import digest
+from serried.trainer.replica_check import digest
+from serried.trainer.run_context import Context
 
 _MOVED = "if it has moved: train.py ... model.path=FOLDER, or a link in its place"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from serried.configs.compilers import missing_compiler
 from serried.configs.errors import StopRequested, TrainingFailed, UserError
+from serried.configs.requirements.compilers import missing_compiler
 from serried.runtime.console import Console
-from serried.runtime.ranks import usable_cores
+from serried.runtime.process import usable_cores
 
 _CACHE, _THREADS = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_WARNINGS = 8

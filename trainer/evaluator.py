@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.schema import DEFAULT_VALIDATION
-from serried.trainer.context import Context
-from serried.trainer.evaluation import evaluate_by_source
-from serried.trainer.metrics import Meter
-from serried.trainer.out_of_memory import explained
-from serried.trainer.pulse import EVALUATE
-from serried.trainer.report import Report
-from serried.trainer.shutdown import Shutdown
+from serried.configs.schema.sections import DEFAULT_VALIDATION
+from serried.planner.out_of_memory import explained
+from serried.trainer.evaluation.evaluate import evaluate_by_source
+from serried.trainer.metrics.meter import Meter
+from serried.trainer.metrics.run_log import Report
+from serried.trainer.monitor.heartbeat import EVALUATE
+from serried.trainer.monitor.shutdown import Shutdown
+from serried.trainer.run_context import Context
 from serried.trainer.task import Dataset, TextTask, to_device
 from serried.trainer.training_state import TrainingState
 
@@ -136,7 +136,7 @@ class Evaluator:
 
     def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float] | None:
         """Return the metrics of ``trainer.evaluate``; None if the ranks have agreed to stop meanwhile."""
-        from serried.trainer.benchmarks import Stopped
+        from serried.trainer.evaluation.lm_eval import Stopped
 
         micro_batch = self._context.config.trainer.micro_batch
         try:
@@ -164,6 +164,6 @@ def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
         )
     task.text_ids("", begins=True)  # refuses a model that has no logits of tokens
     context.console.doing("loading benchmarks")
-    from serried.trainer.benchmarks import Benchmarks
+    from serried.trainer.evaluation.lm_eval import Benchmarks
 
     return Benchmarks(trainer.evaluate, trainer.eval_batches * trainer.global_batch, task, context.session)

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from serried.configs.errors import TrainingFailed
-from serried.trainer.context import Context
-from serried.trainer.data import Data
+from serried.trainer.data.loader import BatchLoader
 from serried.trainer.evaluator import Evaluator
-from serried.trainer.health import GoBack
-from serried.trainer.loader import BatchLoader
-from serried.trainer.profile import StepProfiler
-from serried.trainer.pulse import DATA, LOG, SAVE, TRAIN
+from serried.trainer.metrics.profiler import StepProfiler
+from serried.trainer.monitor.heartbeat import DATA, LOG, SAVE, TRAIN
+from serried.trainer.monitor.shutdown import Action, Shutdown
+from serried.trainer.replica_check import GoBack
 from serried.trainer.rollback import Rollback
+from serried.trainer.run_context import Context
+from serried.trainer.run_data import Data
 from serried.trainer.saver import Saver
-from serried.trainer.shutdown import Action, Shutdown
 from serried.trainer.step import StepResult
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import to_device

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema import RunConfig, TrainerSection
-from serried.parallel.activations import Mix, checkpoint_blocks
-from serried.parallel.apply import parallelize
+from serried.configs.schema.sections import RunConfig, TrainerSection
+from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks
 from serried.parallel.compile import compile_blocks
-from serried.parallel.groups import Groups
-from serried.parallel.held import HeldTensor
 from serried.parallel.initialize import initialize
-from serried.parallel.mesh import Layout
+from serried.parallel.layout.local_shards import HeldTensor
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.process_groups import Groups
 from serried.parallel.model import DistributedModel
-from serried.parallel.phases import Phases
+from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
-from serried.trainer.activation_budget import chosen_mix
+from serried.parallel.step_phases import Phases
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
-from serried.trainer.checkpoint.state import Exported, check_names, load_weights
+from serried.trainer.checkpoint.tensors import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
-from serried.trainer.parameter_groups import freeze
+from serried.trainer.memory.activation_budget import chosen_mix
+from serried.trainer.optim.parameter_groups import freeze
 from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, trained_type
 from serried.trainer.task import Task
 

@@ -6,15 +6,22 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.registry import takes
-from serried.configs.schema import PrecisionSection, RunConfig
-from serried.parallel.apply import gathered_type
-from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
-from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
-from serried.parallel.float8_gather import can_gather
-from serried.parallel.mesh import Layout
+from serried.configs.schema.registry import takes
+from serried.configs.schema.sections import PrecisionSection, RunConfig
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.parallelize import gathered_type
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import Chosen, Product, check_torchao, choose_linear, product_of_torchao, set_product
+from serried.parallel.precision.float8_all_gather import can_gather
+from serried.parallel.precision.float8_int8 import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
+from serried.parallel.precision.low_precision_linear import (
+    Chosen,
+    Product,
+    check_torchao,
+    choose_linear,
+    product_of_torchao,
+    set_product,
+)
+from serried.parallel.precision.quantize_aware import FakeQuantized, quantized_layers
 
 LOW_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16, "int8": torch.bfloat16,

@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_regular
-from serried.configs.schema import RunConfig
+from serried.configs.schema.sections import RunConfig
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
 from serried.runtime.console import Console
 from serried.trainer.base_model import same_files
 from serried.trainer.checkpoint.resume import Start
-from serried.trainer.context import Context
-from serried.trainer.data import Data
-from serried.trainer.evaluation import Kept
-from serried.trainer.loader import Reader, evaluation_batches
-from serried.trainer.pulse import SET_UP
-from serried.trainer.sampler import BatchShare, evaluation_samples, sample_order
+from serried.trainer.data.loader import Reader, evaluation_batches
+from serried.trainer.data.sampler import BatchShare, evaluation_samples, sample_order
+from serried.trainer.evaluation.evaluate import Kept
+from serried.trainer.monitor.heartbeat import SET_UP
+from serried.trainer.run_context import Context
+from serried.trainer.run_data import Data
 from serried.trainer.task import Dataset, Reference, Task, fingerprint, to_device
 
 _FORMAT = 1

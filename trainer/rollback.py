@@ -1,14 +1,14 @@
 """Going back to the newest checkpoint after a step that went wrong."""
 
 from serried.configs.errors import TrainingStopped
-from serried.parallel.checks import with_values
+from serried.parallel.layout.checks import with_values
 from serried.trainer.checkpoint.resume import find_start
-from serried.trainer.context import Context
-from serried.trainer.data import Data
-from serried.trainer.health import GoBack
-from serried.trainer.metrics import Meter
-from serried.trainer.pulse import SET_UP
-from serried.trainer.report import Report
+from serried.trainer.metrics.meter import Meter
+from serried.trainer.metrics.run_log import Report
+from serried.trainer.monitor.heartbeat import SET_UP
+from serried.trainer.replica_check import GoBack
+from serried.trainer.run_context import Context
+from serried.trainer.run_data import Data
 from serried.trainer.saver import Saver
 from serried.trainer.training_state import TrainingState
 

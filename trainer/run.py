@@ -5,29 +5,30 @@ import traceback
 from contextlib import suppress
 from functools import partial
 
-from serried.configs import run_config
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.plain_data import is_count
-from serried.configs.schema import AUTO, RunConfig
-from serried.records.page import write_report
+from serried.configs.schema import run_config
+from serried.configs.schema.sections import AUTO, RunConfig
+from serried.planner import auto_micro_batch as micro_batch
+from serried.planner.out_of_memory import explained
+from serried.planner.traced_step import takes_samples
+from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
-from serried.runtime.ending import Failure
+from serried.runtime.exit import Failure
 from serried.runtime.session import Session
-from serried.trainer import compilation, micro_batch
+from serried.trainer import compilation
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
-from serried.trainer.context import Context
-from serried.trainer.data import Data, with_steps
+from serried.trainer.metrics.run_log import Progress, finished_because
 from serried.trainer.model import build_model
-from serried.trainer.out_of_memory import explained
-from serried.trainer.plan.traced import takes_samples
-from serried.trainer.pulse import END, activity
-from serried.trainer.report import Progress, finished_because
+from serried.trainer.monitor.heartbeat import END, activity
+from serried.trainer.monitor.watchdog import Watchdog
+from serried.trainer.run_context import Context
+from serried.trainer.run_data import Data, with_steps
 from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer
-from serried.trainer.watchdog import Watchdog
 
 
 def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> int:

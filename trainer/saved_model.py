@@ -8,17 +8,17 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from serried.configs.declaration import Declaration, declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_yaml
-from serried.configs.registry import task_of_model, tasks
-from serried.configs.run_config import check
-from serried.parallel.checks import with_values
-from serried.parallel.mesh import Layout
-from serried.trainer.checkpoint.reading import reading, with_chosen
+from serried.configs.schema.declaration import Declaration, declaring
+from serried.configs.schema.registry import task_of_model, tasks
+from serried.configs.schema.run_config import check
+from serried.parallel.layout.checks import with_values
+from serried.parallel.layout.mesh import Layout
+from serried.trainer.checkpoint.read_while_training import reading, with_chosen
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.retention import committed
-from serried.trainer.evaluation import check_weights, load_model
+from serried.trainer.evaluation.evaluate import check_weights, load_model
 from serried.trainer.task import Task
 
 

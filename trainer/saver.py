@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serried.parallel.mesh import Layout
+from serried.parallel.layout.mesh import Layout
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
-from serried.trainer.context import Context
-from serried.trainer.health import ReplicaCheck
-from serried.trainer.metrics import SAVING, Meter
-from serried.trainer.report import Report
+from serried.trainer.metrics.meter import SAVING, Meter
+from serried.trainer.metrics.run_log import Report
+from serried.trainer.replica_check import ReplicaCheck
+from serried.trainer.run_context import Context
 from serried.trainer.training_state import TrainingState
 
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from serried.configs.schema import HealthSection
+from serried.configs.schema.sections import HealthSection
 from serried.parallel.model import DistributedModel
-from serried.parallel.phases import OPTIMIZER
 from serried.parallel.plan import Objective
-from serried.trainer.optimizer import take_step
+from serried.parallel.step_phases import OPTIMIZER
+from serried.trainer.monitor.spikes import SpikeWindow
+from serried.trainer.optim.optimizer import take_step
+from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import GradScaler
-from serried.trainer.spikes import SpikeWindow
-from serried.trainer.weight_average import WeightAverage
 
 FAILURES_THAT_STOP = 3
 """After so many failed steps in a row every later step is rejected, until the host has read this and stops."""
@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
     failed_in_row: float
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
     votes: float
-    """Sum of what the ranks voted; see ``trainer.shutdown``."""
+    """Sum of what the ranks voted; see ``trainer.monitor.shutdown``."""
     metrics: tuple[float, ...] = ()
     """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
     by_source: tuple[float, ...] = ()

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from serried.parallel.groups import gather_plain
+from serried.parallel.layout.process_groups import gather_plain
 from serried.records.metrics import check_metric_names
-from serried.trainer.context import Context
-from serried.trainer.health import respond
-from serried.trainer.loader import BatchLoader
-from serried.trainer.metrics import RATES, Meter, eta_seconds
-from serried.trainer.optimizer import learning_rate
-from serried.trainer.report import Report
+from serried.trainer.data.loader import BatchLoader
+from serried.trainer.metrics.meter import RATES, Meter, eta_seconds
+from serried.trainer.metrics.run_log import Report
+from serried.trainer.optim.optimizer import learning_rate
+from serried.trainer.replica_check import respond
+from serried.trainer.run_context import Context
 from serried.trainer.step import StepResult
 from serried.trainer.training_state import TrainingState
 
@@ -36,7 +36,7 @@ class StepLog:
         """Read the results up to ``step`` if it is time to, and log the newest if ``log``.
 
         Raises:
-            GoBack, TrainingStopped, TrainingFailed: a result calls for it; see ``trainer.health``.
+            GoBack, TrainingStopped, TrainingFailed: a result calls for it; see ``trainer.replica_check``.
         """
         is_cpu = self._context.session.device.type == "cpu"  # which has nothing to wait for
         if log or is_cpu or step % _READ_AT_LEAST_EVERY == 0:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from serried.configs.errors import UserError
-from serried.configs.schema import RunConfig, Section
-from serried.parallel.fragments import Fragment
+from serried.configs.schema.sections import RunConfig, Section
+from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 
 

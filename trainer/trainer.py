@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from serried.configs.adapter_folder import ADAPTER_CONFIG
 from serried.configs.errors import UserError
-from serried.configs.schema import RunConfig
-from serried.parallel.checks import checked_layout
-from serried.parallel.quantized import whole_numel
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.checks import checked_layout
+from serried.parallel.nf4 import whole_numel
+from serried.planner.memory_formula import Sizes, planned_memory
+from serried.planner.overview import copied_bytes, overview, saved_bytes
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
@@ -24,28 +26,26 @@ from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, ma
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
 from serried.trainer.compilation import check_compiler
-from serried.trainer.context import Context
-from serried.trainer.data import Data, check_validation
 from serried.trainer.evaluator import Evaluator, open_benchmarks
-from serried.trainer.health import digest
-from serried.trainer.host_memory import check_host_memory
 from serried.trainer.loop import Loop
-from serried.trainer.metrics import PROFILING, Meter
+from serried.trainer.memory.host_memory import check_host_memory
+from serried.trainer.metrics.meter import PROFILING, Meter
+from serried.trainer.metrics.peak_flops import device_name, peak_flops
+from serried.trainer.metrics.profiler import StepProfiler, remember_allocations
+from serried.trainer.metrics.run_log import Report
 from serried.trainer.model import Model, model_to_train
-from serried.trainer.overview import copied_bytes, overview, saved_bytes
-from serried.trainer.peak_flops import device_name, peak_flops
-from serried.trainer.plan.memory import Sizes, planned_memory
+from serried.trainer.monitor.heartbeat import END
+from serried.trainer.monitor.shutdown import Shutdown
+from serried.trainer.monitor.time_to_stop import estimated_save_seconds
 from serried.trainer.precision import check_products
-from serried.trainer.profile import StepProfiler, remember_allocations
-from serried.trainer.pulse import END
 from serried.trainer.reference import ReferencePass
-from serried.trainer.report import Report
+from serried.trainer.replica_check import digest
 from serried.trainer.rollback import Rollback
+from serried.trainer.run_context import Context
+from serried.trainer.run_data import Data, check_validation
 from serried.trainer.saver import Saver
-from serried.trainer.shutdown import Shutdown
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import Task, TextTask
-from serried.trainer.time_to_stop import estimated_save_seconds
 from serried.trainer.training_state import TrainingState
 
 

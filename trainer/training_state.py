@@ -7,27 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serried.configs.schema import RunConfig
-from serried.parallel.groups import gather_plain
-from serried.parallel.mesh import Layout
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.process_groups import gather_plain
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Objective
 from serried.trainer.base_model import Base
-from serried.trainer.checkpoint.plan import Part
+from serried.trainer.checkpoint.file_assignment import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.checkpoint.state import load_state, state_parts
+from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.compilation import Compilation
-from serried.trainer.context import Context
-from serried.trainer.loader import PADDING_ID, Reader
+from serried.trainer.data.loader import PADDING_ID, Reader
 from serried.trainer.model import Model, sharded
-from serried.trainer.optimizer import model_optimizer
-from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
+from serried.trainer.optim.optimizer import model_optimizer
+from serried.trainer.optim.optimizer_state import group_values, load_plain_state, plain_state
+from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
+from serried.trainer.run_context import Context
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
-from serried.trainer.weight_average import WeightAverage
 
 
 class TrainingState:

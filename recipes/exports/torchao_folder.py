@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from serried.configs.model_folder import CONFIG, without_code
+from serried.configs.hugging_face.model_folder import CONFIG, without_code
 from serried.configs.plain_data import read_json
-from serried.parallel.fake_quantized import GROUP, torchao_config
+from serried.parallel.precision.quantize_aware import GROUP, torchao_config
 from serried.recipes.exports.formats import Source
 
 _OF_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt")

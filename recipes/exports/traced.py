@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from serried.recipes.exports.formats import Source
-from serried.recipes.models.transformer import Transformer
+from serried.recipes.models.families.llama import Transformer
 
 
 class _Logits(nn.Module):

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.families import ModelSection
-from serried.parallel.fragments import Fragment
+from serried.configs.schema.models import ModelSection
+from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import ALL_OF_IT, MOMENTS, Inputs, ParallelPlan, Share
-from serried.recipes.models.head import IGNORE
+from serried.recipes.models.layers.lm_head import IGNORE
 
 
 class Tokens(Protocol):
-    """A batch of sequences; ``recipes.data.dataset.Batch`` is one."""
+    """A batch of sequences; ``recipes.data.samples.token_dataset.Batch`` is one."""
 
     @property
     def tokens(self) -> Tensor:

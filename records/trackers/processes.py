@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import serried
-from serried.configs.schema import TrackSection
-from serried.configs.trackers import LABELS, asked_for
+from serried.configs.requirements.tracker_packages import LABELS, asked_for
+from serried.configs.schema.sections import TrackSection
 
 COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library
 _END_SECONDS, _NICENESS = 5.0, 10

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.explain import shown
-from serried.configs.keys import all_keys
+from serried.configs.messages.invalid_values import shown
+from serried.configs.messages.keys import all_keys
+from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import NotPlainData, expanded, flatten, read_yaml, value_at
-from serried.configs.run_config import CHOSEN
-from serried.configs.schema import AUTO, RunConfig, Section
-from serried.configs.suggest import nearest
+from serried.configs.schema.run_config import CHOSEN
+from serried.configs.schema.sections import AUTO, RunConfig, Section
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest

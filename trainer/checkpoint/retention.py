@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from serried.configs.plain_data import NotPlainData, is_number, read_json
-from serried.configs.schema import CheckpointSection
+from serried.configs.schema.sections import CheckpointSection
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
 

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
-from serried.configs.schema import CheckpointSection
-from serried.parallel.groups import gather_plain
-from serried.parallel.mesh import Layout
+from serried.configs.schema.sections import CheckpointSection
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.process_groups import gather_plain
 from serried.records.tensors import TensorSpec, index_json
 from serried.runtime.session import Session
-from serried.trainer.checkpoint.exchange import Exchange
-from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from serried.trainer.checkpoint.plan import (
+from serried.trainer.checkpoint.file_assignment import (
     BUCKET_BYTES,
     Part,
     Plan,
@@ -38,7 +36,9 @@ from serried.trainer.checkpoint.plan import (
     make_plan,
     targets_of,
 )
+from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
 from serried.trainer.checkpoint.retention import ADAPTER, STATE, STEMS, folder_name, partial_name, prune
+from serried.trainer.checkpoint.tensor_exchange import Exchange
 from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
 
 _SPARE_BYTES = 64 * 2**20

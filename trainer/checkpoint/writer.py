@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from serried.records.tensors import header, tensor_bytes
+from serried.trainer.checkpoint.file_assignment import Plan, Window
 from serried.trainer.checkpoint.manifest import FileRecord
-from serried.trainer.checkpoint.plan import Plan, Window
 
 NOT_SHARED = "run.dir must be on a disk that all nodes share"
 

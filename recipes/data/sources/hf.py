@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import ClassVar
 
-from serried.configs.data_section import DataSection, sources
 from serried.configs.errors import UserError
-from serried.configs.schema import PathText
-from serried.recipes.data.files import assignment
+from serried.configs.schema.data import DataSection, sources
+from serried.configs.schema.sections import PathText
+from serried.recipes.data.readers.files import assignment
 from serried.recipes.data.sources.text import RowsSection
 
 
@@ -72,4 +72,6 @@ class HubSection(RowsSection):
             )
 
 
-sources.register("hf", HubSection, lambda: import_module("serried.recipes.data.hugging_face_dataset").HubDataset)
+sources.register(
+    "hf", HubSection, lambda: import_module("serried.recipes.data.readers.hugging_face_dataset").HubDataset
+)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from serried.configs.data_section import Sources, SourceSection, sources
+from serried.configs.schema.data import Sources, SourceSection, sources
 
 
 class MixtureSection(SourceSection):

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from serried.configs.data_section import SourceSection, register_source
 from serried.configs.errors import UserError
-from serried.recipes.data.find import walk
-from serried.recipes.data.text import TextFiles
+from serried.configs.schema.data import SourceSection, register_source
+from serried.recipes.data.readers.find_files import walk
+from serried.recipes.data.readers.plain_text import TextFiles
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"}
 

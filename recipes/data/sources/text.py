@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from serried.configs.data_section import SourceSection, register_source
 from serried.configs.errors import UserError
-from serried.configs.schema import PathText
-from serried.recipes.data.files import assignment, ending_of, kind_of
-from serried.recipes.data.find import check_path, find_files
-from serried.recipes.data.rows import Column, RowFiles, holds_rows
-from serried.recipes.data.source import Source
-from serried.recipes.data.text import TextFiles
+from serried.configs.schema.data import SourceSection, register_source
+from serried.configs.schema.sections import PathText
+from serried.recipes.data.readers.files import assignment, ending_of, kind_of
+from serried.recipes.data.readers.find_files import check_path, find_files
+from serried.recipes.data.readers.json_parquet_rows import Column, RowFiles, holds_rows
+from serried.recipes.data.readers.plain_text import TextFiles
+from serried.recipes.data.readers.source import Source
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Files that are one document each, in a folder. A file that is named, or matches a glob, may end in anything."""

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import ClassVar, Literal
 
-from serried.configs.data_section import DataSection, SourceSection, sources
 from serried.configs.plain_data import expanded
-from serried.configs.schema import PathText
-from serried.recipes.data.find import check_path
+from serried.configs.schema.data import DataSection, SourceSection, sources
+from serried.configs.schema.sections import PathText
+from serried.recipes.data.readers.find_files import check_path
 
 
 class TokensSection(SourceSection):
@@ -39,4 +39,4 @@ class TokensSection(SourceSection):
             )
 
 
-sources.register("tokens", TokensSection, lambda: import_module("serried.recipes.data.flat").FlatFiles)
+sources.register("tokens", TokensSection, lambda: import_module("serried.recipes.data.prepared.token_files").FlatFiles)

@@ -1,0 +1,103 @@
+"""Folders of adapters in PEFT's format, which anyone may have written: what they hold, if it is known here."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from serried.configs.errors import UserError
+from serried.configs.messages.invalid_values import shown
+from serried.configs.plain_data import read_json
+from serried.configs.schema.sections import AdapterSection
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""Says how adapters are used, for PEFT; beside them alone."""
+PREFIX = "base_model.model."
+"""What PEFT writes before the name of a module of the base model."""
+_A, *_OTHERS = ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
+"""Ends of the names of an adapter's tensors."""
+_MERGE = "merge them with PEFT"
+_FREE = {
+    "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode",  # how it was made
+    "lora_dropout",  # in training alone
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors have names
+    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # nothing without other keys
+}  # fmt: skip
+"""Keys of PEFT 0.21 that may have any value."""
+_TAKEN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "revision": (None, "main"),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the weights of the base model
+    "use_dora": (False, True),
+    "use_rslora": (False, True),
+}
+"""Values of keys that are computed here as PEFT does. All other keys, known or not, must be off."""
+_NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
+
+
+def described_adapters(folder: Path, tensors: Collection[str], heads: Collection[str] = ()) -> dict[str, Any]:
+    """Return the keys of the section ``adapter`` for the adapters in ``folder``, whose files hold ``tensors``.
+
+    ``heads``: modules that may be saved whole beside them. Raises ``UserError`` if PEFT would compute anything else
+    with the folder than is computed here, or it cannot be read.
+    """
+    file = folder / ADAPTER_CONFIG
+    found = _read(folder)
+    for key, value in found.items():
+        if key in _FREE or key in _NUMBERS:
+            continue
+        taken = _TAKEN.get(key, (value,) if not value else ())
+        if key == "modules_to_save" and isinstance(value, list) and value == sorted(heads):
+            continue
+        if not any(value is each or (value == each and isinstance(value, str)) for each in taken):
+            instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
+            raise UserError(f"{file} has {key} {shown(value)}, which cannot be used here{instead}; {_MERGE}")
+    whole = tuple(f"{PREFIX}{head}." for head in heads)
+    for name in tensors:
+        if not name.startswith(whole or " ") and not (name.startswith(PREFIX) and name.endswith(ENDINGS)):
+            raise UserError(
+                f"{folder} holds the tensor {name}, and only those of LoRA and DoRA beside linear layers can be used "
+                f"here; {_MERGE}"
+            )
+    names = [name for name in tensors if name.endswith(_A)]
+    keys = {
+        "method": "dora" if found.get("use_dora") else "lora",
+        "scale": "rslora" if found.get("use_rslora") else "standard",
+        "modules": [name.removeprefix(PREFIX).removesuffix(_A) for name in names],
+    }
+    return keys | {ours: _number(file, found, key) for key, ours in _NUMBERS.items()}
+
+
+def base_of_adapters(folder: Path) -> str:
+    """Return the folder or Hub name of the base model of the adapters in ``folder``. Raises ``UserError`` if they do
+    not say it."""
+    base = _read(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{folder / ADAPTER_CONFIG} names no base model: add base_model_name_or_path to it")
+    return base
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / ADAPTER_CONFIG
+    try:
+        return read_json(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} cannot be used: {str(error).removeprefix(f'{file} ')}") from None
+
+
+def _number(file: Path, found: Mapping[str, Any], key: str) -> Any:
+    ours, value = _NUMBERS[key], found.get(key)
+    try:
+        if not isinstance(value, int | float):
+            raise ValueError("a number is needed")
+        return getattr(AdapterSection.model_validate({ours: value, "method": "lora"}), ours)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+    except ValueError as error:
+        why = str(error)
+    lacks = f"has {key} {shown(value)}" if key in found else f"lacks {key}"
+    raise UserError(f"{file} {lacks}: {why[:1].lower()}{why[1:]}")

@@ -1,0 +1,261 @@
+"""Settings taken from a Hugging Face model: ``model.path=FOLDER_OR_NAME``, or ``checkpoint.resume=FOLDER``."""
+
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from serried.configs.addresses import is_address, not_a_path
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
+from serried.configs.hugging_face.weight_files import has_head_of_its_own
+from serried.configs.messages.invalid_values import shown
+from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
+from serried.configs.schema.registry import models
+from serried.configs.schema.sections import parse_count
+from serried.configs.similar_names import nearest
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+ANY_FAMILY = "hf"
+"""The family that reads the models of all others, by transformers' own code."""
+_NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
+"""Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
+_NAMES_MODELS = ("architecture", "model_args", "backbone", "use_timm_backbone", "use_pretrained_backbone")
+"""Keys that may name another model, which a library would download, or a file, which timm would unpickle."""
+_COUNTS = {"(layers?|blocks|depths?|stages)$": 1000, "experts$": 10_000, "labels$": 10**6}
+"""Endings of keys by which modules, or names of classes, are made one by one -> the most of them."""
+_NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
+"""Contents of a checkpoint or run folder, which is resumed with all of its state."""
+_SHOWN = 4
+_MODEL, _TEACHER = "model.path", "task.teacher"
+"""Keys that name a model."""
+_ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
+_FREE = ("name", "path", "max_sequence_length")
+"""Keys of ``model`` that may differ from those of the weights."""
+_TYPED = ("padding_token", "tie_embeddings")
+"""Further ones, if the user sets them: loading refuses weights that they do not fit."""
+
+
+def _check_counts(found: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` if a library would build far more by the ``config.json`` ``found`` than any model has: what
+    has no values takes time and memory too."""
+    for name, value in found.items():
+        values = value if isinstance(value, list) else [value]
+        numbers = [each for each in values if isinstance(each, int | float)]
+        for kind, most in _COUNTS.items():
+            if re.search(kind, name) and max(numbers, default=0) > most:
+                raise UserError(
+                    f"the {CONFIG} of the model has {name}: {shown(value)}, more than the {most} that are built here; "
+                    "use another model"
+                )
+
+
+def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too. Raises
+    ``UserError`` if it names another model, or describes one of a size that none has."""
+    _check_counts(found)
+    if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
+        raise UserError(
+            f"the {CONFIG} of the model has {named}: {shown(found[named])}, by which a library would build, download "
+            "or read what that file names; use a model without it (timm's own: task.library=timm task.model=NAME)"
+        )
+    return {
+        key: without_code(value) if isinstance(value, dict) else value
+        for key, value in found.items()
+        if key not in _NAMES_CODE and not key.startswith("_")
+    }
+
+
+def architecture_of(found: Mapping[str, Any]) -> str:
+    """Return the class of transformers that the content of a ``config.json`` names first; empty if it names none."""
+    named = found.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
+
+    ``given``: keys that the user set, which win, or are refused if the weights do not allow them.
+
+    Raises ``UserError`` if the model cannot be read, or ``given`` contradicts it.
+    """
+    model, data = plain.get("model"), plain.get("data")
+    if not isinstance(model, dict) or not isinstance(data, dict):
+        return dict(plain)
+    path = model.get("path") or _resumed_folder(plain)
+    kept_family = ANY_FAMILY if model.get("family") == ANY_FAMILY else None
+    if path is None:
+        if model.get("name") in ("auto", ANY_FAMILY):
+            raise UserError(f"model={model['name']} needs a Hugging Face model: model.path=FOLDER_OR_NAME")
+        return dict(plain)
+    path, own = str(path), {key.split(".")[1] for key in given if key.startswith("model.")}
+    found = _described(path, plain, kept_family)
+    # A preset that was chosen is compared too, with all of its keys.
+    named = {*model} if "model" in given and model["name"] != "auto" else own
+    began = _began_with(path, plain)  # with the defaults of an earlier version, maybe
+    free = {*_FREE, *(key for key in own if key in _TYPED or (key in began and _is_same(model[key], began[key])))}
+    wrong = [key for key in found if key in named and key not in free and not _is_same(model.get(key), found[key])]
+    if wrong:
+        there = ", ".join(f"model.{key}={shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
+            len(wrong) > _SHOWN
+        )
+        extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
+        raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
+    # Null leaves a key to the model, unless that is a value it may be set to here.
+    nulls = {"padding_token", *(key for key in began if began[key] is None)} - {*_FREE}
+    kept = {key: model[key] for key in own if key in model and (model[key] is not None or key in nulls)}
+    named_after = {"name": Path(path).name, "path": path}
+    tokenizer = {} if "data.tokenizer" in given else {"tokenizer": path}
+    return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
+
+
+@lru_cache(maxsize=1)  # a search asks again for each layout
+def teacher_section(name: str) -> Any:
+    """Return the section that describes the teacher ``name``, a folder or a name on the Hub. Raises ``UserError`` if it
+    cannot be read, or no built-in family can compute it."""
+    keys = keys_of_model(name, key=_TEACHER)
+    try:
+        return models.get(keys["family"]).section.model_validate({"name": name, "path": name, **keys})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise UserError(f"{_TEACHER}={name}: {place}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> dict[str, Any]:
+    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub, for
+    ``family``; None: the one that its ``config.json`` names. ``key`` is the one that names the model. Raises
+    ``UserError`` if it cannot be read, or no family can compute it."""
+    file = model_folder(name, CONFIG, key=key) / CONFIG
+    any_other = _ANY_OTHER if key == _MODEL else ""
+    try:
+        found = read_json(file)
+        # As transformers 5: weights that are tied have equal values. Those on the Hub are not here yet.
+        if found.get("tie_word_embeddings", True) and _exists(expanded(name)) and has_head_of_its_own(file.parent):
+            found["tie_word_embeddings"] = False
+        family = family or found.get("model_type")
+        if family not in models.names():
+            near = _nearest_family(str(family)) + any_other
+            raise ValueError(f"is of model_type {family}, which no model family reads; {near}")
+        section: Any = models.get(family).section
+        if family == ANY_FAMILY:
+            without_code(found)  # refuses
+        try:
+            return {"family": family, **section.keys_from(found)}
+        except ValueError as error:
+            instead = "" if family == ANY_FAMILY or found.get("quantization_config") else any_other
+            raise ValueError(f"{error}{instead}") from None
+    except OSError as error:
+        of_a_run: list[Path] = []
+        with suppress(OSError):  # a name that no file can have
+            of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
+        if of_a_run:
+            raise UserError(f"{key}={name} is a run; use a model that it saved: {key}={of_a_run[-1].parent}") from None
+        refuse_adapters(name, file.parent, key)
+        raise UserError(
+            f"{key}={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
+            f"{CONFIG} and weights, or a name on the Hub, as {key}=Qwen/Qwen3-0.6B"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
+        raise UserError(("" if key == _MODEL else f"{key}={name}: ") + f"{file} {reason}") from None
+
+
+def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
+    """Raise ``UserError`` if ``folder``, which the user named as a model, holds adapters instead."""
+    if not _exists(folder / ADAPTER_CONFIG):
+        return
+    base = base_of_adapters(folder)
+    start = f", with adapter=lora checkpoint.resume={name} to start from these adapters" if key == _MODEL else ""
+    raise UserError(
+        f"{key}={name} holds adapters ({ADAPTER_CONFIG}) and no model; use the model that they adapt, {key}={base}"
+        f"{start}; or merge them with PEFT, merge_and_unload().save_pretrained(FOLDER), and use {key}=FOLDER"
+    )
+
+
+def family_of_any(name: str) -> str | None:
+    """Return the family that reads the model ``name`` if the one that its ``config.json`` names is none of those here;
+    else None."""
+    try:
+        kind = read_json(model_folder(name, CONFIG) / CONFIG).get("model_type")
+    except (OSError, ValueError):
+        return None  # keys_of_model reports it
+    return None if kind in models.names() else ANY_FAMILY
+
+
+def _nearest_family(model_type: str) -> str:
+    names = [name for name in models.names() if name != ANY_FAMILY]
+    near = [name for name in names if name.startswith(model_type)] or nearest(model_type, names)
+    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}"
+
+
+def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
+    """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
+    Raises ``UserError`` if there is no such folder, and it cannot be downloaded."""
+    if is_address(name):
+        raise UserError(not_a_path(key, name))
+    folder = expanded(name)
+    if _exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (ImportError, OSError, ValueError) as error:  # those of the Hub are OSError and ValueError
+        raise UserError(
+            f"{key}={name} is not a folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
+            f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then {key}=FOLDER"
+        ) from None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is ``path``; no, if its name is too long for any file."""
+    with suppress(OSError):
+        return path.exists()
+    return False
+
+
+def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
+    """The plain model folder that ``checkpoint.resume`` names, if it does."""
+    path = expanded(str((plain.get("checkpoint") or {}).get("resume")))
+    is_model = _exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
+    return str(path) if is_model or _recorded(str(path), plain) else None
+
+
+def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:
+    """The keys of the model in ``path``; if it is gone, as the run that began with it recorded them."""
+    recorded = {} if _exists(Path(path)) else _recorded(path, plain)
+    return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path, family)
+
+
+def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``model`` of the run in the run folder, if it began with the model ``path``."""
+    model = value_at("model", read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml"))
+    return model if value_at("path", model) == path else {}
+
+
+def _began_with(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``model`` of the run that is resumed, if that began with the model ``path``."""
+    resumed = expanded(str(value_at("checkpoint.resume", plain)))
+    for run in (resumed, resumed.parent.parent):
+        model = value_at("model", read_if_there(run / "config.yaml"))
+        if value_at("path", model) == path:
+            return dict(model)
+    return _recorded(path, plain)
+
+
+def _is_same(given: Any, found: Any) -> bool:
+    given = given if isinstance(given, bool) else parse_count(given)
+    if isinstance(given, str) and not isinstance(found, str | bool):
+        try:
+            given = float(given)
+        except ValueError:
+            return False
+    return given is None or given == found

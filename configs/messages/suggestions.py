@@ -1,0 +1,349 @@
+"""Suggestions for mistyped keys and choices: similar names, and names that other frameworks use."""
+
+import functools
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serried.configs.messages.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
+from serried.configs.schema.registry import tasks
+from serried.configs.schema.run_config import CHOSEN
+from serried.configs.schema.sections import parse_count
+from serried.configs.similar_names import nearest
+
+Groups = Mapping[str, Sequence[str]]
+"""Config groups and their choices."""
+_DATA_FILES = (".json", ".jsonl", ".parquet", ".txt", ".csv", ".md", ".gz", ".zst")
+_A_SLIP = 0.85
+"""Likeness of a key and the same key with one wrong letter, or more."""
+
+
+class Names(NamedTuple):
+    """Names from elsewhere, squeezed: ``maxSteps``, ``max-steps`` and ``max_steps`` are one."""
+
+    keys: dict[str, list[str]]
+    """Name -> the keys or groups it may mean."""
+    choices: dict[str, list[str]]
+    """Name of a choice -> overrides that choose it: ``fp16`` -> ``precision=fp16``."""
+    advice: dict[str, str]
+    """Name, or ``group=choice`` -> a sentence."""
+
+
+@functools.cache
+def other_names() -> Names:
+    """Return the names in ``key_notes.yaml``."""
+    names = Names({}, {}, {})
+    for target, known in key_notes()["names"].items():
+        table = names.choices if "=" in target else names.keys
+        for name in dict.fromkeys(_squeezed_names(known)):
+            table.setdefault(name, []).append(target)
+    for entry in key_notes()["advice"]:
+        names.advice.update(dict.fromkeys(_squeezed_names(entry["names"]), entry["answer"]))
+    return names
+
+
+def _squeezed_names(known: str) -> Iterator[str]:
+    return (squeezed(word.rpartition(":")[2]) for word in known.split())
+
+
+def squeezed(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
+
+
+def pasteable(key: str, value: str) -> str:
+    """Return ``key=value``, quoted for a shell."""
+    return shlex.quote(f"{key}={value}")
+
+
+def nearest_choice(key: str, typed: str, choices: Sequence[str]) -> list[str]:
+    """The ``choices`` of a key or group that ``typed`` may mean, best first."""
+    named = _choice_named(key, typed)
+    return [named] if named in choices else nearest(typed, choices)
+
+
+def _choice_named(key: str, typed: str) -> str:
+    """The choice of ``key`` that other frameworks call ``typed``; empty if there is none."""
+    known = (override.partition(" ")[0].partition("=") for override in other_names().choices.get(squeezed(typed), []))
+    return next((choice for name, _, choice in known if name == key), "")
+
+
+def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
+    """Return up to three of the full dotted ``names`` that are similar to ``typed``, best first.
+
+    A name is as near as its whole or, a little less, as its last part: ``stpes`` is near ``trainer.steps``. A shared
+    section is not enough: ``trainer.foo`` is near nothing.
+    """
+    typed = typed.lower().replace("/", ".").replace("-", "_")
+    leaf = typed.rpartition(".")[2]
+
+    def likeness(name: str) -> tuple[float, float]:
+        whole = _likeness(typed, name, 0.8)
+        return max(whole, 0.9 * _likeness(leaf, name.rpartition(".")[2], 0.75)), whole
+
+    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: pair[0], reverse=True)[:3]
+    return [name for (score, _), name in ranked if score and score >= ranked[0][0][0] - 0.06]
+
+
+def _likeness(one: str, other: str, least: float) -> float:
+    """Return how similar two names are, from 0 to 1; 0 if below ``least``."""
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    if min(matcher.real_quick_ratio(), matcher.quick_ratio()) < least:  # bounds, which are quick to compute
+        return 0.0
+    ratio = matcher.ratio()
+    return ratio if ratio >= least else 0.0
+
+
+def meant(key: str, value: str, groups: Groups) -> list[str]:
+    """Return overrides to paste for a mistyped ``key=value``, best first; empty if none.
+
+    Without a value the overrides get an example of one.
+    """
+    section, _, last = key.rpartition(".")
+    names = keys_of(section) if section not in all_sections() and is_section(section) else [*all_keys(), *groups]
+    if key in names:
+        return [_assignment(key, value, groups)]
+    known = other_names()
+    here = {*all_keys(), *groups}  # a task of another kind may not have what a name from elsewhere means
+
+    def named(name: str) -> list[str]:
+        return [each for each in known.keys.get(name, []) if each in here]
+
+    aliases = named(squeezed(key)) or named(squeezed(last))
+    if not aliases and (switches := known.choices.get(squeezed(last))):
+        return [_switched(switches[0], value, groups)]
+    near = nearest_keys(key, names)
+    slips = [name for name in near if _likeness(key.lower(), name, _A_SLIP)]
+    if aliases:
+        near = [*aliases, *slips]  # a name from elsewhere may also be one slip away from a real key: offer both
+    elif near[:1] != slips[:1] or not near:
+        close = get_close_matches(squeezed(last), known.keys, n=1, cutoff=0.85)
+        near = [*(target for name in close for target in named(name)), *near]
+    sure = {*aliases, *groups, *slips}
+    near = [name for name in near if name in sure or _fits(name, value)] or near
+    if near and (found := _named_by_path(near[0], value)):
+        return [found]
+    return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
+
+
+def _named_by_path(group: str, value: str) -> str:
+    """Return the overrides for the model or the data in ``value``, a path or a name on the Hub; empty if it is none."""
+    path = value.strip("[]\"'")
+    is_file = Path(path).suffix in _DATA_FILES or Path(path).expanduser().exists()
+    if group not in ("model", "data") or "," in path or not path or not (is_file or "/" in path):
+        return ""
+    if group == "model":
+        return f"model=auto {pasteable('model.path', path)}"
+    is_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not is_file
+    return f"data={'hf' if is_of_hub else 'text'} {pasteable('data.path', path)}"
+
+
+def _switched(override: str, value: str, groups: Groups) -> str:
+    """``fp16=true`` -> ``precision=fp16``; ``wandb=offline`` -> ``track.wandb=offline``."""
+    key = override.partition("=")[0]
+    if found := _named_by_path(key, value):
+        return found
+    choices = groups.get(key) or (all_keys()[key].choices if key in all_keys() else ())
+    chosen = nearest_choice(key, value, choices)[:1]
+    return pasteable(key, chosen[0]) if chosen and value.lower() not in ("true", "1", "yes") else override
+
+
+def _fits(name: str, value: str) -> bool:
+    """Whether ``value``, or each of several to sweep over, is of the kind of the key ``name``."""
+    values = [value] if value.startswith("[") else value.split(",")
+    return all(all_keys()[name].may_take(each) for each in values)
+
+
+def _assignment(name: str, value: str, groups: Groups) -> str:
+    if found := _named_by_path(name, value):
+        return found
+    if name not in groups:
+        value = _CONVERTED.get(name, str)(_choice_named(name, value) or value)
+        if name in all_keys() and all_keys()[name].kind == "texts" and not all_keys()[name].may_take(value):
+            value = f"[{value}]"
+        return pasteable(name, value) if value else all_keys()[name].example
+    chosen = [each if each in groups[name] else _choice_named(name, each) for each in value.split(",")]
+    # Several are a sweep.
+    return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"
+
+
+_TIME_LIMITS = (  # days, hours, minutes, seconds
+    r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?()",
+    r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?",
+    r"()(\d+):(\d+):(\d+)",
+    r"()()(\d+)(?::(\d+))?",
+)
+
+
+def _in_minutes(limit: str) -> str:
+    """A time limit such as ``4:00:00``, ``30:00``, ``1-12`` or ``4h30m`` in minutes; unchanged if it is none."""
+    for pattern in _TIME_LIMITS:
+        if found := re.fullmatch(pattern, limit):
+            days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+            return str(60 * (24 * days + hours) + minutes + (seconds > 0))
+    return limit
+
+
+def _last_number(text: str) -> str:
+    """``gpu:h100:8`` -> ``8``."""
+    return (re.findall(r"\d+", text.rpartition(":")[2]) or [text])[-1]
+
+
+def _in_whole_minutes(limit: str) -> str:
+    """As ``_in_minutes``; a fraction of a minute is rounded up."""
+    return str(math.ceil(float(limit))) if re.fullmatch(r"\d*\.\d+", limit) else _in_minutes(limit)
+
+
+_CONVERTED = {
+    "checkpoint.every_minutes": _in_whole_minutes,
+    "slurm.time_minutes": _in_minutes,
+    "slurm.gpus_per_node": _last_number,
+}
+
+
+# Advice ---------------------------------------------------------------------------------------------------------------
+
+_Config = Mapping[str, Any]
+_FIGURES: dict[str, tuple[str, Callable[[float, _Config], float]]] = {
+    "steps_of_tokens": ("1000", lambda n, at: math.ceil(n / at["trainer.global_batch"] / at["data.sequence_length"])),
+    "accumulated": ("512", lambda n, at: n * at["trainer.micro_batch"] * _processes(at)),
+    "warmup_of_share": ("100", lambda n, at: math.ceil(n * at["trainer.steps"])),
+    "share_of_lr": ("0.1", lambda n, at: min(1.0, n / float(at["optim.lr"]))),
+}
+"""What a sentence of advice may hold in braces, beside ``{value}``: an example, and how it is computed from the value
+typed and the rest of the config, by key."""
+
+
+def _processes(at: _Config) -> int:
+    return int(os.environ.get("WORLD_SIZE") or at.get("launch.processes") or 1)
+
+
+def advice(key: str, value: str, config: _Config | None = None) -> str | None:
+    """Return why there is no such key and what to do instead; ``None`` if another key may be meant.
+
+    ``config``: the rest of the run's config by key, if it is known, for the numbers in the sentence.
+    """
+    known = other_names().advice
+    section, last = key.partition(".")[0], key.rpartition(".")[2]
+    near = get_close_matches(key, all_keys(), 1, _A_SLIP) if "." in key else []
+    if near and near[0].endswith(f".{last}"):
+        return None  # dapter.rank is adapter.rank, not torchrun's
+    if near and squeezed(key) not in known and (len(last) < 4 or squeezed(last) not in known):
+        return None  # optim.ep is optim.eps, not expert parallelism
+    names = [key, last] if section in all_sections() else [key, last, section]
+    sentence = next((known[squeezed(name)] for name in names if squeezed(name) in known), None)
+    if sentence is None:
+        return None
+    at = {path: parse_count(leaf) for path, leaf in (config or {}).items()}
+    figures = {name: _figure(*figure, value, at) for name, figure in _FIGURES.items()}
+    return sentence.format(value=value or "N", **figures)
+
+
+def _figure(example: str, compute: Callable[[float, _Config], float], value: str, at: _Config) -> str:
+    try:
+        result = compute(float(parse_count(value)), at)
+        return f"{result:.0f}" if result == int(result) else f"{result:.3g}"
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return example
+
+
+# Sentences ------------------------------------------------------------------------------------------------------------
+
+
+def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Config | None = None) -> str:
+    """Return the sentence for a key that the schema does not have."""
+    given = f"{key}={value} ({source})"
+    section = key.rpartition(".")[0]
+    own = _keys_of_choice(section, config or {})
+    same = [name for name in own or () if squeezed(name) == squeezed(key)]
+    reason = None if same else advice(key, value, config)
+    if reason and (own is None or {*re.findall(rf"{section}\.\w+", reason)} <= {*own}):
+        return f"{given}: {reason}"
+    if others := _tasks_with(key):
+        return f"unknown key {given}; it is read by {', '.join(others)}"
+    parts = key.split(".")
+    if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
+        return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
+    named = {each: each.strip("'").partition("=")[0] for each in meant(key, value, groups)}
+    # A user's task has no model and no data.
+    suggestions = [each for each, name in named.items() if name in all_keys() or name in groups]
+    if own is not None:  # nothing that another optimizer or schedule reads
+        near = [pasteable(name, value) for name in [*same, *nearest_keys(key, own)]]
+        elsewhere = [each for each in suggestions if not named[each].startswith(f"{section}.") or named[each] in own]
+        suggestions = list(dict.fromkeys([*near, *elsewhere]))[:3]
+    if suggestions:
+        idle = _read_elsewhere([each.partition("=")[0].strip("'") for each in suggestions], config or {})
+        return f"unknown key {given}; did you mean {' or '.join(suggestions)}?{idle}"
+    if own is not None:
+        return f"unknown key {given}; the keys of {section} are {', '.join(name.partition('.')[2] for name in own)}"
+    if section in all_keys():
+        return f"unknown key {given}; {section} is a value with nothing below it; write {pasteable(section, value)}"
+    if is_section(section):
+        return f"unknown key {given}; {listing(section)}"
+    return f"unknown key {given}; --help lists the keys"
+
+
+def _tasks_with(key: str) -> list[str]:
+    """Return overrides that choose the tasks with a key of their own called ``key``."""
+    section, _, last = key.partition(".")
+    known = tasks.entries() if section == tasks.group else []
+    return [f"task={each.name}" for each in known if last in each.section.model_fields]
+
+
+def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:
+    """Say of the first of ``keys`` that the chosen model family does not read which ones do; empty if there is none."""
+    has_model = any(path.startswith("model.") for path in config)
+    family = config.get("model.family", CHOSEN["model"].base.model_fields["family"].default)
+    for key in keys if has_model else ():
+        families = readers(key) if key.startswith("model.") else []
+        if families and family not in families:
+            return f" {key} is read by model.family={', '.join(families)}, and this is model.family={family}"
+    return ""
+
+
+def _keys_of_choice(section: str, config: _Config) -> list[str] | None:
+    """Return the keys of the optimizer or schedule that the run chooses, if ``section`` is its section."""
+    name = config.get(f"{section}.name")
+    if section not in ("optim", "schedule") or name not in CHOSEN[section].names():
+        return None
+    return [f"{section}.{field}" for field in CHOSEN[section].get(name).section.model_fields]
+
+
+def listing(section: str) -> str:
+    """Return the keys of a section, to follow a semicolon."""
+    if section in all_keys().named:
+        return f"it has one section for each name you choose, as in {section}.web; {listing(f'{section}.web')}"
+    return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"
+
+
+def unknown_section(name: str, source: str) -> str:
+    """Return the sentence for a whole section, given in a YAML file, that the schema does not have."""
+    if reason := advice(name, ""):
+        return f"section {name} ({source}): {reason}"
+    near = nearest(name, all_sections())
+    return f"unknown section {name} ({source}); " + (
+        f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(all_sections())}"
+    )
+
+
+def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str = "") -> str:
+    """Return the sentence for ``group=choice`` when there is no such choice."""
+    where = f" ({source})" if source else ""
+    plural = f"{group}s" if group in ("recipe", "model", "schedule") else group
+    if reason := other_names().advice.get(squeezed(f"{group}={choice}")):
+        return f"{group}={choice}{where}: {reason.format(value=choice)}; {plural}: {', '.join(choices)}"
+    near = nearest_choice(group, choice, choices)[:1]
+    if group == "model" and not near and choice in CHOSEN["model"].names():
+        write = f"write FOLDER/model/{choice}.yaml with family: {choice}, and add --config-dir FOLDER"
+        return f"model={choice}{where} is a family, which needs a YAML file; {write}"
+    if found := _named_by_path(group, choice):
+        chats = ", with recipe=sft if its rows are conversations" if group == "data" else ""
+        return (
+            f"{group}={choice}{where} is no preset; a file, a folder or a name on the Hub is a path; use {found}{chats}"
+        )
+    hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
+    return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"

@@ -1,0 +1,273 @@
+"""Sections of the data of language models, and the registry of data sources.
+
+A source has a section of its own with the keys that only it reads. ``data`` chooses one; ``data.sources`` and
+``data.validation`` hold more, under names of the user's.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from os.path import exists
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
+
+from serried.configs.schema.models import LlamaSection
+from serried.configs.schema.registry import Entry, Registry
+from serried.configs.schema.sections import (
+    COMPARES_NOTHING,
+    DEFAULT_VALIDATION,
+    NAME_PATTERN,
+    TRAINING,
+    Count,
+    LocalPath,
+    Number,
+    PathText,
+    RunConfig,
+    Section,
+    Size,
+)
+
+_DIVIDED = ("hf", "stdlib", "text")
+"""Sources that keep nothing for validation but what the config says; others may bring a part of their own."""
+
+
+class SourceSection(Section):
+    """Where documents come from. Each source registers a section with its other keys."""
+
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Keys that must have a value, and what to write for one."""
+    libraries: ClassVar[Sequence[str]] = ()
+    """Libraries that the source needs beside those of every installation."""
+    by_content: ClassVar[Sequence[str]] = (
+        "name", "path", "subset", "split", "revision", "text_column", "messages_column", "token_dtype",
+    )  # fmt: skip
+
+    name: str
+    """Name of the data source; a YAML file in ``data/`` sets it."""
+
+    def check(self) -> None:
+        """Raise ``UserError`` if the source cannot exist. Quick; called before anything slow."""
+
+
+class MixedSource(SourceSection):
+    """One source of a mixture."""
+
+    weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
+    """Weight of this source in the training data, relative to the weights of the other sources."""
+
+
+@functools.cache
+def _section_of(entry: Entry, base: Any) -> Any:
+    return create_model(base.__name__, __base__=(entry.own, base))
+
+
+def _by_name(base: type[SourceSection]) -> BeforeValidator:
+    """Validate a source by the section of the name that it gives."""
+
+    def validate(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if (name := values.get("name")) in (singles := names_of_singles()):
+            return _section_of(sources.get(name), base).model_validate(values)
+        choice: Any = Literal[*singles]
+        named = create_model(base.__name__, __base__=base, name=(choice, ...))
+        return named.model_validate({key: value for key, value in values.items() if key in base.model_fields})
+
+    return BeforeValidator(validate)
+
+
+Sources = dict[str, Annotated[SerializeAsAny[MixedSource], _by_name(MixedSource)]]
+"""Sources of a mixture, by names of the user's."""
+ValidationSets = dict[str, Annotated[SerializeAsAny[SourceSection], _by_name(SourceSection)]]
+
+
+class DataSection(SourceSection):
+    """Training data: the keys that all sources share."""
+
+    free = ("cache_dir",)
+    by_content = ("validation", "bad_rows")
+
+    validation: ValidationSets = Field(default_factory=dict)
+    """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
+    validation_fraction: Number = Field(default=0.05, ge=0, lt=1)
+    """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
+    files. 0: train on all of it."""
+    format: Literal["text", "chat", "preference"] = "text"
+    """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
+    answers."""
+    chat_template: PathText | None = None
+    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
+    tokenizer: PathText = Field(default="bytes", min_length=1, max_length=4096)
+    """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
+    vocab_size: Size = 8192
+    """``data.tokenizer=train``: size of the vocabulary to learn."""
+    sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
+    """Tokens per sequence."""
+    packing: Literal["split", "best_fit"] = "split"
+    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
+    isolate_documents: bool = False
+    """Mask attention between documents of a sequence, and restart positions at each."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """``skip``: leave out rows that cannot be used, and count them."""
+    cache_dir: LocalPath | None = None
+    """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model is trained on what an assistant says."""
+        return self.format != "text"
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the source is read during training."""
+        return bool(getattr(self, "streaming", False))
+
+    @property
+    def keeps_none(self) -> bool:
+        """Whether all documents are trained on, unless files of tokens are for validation by their name."""
+        return not self.validation_fraction and not getattr(self, "validation_split", None)
+
+    @property
+    def mixed(self) -> Mapping[str, MixedSource]:
+        """Sources of a mixture by name; empty for a single source."""
+        return getattr(self, "sources", {})
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._mistakes_of_sources()
+        yield from super()._mistakes()
+        yield from self._mistakes_of_text()
+
+    def _mistakes_of_sources(self) -> Iterator[str]:
+        for key in self.needs:
+            if not getattr(self, key):
+                yield f"data={self.name} needs data.{key}={self.needs[key]}"
+        named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.mixed.items()}
+        named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
+        for path, source in named.items():
+            if not re.fullmatch(NAME_PATTERN, path.split(".", 2)[2]):
+                yield f"{path}: use letters, digits, _ and -, starting with a letter; e.g. web-2024"
+            for key in source.needs:
+                if not getattr(source, key):
+                    yield f"{path}.name={source.name} needs {path}.{key}={source.needs[key]}"
+        taken = {DEFAULT_VALIDATION: "data kept back from training", TRAINING: "training data"}
+        for name in self.validation.keys() & taken.keys():
+            yield f"data.validation.{name}: this is the name of the {taken[name]}; give this set another name"
+
+    def _mistakes_of_text(self) -> Iterator[str]:
+        made = ("chars", "train")
+        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
+            yield (
+                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
+                f"model.vocab_size={self.vocab_size}"
+            )
+        if len(self.mixed) > 1 and self.tokenizer in made:
+            yield (
+                f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; "
+                "use data.tokenizer=bytes, or an existing tokenizer"
+            )
+        if not self.is_chat and self.chat_template is not None:
+            yield "data.chat_template is only read with data.format=chat; add data.format=chat"
+        if self.format == "preference":
+            yield from self._mistakes_of_pairs()
+        if self.is_chat and self.tokenizer in made:
+            yield (
+                f"data.format={self.format} needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
+                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+            )
+        named = ("bytes", *made)
+        if self.tokenizer not in named and "/" not in self.tokenizer and not exists(self.tokenizer):  # noqa: PTH110
+            close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
+            yield (
+                f"data.tokenizer={self.tokenizer} is not one of {', '.join(named)}, and no such file or folder "
+                f"exists; use data.tokenizer={close}, or a Hugging Face name with its owner, "
+                "as in openai-community/gpt2"
+            )
+
+    def _mistakes_of_pairs(self) -> Iterator[str]:
+        if self.packing != "split":
+            yield f"data.packing={self.packing} with data.format=preference, whose pairs are not packed; leave it out"
+        if self.isolate_documents:
+            yield "data.isolate_documents=true with data.format=preference, whose answers are apart; leave it out"
+        if self.mixed:
+            yield "data=mixture with data.format=preference is not supported; put the rows into one file or folder"
+
+
+sources = Registry(
+    "data source", "data", "serried.data_sources", DataSection, built_in_package="serried.recipes.data.sources"
+)
+
+
+def names_of_singles() -> list[str]:
+    """Return the names of all sources that are not a mixture of others."""
+    return [name for name in sources.names() if name != "mixture"]
+
+
+def register_source(name: str, *, section: type[Section] = SourceSection) -> Callable[[Any], Any]:
+    """Register a function of the section that yields documents, or returns a ``Source``, as ``data=NAME``; a decorator.
+
+    A document is text, or the list of messages of a conversation. The function may be called more than once, and must
+    yield the same documents each time. ``section`` declares the keys that only this source reads.
+    """
+    return sources.registering(name, section)
+
+
+def data_section(**values: Any) -> DataSection:
+    """Return the section of the source that ``values`` name."""
+    section = sources.get(values["name"]).section.model_validate(values)
+    assert isinstance(section, DataSection)
+    return section
+
+
+def alone(data: DataSection, source: SourceSection) -> DataSection:
+    """Return the section of ``source``, of a mixture or a validation set, as if it were the only one of ``data``."""
+    entry = sources.get(source.name)
+    shared = {name: getattr(data, name) for name in DataSection.model_fields}
+    own = {name: getattr(source, name) for name in entry.section.model_fields if name in type(source).model_fields}
+    section = entry.section.model_construct(**{**shared, **own, "validation": {}})
+    assert isinstance(section, DataSection)
+    return section
+
+
+class TextRunConfig(RunConfig):
+    """The whole of a run that trains a built-in language model."""
+
+    model: LlamaSection  # or the section of another family, see configs.run_config
+    data: DataSection
+
+    @property
+    def lacks_validation(self) -> bool:
+        sources: Sequence[SourceSection] = list(self.data.mixed.values()) or [self.data]
+        is_divided = all(each.name in _DIVIDED and not getattr(each, "validation_split", None) for each in sources)
+        return is_divided and self.data.keeps_none
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._mistakes_of_comparing()
+        yield from super()._mistakes()
+        yield from self.task.mistakes_with(self)
+        if self.data.keeps_none and self.data.name != "tokens" and not self.data.validation:
+            yield from self.mistake_of_evaluation()
+        if self.data.sequence_length > self.model.max_sequence_length:
+            yield (
+                f"data.sequence_length={self.data.sequence_length} exceeds "
+                f"model.max_sequence_length={self.model.max_sequence_length}; "
+                f"use data.sequence_length={self.model.max_sequence_length} or "
+                f"model.max_sequence_length={self.data.sequence_length}"
+            )
+
+    def _mistakes_of_comparing(self) -> Iterator[str]:
+        if self.lacks_validation and self.checkpoint.keep_best:
+            yield f"checkpoint.keep_best=true {COMPARES_NOTHING}, or checkpoint.keep_best=false"
+        if self.lacks_validation and self.trainer.patience:
+            yield f"trainer.patience={self.trainer.patience} {COMPARES_NOTHING}, or trainer.patience=0"
+
+    def mistake_of_evaluation(self) -> Iterator[str]:
+        """Refuse evaluations where nothing is kept for them."""
+        if self.trainer.eval_every != 0:
+            yield (
+                "data.validation_fraction=0 trains on all documents and keeps none to evaluate on; add "
+                "trainer.eval_every=0, or a validation set of its own: "
+                "data.validation.NAME.name=text data.validation.NAME.path=FILES"
+            )

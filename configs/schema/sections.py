@@ -1,0 +1,917 @@
+"""Every configuration key.
+
+Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
+nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.layout.mesh``; checks that
+need files live with the code that opens them.
+"""
+
+import ast
+import functools
+import inspect
+import itertools
+import math
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from serried.configs.addresses import has_password, is_address, without_password
+
+NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
+"""Names of sources and validation sets."""
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def refuse_switch(value: Any) -> Any:
+    """Turn true and false into words, which are not numbers: pydantic would read them as 1 and 0."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def parse_count(value: Any) -> Any:
+    """Turn ``1e3``, ``"10k"``, ``"2M"`` or ``"1.5B"`` into an integer; anything else is left to pydantic to judge."""
+    if isinstance(value, bool):
+        return refuse_switch(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtT]?)", value.strip())
+        if match:
+            if match[1].lstrip("+-").replace("_", "").isdigit():  # exact where a float would round
+                return int(match[1]) * _SUFFIXES[match[2].lower()]
+            number = float(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
+            if number.is_integer():
+                return int(number)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+"""A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
+PositiveCount = Annotated[Count, Field(ge=1, le=10**15)]
+CountOrZero = Annotated[Count, Field(ge=0, le=10**15)]
+Size = Annotated[Count, Field(ge=1, le=10**7)]
+"""A dimension of a tensor. Larger ones overflow inside torch."""
+DerivedSize = Annotated[
+    Size, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"type": "null"}]})
+]
+"""A size that the section fills in when it is null."""
+Degree = Annotated[Count, Field(ge=-1, le=10**6)]
+
+AUTO = 0
+"""``trainer.micro_batch=auto`` before it is chosen; configurations are written with the word."""
+
+
+def _count_or_auto(value: Any, count: ValidatorFunctionWrapHandler) -> Any:
+    return AUTO if value == "auto" else count(value)
+
+
+CountOrAuto = Annotated[
+    PositiveCount,
+    WrapValidator(_count_or_auto),
+    PlainSerializer(lambda count: count or "auto"),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**15}, {"const": "auto"}]}),
+]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+"""Of a pipeline."""
+
+NOT_IN_32_BITS = "not_in_32_bits"
+"""Type of the error of a number that would become 0 or infinite."""
+
+
+def _refuse_unheld(value: Any) -> Any:
+    """Refuse a number that no 32-bit float holds: in a computation it would become 0 or infinite."""
+    if isinstance(value, float) and math.isfinite(value) and value and not 1.2e-38 < abs(value) < 3.4e38:
+        raise PydanticCustomError(NOT_IN_32_BITS, "not in 32 bits")
+    return refuse_switch(value)
+
+
+Number = Annotated[float, BeforeValidator(_refuse_unheld)]
+"""A real number; true and false are not."""
+Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
+
+
+def _refuse_address(value: Any) -> Any:
+    if isinstance(value, str) and is_address(value):
+        raise PydanticCustomError("address", "is an address")  # ``explain`` has the words
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_refuse_address)]
+"""A file or folder."""
+PathText = Annotated[str, BeforeValidator(_refuse_address)]
+"""A file, folder, glob or name on the Hub."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key that is not declared here is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    free: ClassVar[Sequence[str]] = ()
+    """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""
+    by_content: ClassVar[Sequence[str]] = ()
+    """Free fields that name something, such as data, of which the content is compared on resume."""
+
+    @classmethod
+    @functools.cache
+    def purposes(cls) -> dict[str, str]:
+        """Return the docstring of each field, read from the source: pydantic's ``use_attribute_docstrings`` would parse
+        every section at every start, and only help texts and tables show them."""
+        own = [_docstrings(base) for base in reversed(cls.__mro__) if issubclass(base, Section) and base is not Section]
+        return {name: text for docstrings in own for name, text in docstrings.items()}
+
+    @classmethod
+    def has_free(cls, field: str, *, by_content: bool = False) -> bool:
+        """Return whether ``field`` is among the ``free`` (or ``by_content``) fields of the section or of a base."""
+        kinds = ("by_content",) if by_content else ("free", "by_content")
+        return any(field in vars(base).get(kind, ()) for base in cls.__mro__ for kind in kinds)
+
+    def _mistakes(self) -> Iterator[str]:
+        """Yield a sentence for each contradiction between values, with an override that resolves it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        for mistake in self._mistakes():
+            raise ValueError(mistake)
+        return self
+
+
+def _docstrings(section: type) -> dict[str, str]:
+    """Return the string below each field of the class body; empty without source, as of a class that a run composes."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(statements)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+class RunSection(Section):
+    """Name and folder of the run."""
+
+    name: str = Field(min_length=1, pattern=r"^[^/\s\x00-\x1f\x7f]+$")
+    """Name of the run; by default the recipe's name."""
+    dir: LocalPath
+    """Run folder, relative to the current folder. It has no timestamp, so the same command finds it again."""
+
+
+TRAINING = "train"
+"""Name of the training data among the data sets of a recipe."""
+
+DEFAULT_VALIDATION = "validation"
+"""Name of the validation set taken from the training data."""
+
+COMPARES_NOTHING = (
+    "compares evaluations on what is kept back from training, and data.validation_fraction=0 keeps nothing; use "
+    "data.validation_fraction=0.05"
+)
+"""What follows a key in its refusal where a run ``lacks_validation``."""
+
+WHOLE = "all of data"
+"""Name of all documents together, without a validation part; names that users choose have no blanks."""
+
+
+class ParallelSection(Section):
+    """Parallel layout: ``pipeline x replicate x shard x context x tensor`` is the number of processes."""
+
+    strategy: Literal["single", "ddp", "fsdp", "hsdp"]
+    """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always
+    ``single``."""
+    replicate: Degree = 1
+    """Number of replicas of the model; -1: all remaining processes."""
+    shard: Degree = 1
+    """Number of ranks that one replica is sharded over; -1: all remaining processes."""
+    context: Degree = 1
+    """Number of ranks that each sequence is sharded over; -1: all remaining processes."""
+    tensor: Degree = 1
+    """Number of ranks that each matrix of a block is sharded over; -1: all remaining processes."""
+    pipeline: Degree = 1
+    """Number of ranks that the blocks are distributed over, in stages; -1: all remaining processes."""
+    expert: Annotated[Count, Field(ge=1, le=10**6)] = 1
+    """Number of ranks that the experts of a mixture are distributed over: a divisor of shard x context x tensor, whose
+    ranks it uses."""
+    sequence: bool = True
+    """With ``tensor``: shard the activations between the matrices along the sequence; false keeps them whole."""
+    context_method: Literal["gather", "ring"] = "gather"
+    """With ``context``: gather all keys and values, or pass them around the ranks (less memory, more messages)."""
+    schedule: Schedule = "1f1b"
+    """With ``pipeline``: the order of forwards and backwards of the micro-batches."""
+    stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
+    """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
+    layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
+    """With ``pipeline``: blocks of each stage; when null as even as possible, with fewer in the last stages."""
+    reshard_after_forward: bool | None = None
+    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
+    but false with ``pipeline``, which would gather again for each micro-batch, and all parameters as one unit on a CPU
+    if they take less than 1 GiB."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
+    offload: bool = False
+    """Keep the shards of parameters and gradients and the optimizer state in host memory, and update on the CPU: least
+    GPU memory, slow steps."""
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """``reshard_after_forward``, resolved."""
+        return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+
+
+class PrecisionSection(Section):
+    """Arithmetic of forward and backward. Gradient sums and optimizer state are fp32 always, and so are parameters, but
+    with ``optim=adamw_bf16``."""
+
+    free = ("gather",)
+
+    name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
+    """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
+    elsewhere."""
+    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
+    """float8: one scale per row, or per tensor (faster, less exact); or per row, with the gradients of weights in
+    bf16."""
+    gather: Literal["bf16", "float8"] = "bf16"
+    """float8 with ``recipe=tensorwise``: dtype in which FSDP gathers the weights of these layers; ``float8`` sends half
+    the bytes, with bitwise the same results."""
+    initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
+    """fp16: initial loss scale."""
+    growth_interval: PositiveCount = 2000
+    """fp16: steps without overflow after which the loss scale doubles."""
+
+    def _mistakes(self) -> Iterator[str]:
+        for key, name in {"recipe": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
+            if self.name != name and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                yield f"precision.{key}={value} is only read with precision={name}; use that, or leave it out"
+        if self.gather == "float8" and (self.name, self.recipe) != ("float8", "tensorwise"):
+            given = f"precision.recipe={self.recipe}" if self.name == "float8" else f"precision={self.name}"
+            yield (
+                f"precision.gather=float8 with {given}: weights have one scale each, and are gathered so, with "
+                "precision=float8 precision.recipe=tensorwise alone; use these, or precision.gather=bf16"
+            )
+
+
+class ParameterGroup(Section):
+    """Parameters of the model that are trained differently from the rest."""
+
+    parameters: str = Field(min_length=1)
+    """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. A parameter belongs to the first group that
+    matches."""
+    lr_scale: Number = Field(default=1.0, ge=0)
+    """Learning rate, as a multiple of ``optim.lr``."""
+    weight_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Weight decay, vectors included; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
+    frozen: bool = False
+    """Not trained: no gradient, no optimizer state."""
+
+
+class OptimSection(Section):
+    """Keys that all optimizers have; each adds its own."""
+
+    free = ("offload",)
+
+    name: str = "adamw"
+    """Name of the optimizer; ``optim=NAME`` sets it."""
+    lr: Number = Field(ge=0)
+    """Peak learning rate."""
+    weight_decay: Number = Field(default=0.1, ge=0)
+    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    groups: dict[str, ParameterGroup] = Field(default_factory=dict)
+    """Parameters with a learning rate or weight decay of their own, or frozen ones, by names you choose."""
+    offload: bool = False
+    """Keep the optimizer state in host memory: the same numbers, less GPU memory, slower updates."""
+
+    def _mistakes(self) -> Iterator[str]:
+        betas = getattr(self, "betas", ())
+        if not all(0 <= beta < 1 for beta in betas):
+            yield f"optim.betas={list(betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
+
+
+class AdapterSection(Section):
+    """Low-rank adapters: the model's weights are frozen, and two small matrices beside some of them are trained."""
+
+    method: Literal["none", "lora", "dora"] = "none"
+    """``none`` trains the model itself; ``lora``; ``dora``, which also trains the norm of each row of a weight."""
+    rank: Annotated[Count, Field(ge=1, le=10**5)] = 16
+    """Rank of the update of a weight."""
+    alpha: Number = Field(default=32.0, gt=0, le=10**6)
+    """The update of a weight is multiplied by alpha / rank."""
+    dropout: Number = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability of an adapter's inputs."""
+    scale: Literal["standard", "rslora"] = "standard"
+    """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """``nf4``: hold the frozen linear layers of the blocks in 4 bits (QLoRA)."""
+    modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Linear layers to adapt, by name or pattern, as in ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all of
+    the blocks."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.quantize != "none" and self.method != "lora":
+            yield (
+                f"adapter.quantize={self.quantize} with adapter.method={self.method}: quantized weights are trained "
+                "with adapters of LoRA alone; use adapter=lora, or adapter.quantize=none"
+            )
+        for name in ("rank", "alpha", "dropout", "scale", "modules") if self.method == "none" else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+                given = f"adapter.{name}={shown}"
+                yield f"{given} has no effect with adapter.method=none; use adapter=lora, or leave it out"
+
+
+class ScheduleSection(Section):
+    """Keys that all schedules have. The learning rate is a pure function of the step, after a linear warm-up."""
+
+    name: str
+    """Name of the schedule; ``schedule=NAME`` sets it."""
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises from near 0 to ``optim.lr``."""
+
+
+HARNESS = "lm_eval:"
+"""What names of tasks of lm-evaluation-harness begin with."""
+
+
+class TrainerSection(Section):
+    """The loop. A step is one optimizer step; batches are counted in sequences."""
+
+    free = (
+        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate", "patience",
+        "stop_at", "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
+        "activation_memory_budget", "compile",
+    )  # fmt: skip
+
+    steps: PositiveCount
+    """Number of optimizer steps of the whole run."""
+    epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
+    """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
+    global_batch: PositiveCount
+    """Samples per optimizer step, over all processes and micro-batches."""
+    micro_batch: CountOrAuto
+    """Samples per forward pass on one process; ``auto``: the most that fit, by the plan.
+    Accumulation = global_batch / (micro_batch x data ranks)."""
+    activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
+    """What blocks keep for the backward: ``none``: everything; ``full``: only their inputs, and recompute the rest;
+    ``selective``: also half of the matrix products and attention; ``offload``: everything, in host memory. The numbers
+    are the same."""
+    activation_checkpoint_every: PositiveCount = 1
+    """Apply ``activation_checkpoint`` to every second (2), third (3) ... block; the others keep everything."""
+    activation_memory_budget: Number = Field(default=1.0, gt=0, le=1)
+    """Maximum that blocks keep for the backward, as a fraction of what ``activation_checkpoint=none`` keeps: some
+    blocks are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
+    ema_decay: Number = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
+    the average; training continues from the weights, which are saved too."""
+    quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
+    """Compute the linear layers of the blocks as after quantization, so that training compensates for it: 4-bit
+    weights in groups of 32; ``int8_dynamic_int4``: also 8-bit inputs per token. Checkpoints are not quantized."""
+    compile: bool = False
+    """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
+    max_grad_norm: Number = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
+    """Seed of initial weights and sample order."""
+    deterministic: bool = False
+    """Make two runs of one command bitwise equal. Operations that cannot be deterministic are refused."""
+    log_every: CountOrZero = 10
+    """Steps between log lines; 0: none."""
+    eval_every: CountOrZero | None = None
+    """Steps between evaluations on the validation data, also at the last step; 0: none. When null a tenth of the
+    run."""
+    eval_batches: PositiveCount = 8
+    """Number of validation batches of ``global_batch`` samples per evaluation; fewer if the data has fewer."""
+    evaluate: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored at each evaluation on at most as many
+    documents; a path to a ``.yaml`` is your own task."""
+    patience: CountOrZero = 0
+    """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
+    stop_at: PositiveCount | None = None
+    """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
+    max_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Save and stop this many minutes after the start; the same command resumes."""
+    workers: Annotated[Count, Field(ge=0, le=1024)] = 2
+    """Threads per process that prefetch batches; 0: read in the training thread."""
+    sample_tokens: CountOrZero = 0
+    """Tokens of text to generate from the trained model at the end; 0: none."""
+
+    def _mistakes(self) -> Iterator[str]:
+        for name in self.evaluate:
+            if not name.removeprefix(HARNESS) or not name.startswith(HARNESS):
+                known = name.rpartition(":")[2] or "arc_easy"
+                yield f"trainer.evaluate={name} is not a known evaluation; use trainer.evaluate=[{HARNESS}{known}]"
+        if self.evaluate and self.eval_every == 0:
+            yield "trainer.evaluate is set, but trainer.eval_every=0 turns evaluation off; leave trainer.eval_every out"
+        if self.activation_memory_budget < 1 and self.activation_checkpoint != "none":
+            yield (
+                f"trainer.activation_memory_budget={self.activation_memory_budget:g} chooses what blocks keep, and so "
+                f"does trainer.activation_checkpoint={self.activation_checkpoint}; use "
+                "trainer.activation_checkpoint=none, or trainer.activation_memory_budget=1"
+            )
+        if self.activation_checkpoint_every > 1 and self.activation_checkpoint == "none":
+            yield (
+                f"trainer.activation_checkpoint_every={self.activation_checkpoint_every} has no effect without "
+                "trainer.activation_checkpoint; leave it out, or use trainer.activation_checkpoint=selective"
+            )
+        if self.compile and self.activation_checkpoint == "offload":
+            yield (
+                "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "
+                "compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
+            )
+
+    @property
+    def keeps_less(self) -> tuple[str, str] | None:
+        """The override by which blocks do not keep all for the backward, and the one with which they do; None: they
+        do."""
+        if self.activation_memory_budget < 1:
+            key = "trainer.activation_memory_budget"
+            return f"{key}={self.activation_memory_budget:g}", f"{key}=1"
+        key = "trainer.activation_checkpoint"
+        return None if self.activation_checkpoint == "none" else (f"{key}={self.activation_checkpoint}", f"{key}=none")
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: none."""
+        return -(-self.steps // 10) if self.eval_every is None else self.eval_every
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this start of the run ends."""
+        return min(self.steps, self.stop_at or self.steps)
+
+
+class HealthSection(Section):
+    """Response to spikes, non-finite steps and replicas that differ."""
+
+    spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
+    """Response to a jump of loss or gradient norm: ``warn``; ``skip`` the step, leaving all state unchanged; ``stop``,
+    to resume later; ``rollback`` to the newest checkpoint and leave out the samples since."""
+    spike_deviations: Number = Field(default=6.0, gt=0)
+    """A spike is more than this many standard deviations above the mean of the last accepted steps."""
+    spike_window: Annotated[Count, Field(ge=4, le=10**6)] = 128
+    """Number of accepted steps in that mean; nothing is a spike before half of them have run."""
+    non_finite: Literal["skip", "stop", "rollback"] = "skip"
+    """Response to a loss or gradient that is not finite. The step changes nothing; after three in a row the run fails
+    (``skip``) or returns to the newest checkpoint (``rollback``). ``stop``: stop at the first one, to resume later."""
+    max_rollbacks: PositiveCount = 3
+    """Maximum number of rollbacks of a run; then it stops."""
+    replica_check_every: CountOrZero = 100
+    """Steps between bitwise comparisons of replicas (``ddp``, ``hsdp``), which also precede every save; 0: never
+    compare."""
+
+
+DEFAULT_MINUTES_BETWEEN = 30
+"""Most minutes between checkpoints, of runs that save any before the end."""
+
+
+class CheckpointSection(Section):
+    """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
+
+    every: CountOrZero = 1000
+    """Steps between checkpoints; 0: only at the end."""
+    every_minutes: CountOrZero | None = None
+    """Minutes after a checkpoint at which the next is saved, whatever the step; 0: never. When null 30, or 0 with
+    ``every=0``."""
+    keep: PositiveCount = 2
+    """Number of newest checkpoints to keep."""
+    keep_every: CountOrZero = 0
+    """Checkpoints whose step is a multiple of this are kept permanently; 0: none."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count, so none
+    that is saved for its time."""
+    best_metric: str = Field(default="loss", min_length=1)
+    """What ``keep_best`` and ``trainer.patience`` compare on the validation set: ``loss`` or a metric of the task."""
+    best_mode: Literal["min", "max"] = "min"
+    """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
+    mode: Literal["async", "sync"] = "async"
+    """``async``: training continues while a checkpoint is written. ``sync``: it waits; only GPU tensors are copied."""
+    resume: PathText = Field(default="auto", min_length=1)
+    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
+    files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only; with
+    adapters, a PEFT folder)."""
+    allow_changes: bool | tuple[str, ...] = False
+    """Keys or sections that may differ from the checkpoint's though they change the loss curve, as in
+    ``[optim.lr,data.path]``; true: all. Never other weights or another tokenizer."""
+
+    @property
+    def minutes_between(self) -> int:
+        """Most minutes between checkpoints; 0: any number."""
+        if self.every_minutes is not None:
+            return self.every_minutes
+        return DEFAULT_MINUTES_BETWEEN if self.every else 0
+
+    def allows(self, key: str) -> bool:
+        """Return whether ``allow_changes`` lists ``key``, or a section around it."""
+        allowed = self.allow_changes
+        if isinstance(allowed, bool):
+            return allowed
+        return any(key == each or key.startswith(f"{each}.") for each in allowed)
+
+    def _mistakes(self) -> Iterator[str]:
+        word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())
+        if word in ("auto", "must", "never") and self.resume != word:
+            yield f"checkpoint.resume={self.resume}: use checkpoint.resume={word}"
+
+
+class ProfileSection(Section):
+    """Profiling of some steps: time by operator, and memory."""
+
+    steps: tuple[Count, Count] | None = None
+    """First and last step to profile, inclusive; null: none. Traces and a table of operators go to
+    ``run.dir/profile``."""
+    memory: bool = False
+    """Record every allocation of the profiled steps. On a GPU also record the allocator's history from the start, for a
+    snapshot after these steps and when memory runs out."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _not_one(cls, steps: object) -> object:
+        if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+            raise ValueError(
+                f"profile.steps={steps} is one number; use the first and the last: 'profile.steps=[{steps},{steps}]'"
+            )
+        return steps
+
+    def _mistakes(self) -> Iterator[str]:
+        first, last = self.steps or (1, 1)
+        if min(first, last) < 1:
+            yield f"profile.steps=[{first},{last}]: steps count from 1; e.g. 'profile.steps=[10,13]'"
+        if first > last:
+            yield (
+                f"profile.steps=[{first},{last}]: the first step comes after the last; use "
+                f"'profile.steps=[{last},{first}]'"
+            )
+
+
+class LaunchSection(Section):
+    """Processes, how they are started, and timeouts."""
+
+    name: Literal["torchrun", "local", "slurm"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
+    processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
+    """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
+    nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
+    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` (the GPU if there is one), ``cpu`` or ``cuda``."""
+    threads: Annotated[Count, Field(ge=1, le=10**4)] | None = None
+    """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
+    start_timeout_seconds: Seconds = 1800.0
+    """How long a process waits for others until the first step is done, including data preparation and set-up."""
+    step_timeout_seconds: Seconds = 300.0
+    """How long the run may stall after the first step. Then the rank that holds it up is reported and the run stops,
+    to resume later; at a fifth of the time there is a warning. A phase that took longer the first time has twice that
+    time."""
+    stop_timeout_seconds: Seconds = 600.0
+    """``launch=local``: how long stopping may take, including the checkpoint, before processes are killed."""
+
+
+def _unquoted_off(value: Any) -> Any:
+    """YAML reads ``off`` as false."""
+    return "off" if value is False else value
+
+
+class TrackSection(Section):
+    """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
+
+    wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
+    """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard to ``run.dir/tensorboard``."""
+    mlflow: str | None = Field(default=None, min_length=1)
+    """MLflow store: a server's address, ``sqlite:///FILE`` or a folder; null: none."""
+    project: str | None = Field(default=None, min_length=1)
+    """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
+    ``serried``."""
+    entity: str | None = Field(default=None, min_length=1)
+    """W&B team or user; your default when null."""
+    group: str | None = Field(default=None, min_length=1)
+    """Group of runs in the tracker; a sweep sets it."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of the run."""
+    notes: str | None = None
+    """Notes about the run."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.mlflow and has_password(self.mlflow):
+            kept = without_password(self.mlflow)
+            yield (
+                "track.mlflow holds a password, token or user, and the config is kept in the run folder; use "
+                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give it by the environment: "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN for a server, "
+                "PGPASSWORD or MYSQL_PWD for a database"
+            )
+
+
+_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
+
+
+MOST_SIGNAL_SECONDS = 65535
+"""Of sbatch."""
+_SIGNAL_SECONDS = 120
+
+
+class SlurmSection(Section):
+    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+
+    partition: _Word | None = None
+    """Partition, or several separated by commas, quoted."""
+    account: _Word | None = None
+    """Account to charge."""
+    qos: _Word | None = None
+    """Quality of service."""
+    reservation: _Word | None = None
+    """Reservation to run in."""
+    time_minutes: PositiveCount | None = None
+    """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
+    gpus_per_node: PositiveCount | None = None
+    """GPUs on each node; ``launch.processes`` follows it."""
+    gpu_type: _Word | None = None
+    """Type of these GPUs, on clusters with several: ``a100``."""
+    cpus_per_node: PositiveCount | None = None
+    """CPU cores on each node."""
+    memory: _Word | None = None
+    """Memory on each node, as sbatch writes it: ``64G``."""
+    constraint: _Word | None = None
+    """Required node features."""
+    exclude: _Word | None = None
+    """Nodes to exclude, as ``serried preflight`` prints them."""
+    dependency: _Word | None = None
+    """Jobs to wait for: ``afterok:123``."""
+    array_concurrency: PositiveCount | None = None
+    """Runs of a sweep (``-m``) at a time; all when null."""
+    options: str | None = None
+    """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
+    modules: str | None = None
+    """Environment modules to load, separated by spaces."""
+    setup: str | None = None
+    """Shell commands to run on the first node before training; their exports reach all nodes: ``source /opt/env.sh;
+    export NCCL_DEBUG=INFO``."""
+    container: str | None = None
+    """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
+    python: PathText | None = None
+    """Python interpreter on the nodes; when null, the interpreter that submits the job."""
+    interface: _Word | None = None
+    """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
+    requeue: bool = True
+    """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
+    signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
+    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time of
+    three steps and a save if that is known and longer; at most half of ``time_minutes``."""
+    dry_run: bool = False
+    """Print the script and stop."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
+            yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
+        if self.gpu_type and ":" in self.gpu_type:
+            kind, _, number = self.gpu_type.partition(":")
+            yield f"slurm.gpu_type={self.gpu_type}: use slurm.gpu_type={kind} slurm.gpus_per_node={number}"
+        elif self.gpu_type and self.gpus_per_node is None:
+            yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
+        yield from _wrong_options(self.options)
+        limit = self.time_minutes and self.time_minutes * 60
+        if limit and self.signal_seconds and self.signal_seconds >= limit:
+            yield (
+                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
+                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
+            )
+
+    def signals_before(self, needed_seconds: float = 0.0) -> int:
+        """Return ``signal_seconds``; if that is null, what leaves ``needed_seconds`` to stop."""
+        if self.signal_seconds is not None:
+            return self.signal_seconds
+        most = min(30 * self.time_minutes, MOST_SIGNAL_SECONDS) if self.time_minutes else MOST_SIGNAL_SECONDS
+        return min(max(_SIGNAL_SECONDS, math.ceil(needed_seconds)), most)
+
+
+_KEYS_OF_SBATCH = {
+    "job-name": "run.name", "output": "run.dir", "nodes": "launch.nodes", "gpus-per-node": "slurm.gpus_per_node",
+    "gres": "slurm.gpus_per_node", "cpus-per-task": "slurm.cpus_per_node", "mem": "slurm.memory",
+    "time": "slurm.time_minutes", "signal": "slurm.signal_seconds", "array": "slurm.array_concurrency",
+    "no-requeue": "slurm.requeue",
+    **{name: f"slurm.{name}" for name in (
+        "partition", "account", "qos", "reservation", "constraint", "exclude", "dependency", "requeue",
+    )},
+}  # fmt: skip
+"""Options of sbatch that have a key."""
+_NO_JOB_OF_OURS = (
+    "help", "ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "usage", "version", "wait", "wrap",
+)  # fmt: skip
+"""Options with which sbatch would run something else, or print something else than the job's number."""
+
+
+def _wrong_options(options: str | None) -> Iterator[str]:
+    """Yield what is wrong with ``slurm.options``."""
+    try:
+        words = shlex.split(options or "")
+    except ValueError as error:
+        yield f"slurm.options={options} cannot be split into words: {error}; e.g. slurm.options=--exclusive"
+        return
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
+            yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
+        elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
+            yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
+        elif name in _NO_JOB_OF_OURS:
+            yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"
+
+
+class PlanSection(Section):
+    """What ``serried plan`` and ``dry_run=true`` assume; with any of these keys they print how long a step takes. Not
+    kept in the run folder."""
+
+    device: str | None = Field(default=None, min_length=1)
+    """Device to plan for, such as ``h100`` or ``a100``; when null this machine's, or ``h100``."""
+    per_node: PositiveCount | None = None
+    """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
+    mode: Literal["formula", "trace"] | None = None
+    """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
+    plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
+    tokens: PositiveCount | None = None
+    """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
+    price: Annotated[Number, Field(gt=0)] | None = None
+    """Price per device-hour, in any currency; when null no costs are printed."""
+    rates: LocalPath | None = None
+    """File of rates written by ``serried plan calibrate``; when null the rates of published runs are used."""
+    search: bool = False
+    """Compare all valid layouts instead, as ``serried plan search`` does."""
+    out: LocalPath | None = None
+    """HTML page of these layouts to write; ``serried plan search out=FILE``."""
+    as_json: bool = False
+    """Print one JSON object instead of lines; ``serried plan json=true``."""
+
+
+class TaskSection(Section):
+    """What is trained. A task of your own adds its keys here."""
+
+    free = ("name",)
+    formats: ClassVar[tuple[str, ...]] = ("text", "chat")
+    """Those of ``data.format`` that the task reads."""
+    metrics: ClassVar[tuple[str, ...] | None] = None
+    """Named metrics of evaluations, beside the loss; None: only the task itself knows them."""
+    has_teacher: ClassVar[bool] = False
+    """Whether its model holds a frozen one, which is not saved."""
+
+    name: str = Field(default="causal_lm", min_length=1)
+    """Name of the task; a recipe sets it."""
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each contradiction to the rest of the ``config`` of a language model."""
+        if config.data.format not in self.formats:
+            pairs = config.data.format == "preference"
+            yield (
+                f"data.format={config.data.format} is not what task.name={self.name} reads; use "
+                f"{'recipe=dpo or recipe=reward, for pairs of answers' if pairs else f'data.format={self.formats[-1]}'}"
+            )
+
+
+class RunConfig(Section):
+    """The configuration of a run."""
+
+    free = (
+        "recipe", "dry_run", "run", "launch", "slurm", "checkpoint", "track", "profile", "health", "parallel",
+        "plan",
+    )  # fmt: skip
+
+    recipe: str
+    """Name of the recipe, which sets the other keys unless given."""
+    dry_run: bool = False
+    """Print the plan and stop, on any machine, for any number of processes."""
+    run: RunSection
+    task: TaskSection = Field(default_factory=TaskSection)
+    parallel: ParallelSection
+    precision: PrecisionSection
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
+    optim: OptimSection
+    schedule: ScheduleSection
+    trainer: TrainerSection
+    health: HealthSection = Field(default_factory=HealthSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    track: TrackSection = Field(default_factory=TrackSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
+    launch: LaunchSection
+    slurm: SlurmSection = Field(default_factory=SlurmSection)
+    plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
+
+    @property
+    def another_run(self) -> str:
+        """Overrides with which the same command is a run of its own."""
+        has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
+        new = " checkpoint.resume=auto" * (self.checkpoint.resume == "must")
+        return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
+
+    @property
+    def lacks_validation(self) -> bool:
+        """Whether it is certain that nothing is kept back from training, whatever other validation sets there are."""
+        return False
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether the optimizer's state is in host memory, with the parameters or without."""
+        return self.optim.offload or self.parallel.offload
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.precision.name in ("float8", "int8") and self.adapter.method != "none":
+            yield (
+                f"precision={self.precision.name} with adapter.method={self.adapter.method}: only trained weights are "
+                f"multiplied in {self.precision.name}, and those of the model are frozen; use precision=bf16"
+            )
+        yield from self._quantizing_mistakes()
+        if self.plan.model_fields_set and not self.dry_run:
+            key = min(self.plan.model_fields_set)
+            yield f"plan.{key}={getattr(self.plan, key)} is only read by serried plan and dry_run=true; leave it out"
+        elif self.plan.out is not None and not self.plan.search:
+            yield f"plan.out={self.plan.out} is only read by serried plan search; leave it out"
+        elif self.plan.mode == "trace" and self.plan.search:
+            yield "plan.mode=trace: serried plan search uses formulas; leave it out, and trace what you choose"
+        if self.checkpoint.keep_best and not self.trainer.evaluates_every:
+            yield (
+                "checkpoint.keep_best=true but trainer.eval_every=0 turns evaluation off; "
+                f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
+            )
+        yield from self._mistakes_of_saving()
+        if self.trainer.patience and not self.trainer.evaluates_every:
+            yield (
+                f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 turns evaluation off; "
+                f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"
+            )
+        if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):
+            first, last = self.profile.steps
+            key = "steps" if end == self.trainer.steps else "stop_at"
+            yield (
+                f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
+                f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
+            )
+
+    def _mistakes_of_saving(self) -> Iterator[str]:
+        checkpoint, health, evaluated = self.checkpoint, self.health, self.trainer.evaluates_every
+        for key, response in (("spike", health.spike), ("non_finite", health.non_finite)):
+            if response == "rollback" and not checkpoint.every and not checkpoint.minutes_between:
+                yield (
+                    f"health.{key}=rollback returns to a checkpoint, and checkpoint.every=0 saves none before the end; "
+                    f"use checkpoint.every={max(1, (self.trainer.steps or 1000) // 10)}, or health.{key}=skip"
+                )
+        if checkpoint.keep_best and evaluated and checkpoint.every and self.trainer.epochs is None:
+            both = math.lcm(checkpoint.every, evaluated)
+            if max(checkpoint.every, evaluated) < self.trainer.steps < both:
+                yield (
+                    f"checkpoint.keep_best=true: no step is both saved and evaluated, with "
+                    f"checkpoint.every={checkpoint.every} and evaluations every {evaluated} of "
+                    f"{self.trainer.steps} steps; use checkpoint.every={evaluated}"
+                )
+        elif checkpoint.keep_best and evaluated and not checkpoint.every:
+            yield (
+                "checkpoint.keep_best=true chooses among checkpoints, and checkpoint.every=0 saves only the last; use "
+                f"checkpoint.every={evaluated}"
+            )
+        if checkpoint.best_metric == "loss" and checkpoint.best_mode == "max":
+            yield (
+                "checkpoint.best_mode=max with checkpoint.best_metric=loss, of which the lowest is best; use "
+                "checkpoint.best_mode=min, or name another metric"
+            )
+        known = self.task.metrics
+        if known is not None and not self.trainer.evaluate and checkpoint.best_metric not in ("loss", *known):
+            yield (
+                f"checkpoint.best_metric={checkpoint.best_metric} is not a metric of task.name={self.task.name}, which "
+                f"has {', '.join(('loss', *known))}; use checkpoint.best_metric={(*known, 'loss')[0]}"
+            )
+
+    def _quantizing_mistakes(self) -> Iterator[str]:
+        if (how := self.trainer.quantize_aware) == "none":
+            return
+        without = "or trainer.quantize_aware=none"
+        if self.precision.name in ("fp16", "float8", "int8"):
+            yield (
+                f"trainer.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
+                f"use precision=bf16, {without}"
+            )
+        if self.adapter.method != "none":
+            yield (
+                f"trainer.quantize_aware={how} with adapter.method={self.adapter.method}: weights that are quantized "
+                f"must be trained themselves; use adapter=none, {without}"
+            )
+        if self.parallel.tensor != 1:
+            yield (
+                f"trainer.quantize_aware={how} with parallel.tensor={self.parallel.tensor}, whose ranks would divide "
+                f"what has one scale; use parallel.tensor=1, {without}"
+            )

@@ -1,0 +1,107 @@
+"""Ranks as forks of the launcher: what training imports is imported once."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from serried.configs.schema.sections import LaunchSection
+from serried.launch.local.processes import NotedSignals, held_back
+from serried.runtime.process import may_use_gpus
+from serried.runtime.status_line import announced
+
+_OPENBLAS = "libscipy_openblas"  # in the wheels of numpy and scipy; it has started its threads when it was imported
+_THREAD_ENDS_SECONDS = 1.0  # the system still lists a thread that was joined
+
+
+class Forked:
+    """A process that this one forked, as ``subprocess.Popen`` shows those it starts."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """Send signal ``number`` if it runs."""
+        if self.poll() is None:  # until it is waited for, no other process gets its id
+            os.kill(self.pid, number)
+
+
+def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
+    """Import with ``load`` what the ranks need. Return whether they can be forks; if not, nothing may be imported.
+
+    Other threads do not exist in a fork: a lock that one holds stays locked, and OpenMP would wait for them. A script
+    may have started some. CUDA does not work in a fork if its driver was initialized before, which counting the GPUs
+    does: a script may have, or a library when it was imported, so the ranks of GPUs are never forks.
+    """
+    if sys.platform != "linux" or may_use_gpus(section) or not _is_alone():
+        return False
+    with announced("loading torch", speaks=True), suppress(Exception):  # the ranks fail then, too, and report it
+        load()
+    deadline = time.monotonic() + _THREAD_ENDS_SECONDS
+    while not (is_alone := _is_alone()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_alone
+
+
+def _is_alone() -> bool:
+    """Return whether this thread is the only one, except for those that OpenBLAS stops before each fork."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split(maxsplit=5)[5] for line in mapped if _OPENBLAS in line}  # a path may have spaces
+    threads = 1
+    for library in map(_loaded, libraries):
+        names = ("scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads")
+        threads += next((getattr(library, name)() - 1 for name in names if hasattr(library, name)), 0)
+    return len(list(Path("/proc/self/task").iterdir())) in (1, threads)
+
+
+def _loaded(library: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(library)
+    except OSError:  # it was replaced since: its threads count like any others
+        return None
+
+
+def fork_ranks(
+    variables: Sequence[Mapping[str, str]], logs: Sequence[Path | None], signals: NotedSignals
+) -> list[Forked] | None:
+    """Fork a process for each of ``variables``. Return them; None in each of them, where ``signals`` are closed.
+
+    Args:
+        variables: of the environment, by rank.
+        logs: where each prints; None for this console.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()  # a fork would print what is left again
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may have started this one with it ignored: no exit codes
+    ranks = []
+    with held_back():  # one that reached a fork while it has the handlers of the launcher would be lost
+        for given, log in zip(variables, logs, strict=True):
+            pid = os.fork()
+            if pid == 0:
+                signals.restore()
+                os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the launcher, which passes it on once
+                os.environ.update(given)
+                if log is not None:
+                    _print_to(log)
+                return None
+            ranks.append(Forked(pid))
+    return ranks
+
+
+def _print_to(log: Path) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

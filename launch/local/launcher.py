@@ -1,0 +1,272 @@
+"""``launch=local``: start the ranks on this machine and report how they ended."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from serried.configs.formats import printable
+from serried.configs.schema.sections import RunConfig
+from serried.launch.local.forks import fork_ranks, load_to_fork
+from serried.launch.local.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
+from serried.records.run_folder import refuse_links
+from serried.records.status import Status, read_status, record_kill
+from serried.runtime.command import training_command
+from serried.runtime.exit import REPORTS
+from serried.runtime.import_signals import (
+    EXIT_UNREPORTED,
+    LAUNCHER,
+    check_temporary_folder,
+    end_in_one_line,
+    is_program,
+)
+from serried.runtime.process import processes_per_node, usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_OUTPUT = "output"
+_LONGEST_REPORT_LINES = 100
+_NOT_STARTED = "stopped    before training began; the same command starts it"
+_GONE = 256
+"""In place of the exit code 0 of a rank that ended before the run did. No process has that exit code."""
+_OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
+
+
+def run_local(
+    config: RunConfig, argv: Sequence[str], load: Callable[[], object] | None = None, program: Sequence[str] = ()
+) -> int | None:
+    """Train with ``launch.processes`` processes on this machine. Return the exit code; None in a rank.
+
+    The ranks are forks of this process after ``load``, which imports what training needs. Where that is not safe, and
+    without ``load``, they are interpreters started with ``argv``. Rank 0 prints to this console, the others to files in
+    ``run.dir/output``; the output of the first rank that failed is printed last. Signals are passed on, and no process
+    is left behind, however this one ends.
+
+    Args:
+        program: what follows the interpreter in place of what trains.
+
+    Raises:
+        UserError: the run folder cannot be written, or would be through a link, or torch cannot be imported.
+    """
+    started, world = time.time(), processes_per_node(config.launch)
+    check_temporary_folder()
+    refuse_links(config.run.dir)
+    try:
+        (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
+        output = config.run.dir / _OUTPUT / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
+        output.mkdir()  # not of tempfile, whose folders only their owner may read
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
+    end_in_one_line(PASSED_ON)
+    # Before torch is imported, which reads the first.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    is_forked = load is not None and load_to_fork(load, config.launch)
+    with NotedSignals() as signals:
+        listener, reports = socket.create_server(("127.0.0.1", 0)), _Reports()
+        port = listener.getsockname()[1]
+        variables = [_variables(rank, world, port, output.name, reports) for rank in range(world)]
+        logs = [None, *(output / f"rank-{rank}.log" for rank in range(1, world))]
+        processes: Sequence[Started] | None
+        if is_forked:
+            processes = fork_ranks(variables, logs, signals)
+            if processes is None:
+                listener.close()
+                reports.close()
+                return None
+        else:
+            processes = [
+                _start_rank(*each, [*(program or training_command()), *argv], reports)
+                for each in zip(variables, logs, strict=True)
+            ]
+        store = _store(listener)  # in which the ranks find each other, while this lives
+        ranks = [_Rank(number, process, reports) for number, process in enumerate(processes)]
+        failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
+        reports.read()
+        del store
+        return _report_end(
+            failed, config, output, reports.said, since=started, was_asked_to_stop=bool(signals.received)
+        )
+
+
+class _Reports:
+    """What the ranks write to this process with ``tell_launcher``."""
+
+    def __init__(self) -> None:
+        self.ended: set[int] = set()
+        """Ranks that ended as they should."""
+        self.said: list[str] = []
+        """Errors of ranks whose output is a file, in the order they were printed."""
+        self._end, self.descriptor = os.pipe()
+        os.set_blocking(self._end, False)
+        self._rest = b""
+
+    def read(self) -> None:
+        """Read what the ranks have written since the last call."""
+        with suppress(BlockingIOError):
+            while content := os.read(self._end, 2**16):
+                self._rest += content
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            try:
+                told = json.loads(line)
+            except ValueError:  # two ranks at once, against what the system promises
+                continue
+            if told.get("ended"):
+                self.ended.add(told["rank"])
+            elif told["rank"]:
+                self.said.append(told["said"])
+
+    def close(self) -> None:
+        """Close this process's end, in a rank."""
+        os.close(self._end)
+
+
+class _Rank:
+    """A rank as ``wait_for_all`` sees it: one that ends with 0 before the run does has failed."""
+
+    def __init__(self, number: int, process: Started, reports: _Reports) -> None:
+        self._number, self._process, self._reports = number, process, reports
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        code = self._process.poll()
+        self._reports.read()
+        self.returncode = _GONE if code == 0 and self._number not in self._reports.ended else code
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        self._process.send_signal(number)
+
+
+def _variables(rank: int, world: int, port: int, run_id: str, reports: _Reports) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
+    given = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(), REPORTS: reports.descriptor,
+    }  # fmt: skip
+    return {name: str(value) for name, value in given.items()}
+
+
+def _start_rank(
+    variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports
+) -> "subprocess.Popen[bytes]":
+    """Start a rank as an interpreter of its own."""
+    # Ours lets signals arrive when it has handlers: an import that is interrupted before may go on.
+    until_handled = held_back() if is_program() else nullcontext()
+    with log.open("wb") if log else nullcontext() as file, until_handled:
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            stdout=file, stderr=file, env=os.environ | variables, pass_fds=(reports.descriptor,),
+            process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
+        )  # fmt: skip
+
+
+def _store(listener: socket.socket) -> "TCPStore":
+    """Return a store behind ``listener``; a store that opens its port itself listens on all networks.
+
+    Its thread must not be there when ranks are forked.
+    """
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _report_end(
+    failed: Mapping[int, int], config: RunConfig, output: Path, said: Sequence[str], *, since: float,
+    was_asked_to_stop: bool,
+) -> int:  # fmt: skip
+    """Print what the ranks could not report themselves, and return the exit code of the run.
+
+    Args:
+        failed: exit codes, negative for a signal, by rank.
+        said: errors of ranks whose output is a file.
+        since: when the run was started.
+    """
+    codes = set(failed.values())
+    if not codes:
+        return EXIT_FINISHED
+    killed = _first_killed(failed, config.launch.stop_timeout_seconds, was_asked_to_stop=was_asked_to_stop)
+    killed = killed or _gone(failed)
+    if killed:
+        with suppress(OSError):
+            record_kill(config.run.dir, killed, since=since)
+    status = read_status(config.run.dir)
+    if status is not None and status.time < since:
+        status = None  # an earlier run's
+    code = _exit_code(codes, status, was_asked_to_stop=was_asked_to_stop)
+    if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
+        print(_NOT_STARTED, flush=True)
+    if code in (EXIT_FAILED, EXIT_MISTAKE):
+        # A disk that is full has not taken the report.
+        report = "" if killed else _report_of_another_rank(output) or "".join(said[:1])
+        if code == EXIT_MISTAKE:
+            _remove_output(output)
+        if report or killed:
+            print(printable(report or f"failed: {killed}"), file=sys.stderr, flush=True)
+    return code
+
+
+def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
+    """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
+    if codes == {EXIT_MISTAKE}:  # such as that another command trains in this folder, and may have written it
+        return EXIT_MISTAKE
+    if status is not None and status.exit_code is not None:
+        return status.exit_code
+    if EXIT_MISTAKE in codes:
+        return EXIT_MISTAKE
+    # 1 is not one of our codes: a Python that was interrupted while it started.
+    asked = {1, *(-number for number in PASSED_ON.values())} if was_asked_to_stop else set()
+    return EXIT_STOPPED if codes <= {EXIT_STOPPED, EXIT_UNREPORTED, *asked} else EXIT_FAILED
+
+
+def _first_killed(failed: Mapping[int, int], stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:
+    """Return, in words, the first rank that was killed by a signal which this process did not send."""
+    asked = set(PASSED_ON.values()) if was_asked_to_stop else set()
+    killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0 and -code not in asked]
+    if not killed:
+        return None
+    rank, number = killed[0]
+    if number == signal.SIGKILL and was_asked_to_stop:
+        limit = f"launch.stop_timeout_seconds={stop_timeout_seconds:g}"
+        return f"rank {rank} was killed by SIGKILL (stopping took longer than {limit})"
+    return f"rank {rank} was {killed_by(number)}"
+
+
+def _gone(failed: Mapping[int, int]) -> str | None:
+    """Return, in words, the ranks that ended as if the run had finished."""
+    gone = [str(rank) for rank, code in sorted(failed.items()) if code == _GONE]
+    if not gone:
+        return None
+    which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone[:-1])} and {gone[-1]}"
+    return f"{which} ended with exit code 0 before the run did: something called os._exit() or exit()"
+
+
+def _remove_output(output: Path) -> None:
+    """Remove the output of a refused command, and the folders that hold nothing else."""
+    with suppress(OSError):
+        shutil.rmtree(output)
+        output.parent.rmdir()
+        output.parent.parent.rmdir()
+
+
+def _report_of_another_rank(output: Path) -> str:
+    """Return the output of the first rank that failed, unless that is rank 0, which has printed it already."""
+    for path in sorted(output.glob("rank-*.log"), key=lambda path: path.stat().st_mtime):
+        lines = path.read_text("utf-8", "replace").splitlines()
+        first = next((number for number, line in enumerate(lines) if line.startswith(_OURS)), None)
+        if first is not None:
+            return "\n".join(lines[first:][-_LONGEST_REPORT_LINES:])
+    return ""

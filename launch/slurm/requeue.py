@@ -1,0 +1,98 @@
+"""Decide at the end of a Slurm job whether it is queued again.
+
+``python -m serried.launch.slurm.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from serried.configs.plain_data import parse_json, read_bytes
+from serried.records.status import read_status
+
+ENDS = "ends.jsonl"
+"""In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""
+
+_WANTED = ("control", "trainer.stop_at")  # the user asked for it
+_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # mostly preemption, not a fault of the run
+_OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
+_CHECKPOINT = re.compile(r"step-([0-9]{8,})")
+_FRUITLESS_STARTS = 2
+
+
+def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
+    """Return the exit code of the job, 75 if it is worth another start, and a line with the reason.
+
+    ``start`` is a file named after the job and made when this start began: an older ``status.json`` belongs to an
+    earlier start. A run that is still ``running`` was killed, and resumes from its checkpoint. The same end at the
+    same step twice, or two starts in a row without a checkpoint, are a crash loop.
+    """
+    status = read_status(run_dir)
+    if status is not None and status.time >= start.stat().st_mtime:
+        state, step, where = status.state, status.step, f"at step {status.step}"
+        reason = "killed without a message" if state == "running" else status.reason or ""
+        if state in ("finished", "failed"):
+            _note(run_dir, start, state, step, reason)
+            return status.exit_code or 0, f"{state} {where}: {reason}"
+    elif _was_stopped(start):
+        state, step, where = "stopped", -1, "before training began"
+        reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
+    else:
+        return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
+    is_same, fruitless = _note(run_dir, start, state, step, reason)
+    if reason.startswith(_WANTED):
+        return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; run the same command to resume"
+    if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
+        what = f"ended {where}" if is_same else f"saved nothing, and the last one ended {where}"
+        fix = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "fix that"
+        return (
+            EXIT_FAILED,
+            f"crash loop: two starts in a row {what} ({reason}). Not queued again; {fix}, and submit the same command",
+        )
+    return EXIT_STOPPED, f"stopped {where}: {reason}"
+
+
+def _was_stopped(start: Path) -> bool:
+    """Return whether a request ended the start before there was a status: a rank or a node's shell left a file. False
+    if a node failed, after which Slurm sends SIGTERM to the others."""
+    return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
+
+
+def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
+    """Record how this start ended. Return whether the previous start of the same job ended the same way, and how many
+    starts in a row saved nothing, not counting those that were asked to end: they may have had no time to."""
+    before = _last_end(run_dir)
+    # Without numbers: ranks, seconds and hours differ from one start to the next.
+    now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
+    is_same = all(before.get(key) == value for key, value in now.items())
+    newest = _newest_checkpoint(run_dir)
+    fruitless = before.get("fruitless", 0) if before.get("job") == start.stem else 0
+    if newest != before.get("newest_checkpoint"):
+        fruitless = 0
+    elif not reason.startswith(_ASKED_FOR):
+        fruitless += 1
+    with (run_dir / "slurm" / ENDS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**now, "newest_checkpoint": newest, "fruitless": fruitless}) + "\n")
+    return is_same, fruitless
+
+
+def _newest_checkpoint(run_dir: Path) -> int | None:
+    """Return the step of the newest checkpoint; None if there is none. A name without a dot is a complete one."""
+    names = (_CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return max((int(name[1]) for name in names if name is not None), default=None)
+
+
+def _last_end(run_dir: Path) -> dict[str, Any]:
+    try:
+        return dict(parse_json(read_bytes(run_dir / "slurm" / ENDS).splitlines()[-1]))
+    except (OSError, ValueError, IndexError, TypeError):
+        return {}
+
+
+if __name__ == "__main__":
+    code, line = verdict(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(line, flush=True)
+    sys.exit(code)

@@ -1,0 +1,78 @@
+"""``serried status``: the state of a run, from its run folder and Slurm's queue. Needs neither Slurm nor torch."""
+
+import shlex
+import time
+from pathlib import Path
+
+from serried.configs.formats import duration
+from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
+from serried.launch.slurm.queue import jobs_of, queued_jobs, was_submitted
+from serried.launch.sweep.summary import RECORD, read_summary, table
+from serried.records.lock import is_locked
+from serried.records.metrics import METRICS, last_of_each_kind
+from serried.records.status import STATUS, read_status
+from serried.runtime.process import host_name
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of runs and sweeps in ``folder``: with a status or a table, or submitted to Slurm."""
+
+    def is_one(path: Path) -> bool:
+        return (path / STATUS).exists() or (path / RECORD).exists() or was_submitted(path)
+
+    try:
+        return sorted(filter(is_one, folder.iterdir()))
+    except OSError:
+        return []
+
+
+def describe_run(run_dir: Path) -> str:
+    """Return state, job, step, loss and time left of a run, a line each; for a sweep, the table of its runs."""
+    keys, outcomes = read_summary(run_dir)
+    if outcomes:
+        done = sum(each.is_finished for each in outcomes)
+        return f"sweep  {run_dir}: {done} of {len(outcomes)} runs finished\n{table(keys, outcomes)}"
+    lines = [("run", str(run_dir))]
+    queued = queued_jobs()
+    jobs = jobs_of(run_dir, queued or [])
+    lines += [("job", job.describe()) for job in jobs]
+    if not jobs and was_submitted(run_dir):
+        lines.append(("job", "none in the queue" if queued is not None else "squeue does not answer here"))
+    status = read_status(run_dir)
+    if status is None:
+        lines.append(("state", "not started"))
+    else:
+        ended = "" if status.exit_code is None else f", exit code {status.exit_code}"
+        reason = f": {status.reason}" if status.reason else ""
+        is_running = status.state == "running"
+        if is_running and _is_gone(run_dir) and read_status(run_dir) == status:  # it has not ended meanwhile
+            is_running, ended = False, ", but its process is gone; run the same command to resume"
+        lines.append(("state", f"{status.state}{reason}{ended}"))
+        lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
+    if jobs and jobs[0].state != "PENDING":
+        number = jobs[0].name
+        lines.append(("watch", f"tail -F {shlex.quote(str(run_dir / 'slurm' / f'{number}-node-0.log'))}"))
+    return "\n".join(f"{name:<6} {text}" for name, text in lines)
+
+
+def _is_gone(run_dir: Path) -> bool:
+    """Return whether the process of a run that its status calls running is gone for certain: rank 0 ran here, and
+    nobody holds its lock."""
+    hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
+    is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]
+    return is_here and is_locked(run_dir) is False
+
+
+def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
+    last = last_of_each_kind(run_dir / METRICS).get("step", {})
+    loss, eta, written = last.get("loss"), last.get("eta_seconds"), last.get("time")
+    steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
+    parts = [f"{step}/{steps}" if is_count(steps) and steps else str(step)]
+    if is_number(loss):
+        parts.append(f"loss {loss:.4f}" + ("" if last.get("step") == step else f" at step {last.get('step')}"))
+    if is_running and is_number(written):
+        since = max(0.0, time.time() - written)
+        if is_number(eta):
+            parts.append(f"eta {duration(max(0.0, eta - since))}")
+        parts.append(f"last line {duration(since)} ago")
+    return ", ".join(parts)

@@ -1,0 +1,78 @@
+"""``-m``: every combination of the values that keys are given, or with ``search.trials`` a search."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.launch.sweep.arguments import (
+    GRID_EXAMPLE,
+    MOST_RUNS,
+    PointBuilder,
+    Words,
+    in_a_name,
+    read_words,
+    values_of,
+)
+from serried.launch.sweep.points import Point, Sweep, labels
+from serried.runtime.process import say
+
+_MANY_RUNS = 20
+"""Checking this many takes more than a second."""
+
+
+def read_sweep(argv: Sequence[str]) -> Sweep:
+    """Return the sweep that the words of ``argv`` ask for.
+
+    Every run of a grid is composed and checked; for a search, the corners of its space.
+
+    Raises ``UserError`` if no key has several values, or a run would have a mistake. Names every mistake found.
+    """
+    words = read_words(argv)
+    if words.options:
+        try:
+            from serried.launch.sweep.optuna_search import read_search
+        except ImportError:
+            raise UserError("search.trials needs Optuna 4 or newer: pip install -e '.[sweep]'") from None
+        return read_search(words)
+    return _grid(words)
+
+
+def _grid(words: Words) -> Sweep:
+    values = _values(words)
+    runs = math.prod(map(len, values.values()))
+    if runs > MOST_RUNS:
+        words.mistakes.append(f"a grid of {runs} runs, more than {MOST_RUNS}; give fewer values, or search.trials=20")
+    if words.mistakes or not values:
+        compose(words.fixed, found=words.mistakes)  # raises with all mistakes
+        raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")
+    keys = tuple(values)
+    combinations = [dict(zip(keys, each, strict=True)) for each in itertools.product(*values.values())]
+    label = labels(keys)
+    name = f"sweep-{in_a_name('-'.join(label.values()))}"
+    builder = PointBuilder.of(words.fixed, combinations[0], name, inside=False)
+    if runs >= _MANY_RUNS:
+        say(f"sweep      {runs} runs: {' x '.join(keys)}; checking the settings of each")
+    points: dict[Path, Point] = {}
+    for chosen in combinations:
+        point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)
+        if point.config.run.dir in points:
+            raise UserError(f"two runs of the sweep would share {point.config.run.dir}; give every value once")
+        points[point.config.run.dir] = point
+    return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
+
+
+def _values(words: Words) -> dict[str, list[str]]:
+    """Return the values of each swept key; a key with one value joins the fixed words."""
+    values: dict[str, list[str]] = {}
+    for key, override in words.swept.items():
+        try:
+            if override.is_interval_sweep():
+                raise UserError(f"{override.input_line}: an interval is not a list of values; add search.trials=20")
+            values[key] = values_of(override)
+        except UserError as error:
+            words.mistakes += error.args
+    words.fixed += [f"{key}={found[0]}" for key, found in values.items() if len(found) == 1]
+    return {key: found for key, found in values.items() if len(found) > 1}

@@ -1,0 +1,168 @@
+"""The runs of a sweep side by side, from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
+
+import csv
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+
+from serried.configs.formats import columns
+from serried.configs.plain_data import is_number, read_json
+from serried.configs.schema.sections import DEFAULT_VALIDATION
+from serried.launch.sweep.points import Point, labels
+from serried.records.files import write_atomically
+from serried.records.metrics import METRICS, read_events
+from serried.records.status import read_status
+
+RECORD = "sweep.json"
+"""In the folder of a sweep: its keys and the outcome of each run."""
+_TABLE = "sweep.csv"
+_RESULTS = (
+    "loss", "validation_loss", "metric", "metric_value", "tokens_per_second", "state", "step", "reason", "run_dir",
+)  # fmt: skip
+_LONG = 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The state and results of a run."""
+
+    run_dir: Path
+    values: Mapping[str, str]
+    """The value of each swept key."""
+    state: str = "not started"
+    """not started, queued, running, finished, stopped or failed."""
+    step: int = 0
+    reason: str | None = None
+    exit_code: int | None = None
+    loss: float | None = None
+    """Of the last logged step."""
+    validation_loss: float | None = None
+    """The lowest."""
+    tokens_per_second: float | None = None
+    """The median of the logged steps, in the task's unit."""
+    unit: str = "tokens"
+    metric: str = "loss"
+    """What runs are compared by on the validation set: ``checkpoint.best_metric``."""
+    metric_value: float | None = None
+    """The best value of a metric other than the loss."""
+    is_maximised: bool = False
+    time: float = field(default_factory=time.time)
+    """When this was written, in Unix seconds."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == "finished"
+
+    @property
+    def to_minimise(self) -> float | None:
+        """The result of the run, with the sign that makes lower better."""
+        value = self.validation_loss if self.metric == "loss" else self.metric_value
+        return -value if value is not None and self.is_maximised else value
+
+    def rank(self) -> tuple[bool, float, float]:
+        """Return a sort key, best first: by result, or by loss without one, and runs without either last."""
+        last, result = float("inf"), self.to_minimise
+        return result is None, last if result is None else result, last if self.loss is None else self.loss
+
+
+def read_outcome(
+    run_dir: Path, values: Mapping[str, str], metric: str = "loss", *, is_maximised: bool = False
+) -> Outcome:
+    """Return the outcome of the run in ``run_dir``."""
+    status = read_status(run_dir)
+    if status is None:
+        return Outcome(run_dir, values, metric=metric, is_maximised=is_maximised)
+    losses: list[float | None] = []
+    rates: list[float] = []
+    unit = "tokens"
+    evaluated: dict[str, list[float]] = {"loss": [], metric: []}
+    for line in read_events(run_dir / METRICS):
+        if line.get("event") == "step":
+            losses.append(line["loss"] if is_number(line.get("loss")) else None)
+            rates += [line["tokens_per_second"]] if is_number(line.get("tokens_per_second")) else []
+        elif line.get("event") == "start":
+            unit = str(line.get("unit", unit))
+        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION:
+            for name, found in evaluated.items():
+                found += [line[name]] if is_number(line.get(name)) else []
+    best = max if is_maximised else min
+    return Outcome(
+        run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
+        min(evaluated["loss"], default=None), median(rates) if rates else None, unit, metric,
+        best(evaluated[metric], default=None) if metric != "loss" else None, is_maximised, status.time,
+    )  # fmt: skip
+
+
+def outcome_of(point: Point) -> Outcome:
+    """Return the outcome of a run of a sweep."""
+    compared = point.config.checkpoint
+    is_maximised = compared.best_mode == "max"
+    return read_outcome(point.config.run.dir, point.values, compared.best_metric, is_maximised=is_maximised)
+
+
+def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    """Write ``sweep.json`` and ``sweep.csv`` into the folder of a sweep."""
+    folder.mkdir(parents=True, exist_ok=True)
+    best = sorted(outcomes, key=Outcome.rank)
+    runs = [{**asdict(each), "run_dir": str(each.run_dir)} for each in best]
+    write_atomically(
+        folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
+    )
+    text = io.StringIO(newline="")
+    rows = csv.DictWriter(text, [*keys, *_RESULTS], extrasaction="ignore")
+    rows.writeheader()
+    rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
+    write_atomically(folder / _TABLE, text.getvalue())
+
+
+def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
+    """Return the keys and current outcomes of the sweep in ``folder``; empty if there is none that can be read."""
+    try:
+        record = read_json(folder / RECORD)
+        names = [each.name for each in fields(Outcome)]
+        noted = [Outcome(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
+        keys = [str(key) for key in record["keys"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [], []
+    return keys, [newer(Outcome(**{**vars(each), "run_dir": Path(each.run_dir)})) for each in noted]
+
+
+def newer(noted: Outcome) -> Outcome:
+    """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails at start writes no status."""
+    found = read_outcome(noted.run_dir, noted.values, noted.metric, is_maximised=noted.is_maximised)
+    return found if found.state != "not started" and found.time >= noted.time else noted
+
+
+def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
+    """Return the runs, best first: swept values, losses, metric, rate, state and folder."""
+    label = labels(keys)
+    metrics = [each.metric for each in outcomes[:1] if each.metric != "loss"]
+    units = {each.unit for each in outcomes if each.tokens_per_second is not None} or {"tokens"}
+    rate = "tok/s" if units == {"tokens"} else f"{units.pop()}/s" if len(units) == 1 else "rate"
+    rows = [[*label.values(), "loss", "validation", *metrics, rate, "state", "folder"]]
+    for each in sorted(outcomes, key=Outcome.rank):
+        results = [each.loss, each.validation_loss, *([each.metric_value] if metrics else [])]
+        numbers = [*(_number(result, ".4f") for result in results), _number(each.tokens_per_second)]
+        rows.append([*(shown(each.values.get(key, "")) for key in keys), *numbers, _state(each), str(each.run_dir)])
+    return "\n".join(columns(rows))
+
+
+def shown(value: str) -> str:
+    """Return a value for a person to read: long numbers have six digits."""
+    try:
+        return value if len(value) <= _LONG else f"{float(value):.6g}"
+    except ValueError:
+        return value
+
+
+def _state(outcome: Outcome) -> str:
+    has_step = outcome.state not in ("finished", "not started", "queued")
+    return f"{outcome.state} at {outcome.step}" if has_step else outcome.state
+
+
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,199 @@
+"""Context parallelism: each rank computes a part of every sequence.
+
+Only attention needs the tokens of other ranks. ``Gather`` collects all keys and values on every rank; ``Ring`` passes
+them from rank to rank and never holds more than two parts (Ring Attention, https://arxiv.org/abs/2310.01889). A
+sequence is divided into 2 x ranks chunks, of which a rank has one from the front and one from the back: later tokens
+attend to more keys, so consecutive parts would leave the first rank with far less to compute than the last.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.parallel.activation_checkpoint import kept
+from serried.parallel.collectives import gather, start_shift
+from serried.parallel.layout.mesh import Coordinates, Layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.layout.shard_specs import Slice
+from serried.parallel.plan import Context, ParallelPlan, matches
+
+
+def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts.
+    Raises ``UserError`` if the length of a task's own sequences is not a multiple of 2 x parts."""
+    length = whole.shape[dim]
+    if length % (2 * parts):
+        raise UserError(
+            f"parallel.context={parts} with a sequence of {length} tokens, which is not a multiple of {2 * parts} = "
+            f"2 x {parts}; pad the sequences of the batch to a multiple of it, or use parallel.context=1"
+        )
+    size = length // (2 * parts)
+    head, tail = (whole.narrow(dim, chunk * size, size) for chunk in (index, 2 * parts - 1 - index))
+    return torch.cat((head, tail), dim)
+
+
+def holder_of(place: int, length: int, parts: int) -> tuple[int, int]:
+    """Return the part that has token ``place`` of ``length``, and the index of the token there."""
+    size = length // (2 * parts)
+    chunk, index = divmod(place, size)
+    return (chunk, index) if chunk < parts else (2 * parts - 1 - chunk, size + index)
+
+
+class _Part(Context):
+    """One part of several."""
+
+    def __init__(self, whole: Context, group: dist.ProcessGroup) -> None:
+        """``whole``: the model's own, which knows how it attends."""
+        super().__init__(whole.attend_locally, whole.attend_with_logsumexp)
+        self._group, self._parts, self._index = group, group.size(), group.rank()
+
+    def whole_length(self, stream: Tensor) -> int:
+        return super().whole_length(stream) * self._parts
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        return head_tail(whole, dim, self._parts, self._index)
+
+    def _places(self, length: int, device: torch.device) -> list[Tensor]:
+        """Return the places in the sequence of each rank's tokens."""
+        places = torch.arange(length, device=device)
+        return [head_tail(places, 0, self._parts, index) for index in range(self._parts)]
+
+
+class Gather(_Part):
+    """Keys and values of all ranks are gathered; their gradients are summed and scattered."""
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        """The keys are in the order of the ranks: to put them into that of the sequence would be a copy for nothing."""
+        places = self._places(length, device)
+        return make((places[self._index], torch.cat(places)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        keys, values = gather(torch.stack((k, v)), 3, self._group).unbind()
+        return self.attend_locally(q, keys, values, mask)
+
+
+class Ring(_Part):
+    """Keys and values travel around the ring of ranks, once in the forward and, with their gradients, in the backward.
+
+    What a forward keeps is this rank's part alone. The backward computes the attention to each part again: its kernels
+    return gradients only together with a forward.
+    """
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        """A mask for each hop, the first for this rank's own keys; None: no query attends to any key of that rank."""
+        places = self._places(length, device)
+        sources = [(self._index - hop) % self._parts for hop in range(self._parts)]
+        masks = [make((places[self._index], places[source])) for source in sources]
+        # A mask in blocks is its own list of what to compute, and looking at it would make the host wait.
+        return [None if isinstance(mask, Tensor) and not mask.any() else mask for mask in masks]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention over the keys of all ranks from that over each rank's, weighted by their sums of exp(score)."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
+    ) -> Tensor:
+        mixed, logsumexp = kept(partial(_around_the_ring, q, k, v, masks, kernel, group))
+        ctx.save_for_backward(q, k, v, mixed, logsumexp)
+        ctx.masks, ctx.kernel, ctx.group = masks, kernel, group
+        return mixed
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        q, k, v, mixed, logsumexp = ctx.saved_tensors
+        pair = torch.stack((k, v))
+        # A part's gradients set out with the first rank that it visits, gather at each, and reach home after the last.
+        grad_q, home = (torch.zeros_like(each, dtype=torch.float32) for each in (q, pair))
+        travelling: Callable[[], Tensor] | None = None
+        along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
+        for hop, mask in enumerate(ctx.masks):
+            received = start_shift(pair, ctx.group) if hop + 1 < len(ctx.masks) else None
+            mine = torch.zeros_like(home) if hop else home
+            if mask is not None:
+                leaves = [each.detach().requires_grad_() for each in (q, *pair.unbind())]
+                with torch.enable_grad():
+                    out, sums = ctx.kernel(*leaves, mask)
+                weight = (sums.detach() - logsumexp).exp()  # of this hop in the merged result
+                grad_out = grad.float() * weight.unsqueeze(-1)
+                grad_sums = weight * ((grad.float() * out.detach().float()).sum(-1) - along)
+                found = torch.autograd.grad((out, sums), leaves, (grad_out.to(out.dtype), grad_sums))
+                grad_q += found[0]
+                mine += torch.stack(found[1:])
+            if hop:
+                if travelling is not None:
+                    mine += travelling()
+                travelling = start_shift(mine, ctx.group)
+            if received is not None:
+                pair = received()
+        if travelling is not None:
+            home += travelling()
+        return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+
+
+def _around_the_ring(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return attention to the keys of all ranks, and the log of its sums of exp(score)."""
+    pair = torch.stack((k, v))
+    mixed, logsumexp = torch.empty(0), torch.empty(0)
+    for hop, mask in enumerate(masks):
+        received = start_shift(pair, group) if hop + 1 < len(masks) else None  # travels while this hop is computed
+        if mask is not None:
+            out, sums = kernel(q, *pair.unbind(), mask)
+            if hop == 0:  # every query attends to itself
+                mixed, logsumexp = out.float(), sums
+            else:
+                both = torch.logaddexp(logsumexp, sums)
+                mixed = mixed * (logsumexp - both).exp().unsqueeze(-1) + out * (sums - both).exp().unsqueeze(-1)
+                logsumexp = both
+        if received is not None:
+            pair = received()
+    return mixed.to(q.dtype), logsumexp
+
+
+class ContextAxis:
+    """Every rank has all parameters whole, as far as this axis goes."""
+
+    axis = "context"
+
+    def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
+        """Nothing is divided."""
+        del name, shape
+        if not plan.context:
+            raise UserError(
+                f"parallel.context={layout.context}: the model does not declare where tokens of a sequence attend to "
+                "each other; return ParallelPlan(context=...) from parallel_plan(), or use parallel.context=1"
+            )
+        return ()
+
+    def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
+        """FSDP2 sums gradients over context ranks: they hold its shards."""
+        del plan, layout, name
+        return False
+
+    def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
+        """Let attention reach the tokens of other ranks."""
+        del place
+        assert groups.context is not None
+        kind = Ring if layout.context_method == "ring" else Gather
+        for each in context_points(module, plan):
+            each.context = kind(each.context, groups.context)
+
+
+def context_points(module: nn.Module, plan: ParallelPlan) -> list[Any]:
+    """Return the modules with a ``Context``; those of other stages of a pipeline are not here."""
+    named = [each for name, each in module.named_modules() if any(matches(name, glob) for glob in plan.context)]
+    return [each for each in named if isinstance(getattr(each, "context", None), Context)]
+
+
+CONTEXT = ContextAxis()

@@ -1,0 +1,61 @@
+"""Mesh axes along which ranks divide the work on one sample. A new one is a file with a ``ModelAxis`` and an entry in
+``AXES``."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from serried.parallel.axes.context import CONTEXT
+from serried.parallel.axes.expert import EXPERT, refuse_misfits
+from serried.parallel.axes.tensor import TENSOR
+from serried.parallel.layout.local_shards import unshardable
+from serried.parallel.layout.mesh import Coordinates, Layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.layout.shard_specs import ShardSpec, Slice, sharding, stages_of
+from serried.parallel.plan import ParallelPlan
+
+
+class ModelAxis(Protocol):
+    """How a model is divided along one axis, from what its plan declares."""
+
+    axis: str
+    """Name of the mesh axis."""
+
+    def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
+        """Return how the parameter ``name`` is divided along the axis; () if each of its ranks holds all of it."""
+
+    def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
+        """Return whether a rank's gradient of the parameter ``name`` is one of the terms of a sum over the axis."""
+
+    def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
+        """Replace the parameters of ``module``, on meta or with values, by the slices that the rank at ``place`` holds,
+        and let its forward exchange what it must. Raises ``UserError`` if the plan does not declare what the axis
+        needs."""
+
+
+AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
+
+
+def active_axes(layout: Layout) -> list[ModelAxis]:
+    """Return the axes of more than one rank."""
+    return [each for each in AXES if getattr(layout, each.axis) > 1]
+
+
+def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, ShardSpec]:
+    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name. Raises
+    ``UserError`` if the plan does not declare what an axis needs, or the layout does not fit its experts."""
+    refuse_misfits(model, plan, layout)
+    whole, axes = unshardable(model), active_axes(layout)
+    stages = stages_of([name for name, _ in model.named_parameters()], plan, layout)
+    specs = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        slices = [each for axis in axes for each in axis.slices(plan, layout, name, shape)]
+        if layout.is_sharded and name not in whole:
+            slices.append(sharding(slices, shape, layout))
+        is_divided = any("expert" in each.axes for each in slices)  # over the ranks of all other axes too
+        sums_over = tuple(axis.axis for axis in axes if not is_divided and axis.is_partial(plan, layout, name))
+        holders = tuple(layout.pipeline_of(stage) for stage in stages[name])
+        specs[name] = ShardSpec(name, shape, tuple(slices), holders, sums_over)
+    return specs

@@ -1,0 +1,312 @@
+"""The tensor axis: matrices divided over ranks, with the residual stream and the vocabulary.
+
+A parameter is a plain local tensor, this rank's slice, and modules exchange at their borders by explicit collectives
+(Megatron-LM, https://arxiv.org/abs/1909.08053). With ``parallel.sequence`` the stream between the matrices is divided
+along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the roles of its modules:
+
+- ``vocabulary``: an embedding, divided by rows. Its output is the stream.
+- ``source``: adds to the stream from elsewhere, such as learned positions. Whole on every rank.
+- ``region``: contains the divided matrices of an attention or feed-forward. Its first argument is the stream.
+- ``column``: a linear layer in a region, divided by outputs.
+- ``row``: a linear layer that ends a region, divided by inputs. Its bias is added after the sum.
+- ``norm``: in a region, a norm over the whole divided width, with the extension point ``width`` (``plan.Width``).
+- ``conv1d_column``, ``conv1d_row``: the same for weights that are [inputs, outputs], transformers' ``Conv1D``.
+- ``head``: ends the model. It has the extension point ``vocabulary`` (``plan.Vocabulary``), or is a linear layer
+  without a bias, whose logits are whole on every rank. A weight of its own is divided by rows, as the embedding's is if
+  they are tied.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from serried.configs.errors import UserError
+from serried.parallel import collectives
+from serried.parallel.axes.pipeline_stages import SkippedModule
+from serried.parallel.fp16_weight_gradients import linear
+from serried.parallel.layout.mesh import Coordinates, Layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.layout.shard_specs import Slice, chunk
+from serried.parallel.plan import ParallelPlan, Vocabulary, Width
+
+_SLICED_DIMS = {
+    "vocabulary": {"weight": 0},
+    "head": {"weight": 0},
+    "column": {"weight": 0, "bias": 0, "lora_B": 0},
+    "row": {"weight": 1, "lora_A": 1},
+    "norm": {"weight": 0},
+    "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
+    "conv1d_row": {"weight": 0, "lora_A": 1},
+}
+"""Dim that is divided of each parameter of a module, by role; others are whole."""
+
+
+class Tensors:
+    """See the module."""
+
+    axis = "tensor"
+
+    def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
+        """By the role of the module."""
+        del layout, shape
+        module, _, parameter = name.rpartition(".")
+        dim = _SLICED_DIMS.get(plan.role(module) or "", {}).get(parameter)
+        return () if dim is None else (Slice(dim, ("tensor",)),)
+
+    def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
+        """Whole parameters that read a part of the stream, or that stand within a region."""
+        if self.slices(plan, layout, name, ()):
+            return False
+        if layout.sequence:
+            return True
+        parents = name.split(".")[:-1]
+        within = [plan.role(".".join(parents[:count])) for count in range(1, len(parents) + 1)]
+        is_after_sum = within[-1:] in (["row"], ["conv1d_row"])
+        return "region" in within and not is_after_sum
+
+    def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
+        group = groups.tensor
+        assert group is not None
+        roles = check_roles(module, plan, layout)
+        rows = _rows_of_vocabularies(module, roles)
+        self._slice_parameters(module, plan, layout, place)
+        stream = _Stream(group, layout.sequence)
+        # One function for all modules: torch.compile then makes one graph for all blocks.
+        multiply = {role: _multiply_and_sum(stream, is_conv1d=role == "conv1d_row") for role in ("row", "conv1d_row")}
+        for name, role in roles.items():
+            each: Any = module.get_submodule(name)
+            if isinstance(each, SkippedModule):
+                continue  # its work is done on another stage of the pipeline
+            if role == "vocabulary":
+                each.forward = partial(_embed, each, stream, _rows(rows[name], layout, place)[0])
+            elif role == "source":
+                each.register_forward_hook(lambda _module, _arguments, output: stream.own_part(output))
+            elif role == "region":
+                each.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
+            elif role in ("row", "conv1d_row"):
+                each.forward = MethodType(multiply[role], each)
+                if adapter := getattr(each, "adapter", None):
+                    adapter.sum = stream.sum
+            elif role == "norm":
+                each.width = DividedWidth(group)
+            elif role == "head":
+                vocabulary = ShardedVocabulary(rows[name], layout, place, group)
+                if type(each).forward is nn.Linear.forward:
+                    each.forward = partial(_whole_logits, each, vocabulary)
+                else:
+                    each.vocabulary = vocabulary
+
+    def _slice_parameters(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates) -> None:
+        sliced: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            for dim, _ in self.slices(plan, layout, name, parameter.shape):
+                if parameter not in sliced:  # several modules may share one
+                    start, size = chunk(parameter.shape[dim], layout.tensor, place.tensor)
+                    values = parameter.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+                    sliced[parameter] = nn.Parameter(values, parameter.requires_grad)
+                owner, _, key = name.rpartition(".")
+                setattr(module.get_submodule(owner), key, sliced[parameter])
+
+
+TENSOR = Tensors()
+
+
+class _Stream:
+    """The residual stream [B, S, D], divided along the sequence or whole on every rank."""
+
+    def __init__(self, group: ProcessGroup, is_divided: bool) -> None:
+        self._group, self._is_divided = group, is_divided
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what a region reads: all of the stream."""
+        return collectives.gather(x, 1, self._group) if self._is_divided else collectives.copy(x, self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of what the ranks add to the stream."""
+        self._check_length(x)
+        return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of what all ranks have, [B, S, D] or [S, D]."""
+        if not self._is_divided:
+            return x
+        self._check_length(x)
+        return x.chunk(dist.get_world_size(self._group), -2)[dist.get_rank(self._group)]
+
+    def _check_length(self, x: Tensor) -> None:
+        ranks, length = dist.get_world_size(self._group), x.shape[-2]
+        if self._is_divided and length % ranks:
+            raise UserError(
+                f"parallel.tensor={ranks} does not divide a sequence of {length}, which its ranks divide too; use "
+                "parallel.sequence=false"
+            )
+
+
+class ShardedVocabulary(Vocabulary):
+    """Each rank has some rows of the vocabulary and, while a chunk of tokens is worked through, the tokens of all."""
+
+    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup) -> None:
+        self.first_row = _rows(size, layout, place)[0]
+        self._group = group
+        self._parts = layout.tensor if layout.sequence else 1
+        """Of the stream."""
+        self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
+
+    def most_rows(self, rows: int) -> int:
+        del rows
+        return max(self._rows)
+
+    def all_rows(self, rows: int) -> int:
+        del rows
+        return sum(self._rows)
+
+    def targets(self, targets: Tensor) -> Tensor:
+        return targets.unflatten(1, (self._parts, -1)).movedim(1, 0).flatten(1)
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        return collectives.gather(hidden, 0, self._group) if self._parts > 1 else hidden
+
+    def sum_tokens(self, gradient: Tensor) -> Tensor:
+        if self._parts > 1:
+            return collectives.scatter_sum(gradient, 0, self._group)
+        return collectives.all_sum(gradient, self._group)
+
+    def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        # One exchange for both. Added up in the order of ranks, so all have the same bits.
+        both = collectives.gather(torch.stack((normalizer, picked)).unsqueeze(0), 0, self._group)
+        return both[:, 0].logsumexp(0), both[:, 1].sum(0)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        whole = _Stream(self._group, self._parts > 1).enter(hidden)
+        return collectives.join(linear(whole, weight), -1, self._rows, self._group)
+
+
+class DividedWidth(Width):
+    """Each rank has a part of the width."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def mean(self, part: Tensor) -> Tensor:
+        # Each rank uses the mean for its own part, so the gradients of it are summed as well.
+        return collectives.copy(collectives.all_sum(part, self._group), self._group) / self._group.size()
+
+
+def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, str]:
+    """Return the roles of the modules by name. Raises ``UserError`` if tensor ranks cannot divide the model by them."""
+    roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
+    if not roles:
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
+            "parallel.tensor=1, or declare them in parallel_plan()"
+        )
+    _check_ends(plan, layout)
+    for name, role in roles.items():
+        if not isinstance(each := module.get_submodule(name), SkippedModule):
+            _check_forward(name, each, role, layout)
+    return roles
+
+
+def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
+    """Raise ``UserError`` where nothing would divide the stream, or nothing would join it again."""
+    declared = set(plan.roles.values())  # of all stages
+    if layout.sequence and not ("head" in declared and declared & {"vocabulary", "source"}):
+        raise UserError(
+            "parallel.sequence=true: the model declares no roles for the two ends of the stream, vocabulary or source "
+            "and head, between which it would be divided; use parallel.sequence=false"
+        )
+
+
+def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> None:
+    """Raise ``UserError`` where the forward that a role puts in place would compute something else."""
+    if role not in (*_SLICED_DIMS, "source", "region"):
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: the model's plan has {role} for {name}, which is not known here; use "
+            "parallel.tensor=1, or a native family"
+        )
+    forward = type(module).forward
+    if role == "vocabulary":
+        fits = forward is nn.Embedding.forward
+        changed = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+        options = [key for key, value in changed.items() if getattr(module, key, value) != value]
+    elif role == "head":
+        is_linear = forward is nn.Linear.forward and getattr(module, "bias", None) is None
+        if not is_linear and not isinstance(getattr(module, "vocabulary", None), Vocabulary):
+            raise UserError(
+                f"parallel.tensor={layout.tensor}: {name} has the role head and is a {type(module).__name__}; use an "
+                "nn.Linear without bias, or serried.recipes.models.layers.lm_head.LanguageModelHead, which computes "
+                "the loss too"
+            )
+        return
+    else:
+        fits = role != "row" or forward is nn.Linear.forward
+        # By name: that of transformers must not be imported for it.
+        fits = fits and (role != "conv1d_row" or forward.__qualname__ == "Conv1D.forward")
+        options = []
+    if not fits or options:
+        own = f"has a forward of its own ({type(module).__name__})"
+        why = f"is an embedding with {', '.join(options)}" if fits else own
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: {name} has the role {role} and {why}, which tensor ranks would leave "
+            "out; use parallel.tensor=1, or change the module or its role in parallel_plan()"
+        )
+
+
+def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[str, int]:
+    """Return the rows of each embedding and head by name; a tied head has those of the largest embedding."""
+    ends = {name: module.get_submodule(name).weight for name, role in roles.items() if role in ("vocabulary", "head")}
+    rows = {name: len(weight) for name, weight in ends.items() if isinstance(weight, Tensor)}
+    largest = max((count for name, count in rows.items() if roles[name] == "vocabulary"), default=0)
+    return dict.fromkeys(ends, largest) | rows
+
+
+def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
+    """First row of the vocabulary here, and number of rows. Raises ``UserError`` if there are none."""
+    if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
+        raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
+    return chunk(size, layout.tensor, place.tensor)
+
+
+def _enter(
+    stream: _Stream, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let a region read all of the stream, its first argument."""
+    del module
+    if arguments:
+        return (stream.enter(arguments[0]), *arguments[1:]), named
+    first = next(iter(named))
+    return (), {**named, first: stream.enter(named[first])}
+
+
+def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -> Tensor:
+    """Each token's row from the rank that has it."""
+    index = ids - first_row
+    is_here = (index >= 0) & (index < len(module.weight))
+    padding = None if module.padding_idx is None else module.padding_idx - first_row
+    if padding is not None and not 0 <= padding < len(module.weight):
+        padding = None  # of another rank
+    rows = F.embedding(index.where(is_here, 0), module.weight, padding)
+    return stream.sum(rows * is_here.unsqueeze(-1))
+
+
+def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
+    """As the module's own forward."""
+    return vocabulary.logits(hidden, module.weight)
+
+
+def _multiply_and_sum(stream: _Stream, *, is_conv1d: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
+    """Return a forward as the module's own, with the bias added once."""
+
+    def forward(module: nn.Linear, x: Tensor) -> Tensor:
+        multiply = getattr(module, "product", linear)
+        product = stream.sum(multiply(x, module.weight.T if is_conv1d else module.weight))
+        return product if module.bias is None else product + module.bias.to(product.dtype)
+
+    return forward

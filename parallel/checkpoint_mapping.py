@@ -1,0 +1,74 @@
+"""How a parameter of a model lies in the tensors of a checkpoint, whose names and shapes other software expects."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from serried.parallel.layout.shard_specs import Box
+
+
+class Fragment(NamedTuple):
+    """A box of a parameter, and the box of a tensor in a checkpoint that holds the same elements in the same order."""
+
+    name: str
+    """Of the tensor in the checkpoint."""
+    shape: tuple[int, ...]
+    """Of that whole tensor."""
+    ours: Box
+    theirs: Box
+    """As ``ours``, but dims of size 1 at the front may be left out or added."""
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "Fragment":
+        """A tensor of a checkpoint that is one parameter: the usual case."""
+        box = _all_of(shape)
+        return cls(name, tuple(shape), box, box)
+
+    @classmethod
+    def entry(cls, name: str, shape: Sequence[int], index: int) -> "Fragment":
+        """A tensor of a checkpoint that is entry ``index`` along the first dim of a parameter of ``shape``."""
+        rest = tuple(shape[1:])
+        return cls(name, rest, Box((index, *(0,) * len(rest)), (1, *rest)), _all_of(rest))
+
+    @classmethod
+    def within(cls, name: str, whole: Sequence[int], dim: int, start: int, shape: Sequence[int]) -> "Fragment":
+        """A tensor of shape ``whole``, whose ``dim`` holds a parameter of ``shape`` from ``start`` on."""
+        starts = tuple(start if each == dim else 0 for each in range(len(whole)))
+        return cls(name, tuple(whole), _all_of(shape), Box(starts, tuple(shape)))
+
+    @classmethod
+    def view(cls, name: str, part: Sequence[int], offset: int, shape: Sequence[int]) -> "Fragment":
+        """A tensor of a checkpoint of shape ``part`` that is a view, from element ``offset`` on, of a parameter of
+        ``shape``."""
+        starts = []
+        for dim in range(len(shape)):
+            start, offset = divmod(offset, prod(shape[dim + 1 :]))
+            starts.append(start)
+        sizes = (*(1,) * (len(shape) - len(part)), *part)
+        return cls(name, tuple(part), Box(tuple(starts), sizes), _all_of(part))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor in the checkpoint is the parameter, under another name perhaps."""
+        return self.ours == self.theirs == _all_of(self.shape)
+
+    def there(self, ours: Box) -> Box:
+        """Where a box of the parameter lies in the tensor of the checkpoint, if ``self.ours`` contains it."""
+        extra = len(self.ours.sizes) - len(self.theirs.sizes)
+        left_out, added = max(extra, 0), max(-extra, 0)
+        ends = zip(self.theirs.starts[added:], self.ours.starts[left_out:], ours.starts[left_out:], strict=True)
+        starts = (theirs - begin + start for theirs, begin, start in ends)
+        return Box((*self.theirs.starts[:added], *starts), (*(1,) * added, *ours.sizes[left_out:]))
+
+    def here(self, theirs: Box) -> Box:
+        """Where a box of the tensor of the checkpoint lies in the parameter: the reverse of ``there``."""
+        return self._replace(ours=self.theirs, theirs=self.ours).there(theirs)
+
+
+def unchanged(name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+    """A checkpoint that holds a parameter as one tensor under its own name."""
+    return (Fragment.whole(name, shape),)
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))

@@ -1,0 +1,369 @@
+"""Checks of a layout against the model and the batch, before torch is imported. Each names values that work."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+
+from serried.configs.divisors import divisors, nearest_divisors
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.model_folder import teacher_section
+from serried.configs.schema.models import DIVIDED_MODELS, HuggingFaceSection
+from serried.configs.schema.registry import models, takes
+from serried.configs.schema.run_config import Config
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.mesh import (
+    MODEL_AXES,
+    V_SCHEDULES,
+    ZERO_BUBBLE_SCHEDULES,
+    Layout,
+    gradient_accumulation,
+    resolve_layout,
+)
+from serried.runtime.process import is_started
+
+_NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
+_WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
+_version_of = cache(version)  # a search checks thousands of layouts
+
+
+def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
+    """Return the layout of ``config`` on so many processes, and how many micro-batches a rank accumulates. Raises
+    ``UserError`` if they do not go together."""
+    layout = resolve_layout(config.parallel, world_size)
+    accumulation = gradient_accumulation(config.trainer, layout)
+    check_layout(config, layout, accumulation)
+    return layout, accumulation
+
+
+def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
+    """Check what can be known from the configuration; a task without the sections model and data is checked as its
+    model is divided. Raises ``UserError`` if the layout does not fit the model, the sequences or the batch."""
+    section = config.parallel
+    if section.sync_every_micro_batch and section.strategy == "ddp":
+        raise UserError(
+            "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
+            "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
+        )
+    if section.offload:
+        _check_offload(config, layout)
+    if layout.strategy == "ddp" and layout.size(("pipeline", "expert")) > 1:
+        axis = "pipeline" if layout.pipeline > 1 else "expert"
+        raise UserError(
+            f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=fsdp, or parallel=hsdp "
+            f"parallel.replicate={layout.replicate}"
+        )
+    if config.precision.gather == "float8" and section.strategy in ("single", "ddp"):
+        raise UserError(
+            f"precision.gather=float8 with parallel={section.strategy}, which gathers no weights; use "
+            "precision.gather=bf16, or parallel=fsdp"
+        )
+    if config.adapter.quantize != "none" and layout.tensor > 1:
+        raise UserError(
+            f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}, whose ranks would "
+            "divide quantized blocks; use parallel.tensor=1, or adapter.quantize=none"
+        )
+    if config.adapter.method == "dora" and layout.tensor > 1:
+        raise UserError(
+            f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "
+            "use parallel.tensor=1, or adapter=lora"
+        )
+    if config.trainer.evaluate and layout.pipeline * layout.context > 1:
+        axis = "pipeline" if layout.pipeline > 1 else "context"
+        raise UserError(
+            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}, whose ranks have no logits of whole "
+            f"sequences; use parallel.{axis}=1, or leave trainer.evaluate out and use lm_eval on an exported model"
+        )
+    if takes(config.optim, "rounding"):
+        _check_bf16_weights(config)
+    if config.trainer.compile:
+        _check_compile(config, layout)
+    keeps_less = config.trainer.keeps_less
+    is_split = layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
+    if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
+        raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; traced: 5 times, and 7 % more memory
+            f"{keeps_less[0]} with parallel.schedule={layout.schedule}, which would recompute a block for each group "
+            f"of its weights and hold it all, more than without; use {keeps_less[1]}, or parallel.schedule=1f1b or "
+            "interleaved"
+        )
+    if layout.world == 1 and section.expert > 1:
+        raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
+    model, data = getattr(config, "model", None), getattr(config, "data", None)
+    if isinstance(model, HuggingFaceSection):
+        _check_axes_of_any_model(layout, model)
+    divisible = model.divisible() if model is not None else {}
+    if layout.expert > 1 and divisible and not divisible.get("expert"):
+        raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
+    check_experts(layout, divisible.get("expert", {}), divisible.get("expert_shard", {}))
+    if layout.tensor > 1:
+        _check_tensor(layout, _divided_by_tensor(config, divisible))
+    if data is not None:
+        _check_sequence(layout, data.sequence_length)
+    if layout.pipeline > 1:
+        _check_stages(layout, getattr(model, "layers", None))
+        _check_micro_batches(config, layout, accumulation)
+        # A login node may have no torch, or another one than the job.
+        if layout.schedule in ZERO_BUBBLE_SCHEDULES and (config.launch.name != "slurm" or is_started()):
+            check_zero_bubble(layout.schedule, _version_of("torch"))
+
+
+def check_zero_bubble(schedule: str, torch_version: str) -> None:
+    """Raise ``UserError`` if this torch cannot run a schedule that divides backwards in two."""
+    # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
+    if tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
+        raise UserError(
+            f"parallel.schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
+            "parallel.schedule=1f1b or interleaved"
+        )
+
+
+def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
+    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, the largest first. Raises
+    ``UserError`` if there is none."""
+    most, allowed = gradient_accumulation(with_micro_batch(config, 1).trainer, layout), []
+    refused: UserError | None = None
+    for samples in reversed(divisors(most)):
+        try:
+            check_layout(with_micro_batch(config, samples), layout, most // samples)
+            allowed.append(samples)
+        except UserError as error:
+            refused = error
+    if not allowed and refused:
+        raise refused
+    return allowed
+
+
+def with_micro_batch(config: Config, samples: int) -> Config:
+    """Return ``config`` with ``trainer.micro_batch=samples``."""
+    return with_values(config, {"trainer.micro_batch": samples})
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """Return ``config`` with other ``values`` of keys, such as ``trainer.micro_batch``, which are not checked."""
+    sections: dict[str, dict[str, object]] = defaultdict(dict)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def _check_offload(config: RunConfig, layout: Layout) -> None:
+    if not layout.is_sharded:
+        where = f"parallel={layout.strategy}" if layout.world > 1 else "one process"
+        more = " on more processes" * (layout.world == 1)
+        raise UserError(
+            f"parallel.offload=true with {where}: FSDP2 offloads what it shards; use parallel=fsdp{more}, or "
+            "optim.offload=true"
+        )
+    if config.optim.offload:
+        raise UserError(
+            "parallel.offload=true with optim.offload=true: the optimizer's state is in host memory with the "
+            "parameters; use optim.offload=false"
+        )
+    if takes(config.optim, "matrices") or takes(config.optim, "sums"):
+        raise UserError(
+            f"parallel.offload=true updates on the CPU, and with optim={config.optim.name} ranks exchange something of "
+            "all parameters; use optim=adamw, or parallel.offload=false"
+        )
+    if config.precision.gather == "float8":
+        raise UserError(
+            "parallel.offload=true with precision.gather=float8, whose scales are computed on the device; use "
+            "precision.gather=bf16"
+        )
+    if takes(config.optim, "rounding") and config.parallel.sync_every_micro_batch:
+        raise UserError(  # torch 2.11 calls the hook that widens a gradient while it is copied to the host
+            f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true, which "
+            "widens gradients on their way; use parallel.sync_every_micro_batch=false, or optim=adamw"
+        )
+
+
+def _check_bf16_weights(config: RunConfig) -> None:
+    trainer, how = config.trainer, f"optim={config.optim.name}"
+    if config.precision.name in ("fp32", "fp16"):
+        raise UserError(
+            f"{how} with precision={config.precision.name}: weights held in bf16 are multiplied in bf16; use "
+            "precision=bf16, or optim=adamw"
+        )
+    if config.adapter.method != "none":
+        raise UserError(
+            f"{how} with adapter.method={config.adapter.method}: the base model is frozen, and adapters are small; use "
+            "optim=adamw"
+        )
+    if trainer.ema_decay:
+        raise UserError(
+            f"{how} with trainer.ema_decay={trainer.ema_decay:g}: an average in bf16 would not change, as its "
+            "steps are too small; use trainer.ema_decay=0, or optim=adamw"
+        )
+
+
+def _check_compile(config: RunConfig, layout: Layout) -> None:
+    if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        raise UserError(  # torch frees what a compiled backward has read
+            f"trainer.compile=true with parallel.schedule={layout.schedule}, which runs the backward of a block twice; "
+            "use parallel.schedule=1f1b or interleaved, or trainer.compile=false"
+        )
+    keeps_less = config.trainer.keeps_less
+    if layout.context > 1 and layout.context_method == "ring" and keeps_less:
+        raise UserError(
+            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring, whose messages cannot be "
+            f"compiled: use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
+        )
+
+
+def _check_axes_of_any_model(layout: Layout, model: HuggingFaceSection) -> None:
+    kind = model.architecture["model_type"]
+    native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
+    for axis in (*MODEL_AXES, "expert"):
+        if getattr(layout, axis) > 1 and axis != "tensor":
+            raise UserError(
+                f"parallel.{axis}={getattr(layout, axis)} with model=hf, which runs transformers' own code: only data "
+                f"axes and parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
+            )
+    if layout.tensor > 1 and kind not in DIVIDED_MODELS:
+        raise UserError(
+            f"parallel.tensor={layout.tensor} with model=hf divides only {', '.join(DIVIDED_MODELS)}, and this model "
+            f"is a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
+        )
+    if layout.tensor > 1 and layout.sequence:
+        raise UserError(
+            f"parallel.tensor={layout.tensor} with model=hf, whose own code sees the whole stream; use "
+            f"{native}parallel.sequence=false"
+        )
+
+
+def _divided_by_tensor(config: RunConfig, divisible: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return the sizes that the degree must divide, the teacher's too, by the words for each."""
+    sizes = {f"{key}={size}": size for key, size in divisible.get("tensor", {}).items()}
+    if config.task.has_teacher and (teacher := getattr(config.task, "teacher", None)) is not None:
+        its = teacher_section(teacher).divisible().get("tensor", {})
+        sizes |= {f"{key.removeprefix('model.')}={its[key]} of task.teacher={teacher}": its[key] for key in its}
+    return sizes
+
+
+def _check_tensor(layout: Layout, sizes: Mapping[str, int]) -> None:
+    for words, size in sizes.items():
+        if size % layout.tensor:
+            common = math.gcd(*sizes.values())
+            fitting, *others = nearest_divisors(common, layout.tensor)
+            more = f" (or one of {sorted(others)})" if others else ""
+            raise UserError(
+                f"parallel.tensor={layout.tensor} does not divide {words}; use parallel.tensor={fitting}{more}"
+            )
+
+
+def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[str, int]) -> None:
+    """Check a model's numbers of ``experts``, by name, and the ``widths`` of each of them that FSDP2 may divide. Raises
+    ``UserError`` if the layout does not fit them."""
+    for key, count in experts.items():
+        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1]
+        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        if count % layout.expert:
+            raise UserError(f"parallel.expert={layout.expert} does not divide {key}={count}; use {instead}")
+        if layout.block % layout.expert:
+            raise UserError(
+                f"parallel.expert={layout.expert} does not divide {layout.block} = shard {layout.shard} x context "
+                f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is not a factor of the "
+                f"processes); use {instead}"
+            )
+        if layout.expert > 1:
+            _check_expert_shards(layout, count, widths)
+        if layout.tensor > 1 and not layout.sequence:
+            raise UserError(
+                "parallel.sequence=false with experts and parallel.tensor: each token would go to its experts once for "
+                "each tensor rank; use parallel.sequence=true"
+            )
+
+
+def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) -> None:
+    """Where FSDP2 cannot deal out the experts of a rank evenly, it divides each of them, which must be even."""
+
+    def misfit(expert: int) -> str | None:
+        shards = layout.block // expert
+        return (
+            next((key for key, width in widths.items() if width % shards), None) if count // expert % shards else None
+        )
+
+    if key := misfit(layout.expert):
+        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1 and not misfit(each)]
+        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        raise UserError(
+            f"parallel.expert={layout.expert} leaves {count // layout.expert} experts on {layout.expert_shard} ranks "
+            f"that shard them, which divide neither them nor {key}={widths[key]}; use {instead}"
+        )
+
+
+def _check_sequence(layout: Layout, length: int) -> None:
+    parts = 2 * layout.context if layout.context > 1 else 1
+    if length % parts:
+        raise UserError(
+            f"data.sequence_length={length} is not a multiple of {parts} = 2 x parallel.context {layout.context}, "
+            f"which takes two parts of it on each rank; use data.sequence_length={_multiple(length, parts)}"
+        )
+    if layout.sequence and length // layout.context % layout.tensor:
+        wanted = layout.tensor * max(parts, layout.context)
+        part = f" / parallel.context {layout.context}" if layout.context > 1 else ""
+        raise UserError(
+            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, which its ranks "
+            f"divide too; use parallel.sequence=false or data.sequence_length={_multiple(length, wanted)}"
+        )
+
+
+def _check_stages(layout: Layout, layers: int | None) -> None:
+    if layers is None:
+        return
+    if layers < layout.stages:
+        fitting = layers // (layout.stages // layout.pipeline)
+        instead = f"parallel.pipeline={fitting}" if fitting > 1 else "fewer stages"
+        raise UserError(f"model.layers={layers} are fewer than {layout.stages} pipeline stages; use {instead}")
+    if layout.layers_of_stages and sum(layout.layers_of_stages) != layers:
+        raise UserError(
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
+            f"the model has model.layers={layers}; change one of the numbers, or leave it out"
+        )
+
+
+def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -> None:
+    if config.parallel.sync_every_micro_batch:
+        raise UserError(
+            "parallel.sync_every_micro_batch=true with a pipeline, whose schedule reduces gradients at the end of a "
+            "step; use parallel.sync_every_micro_batch=false"
+        )
+    if config.parallel.frees_after_forward and layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        raise UserError(  # measured: wrong gradients, silently
+            f"parallel.reshard_after_forward=true with parallel.schedule={layout.schedule}, which forms gradients of "
+            "weights when FSDP has freed them; use parallel.reshard_after_forward=false"
+        )
+    trainer = config.trainer
+
+    def fits(count: int) -> bool:
+        if layout.schedule in _NEEDS_A_MICRO_BATCH_PER_STAGE:
+            return count >= layout.stages
+        if layout.schedule in _WORKS_IN_ROUNDS:
+            return count % max(1, count // layout.pipeline) == 0
+        return True
+
+    if fits(accumulation):
+        return
+    per_rank = trainer.global_batch // layout.data_ranks
+    smaller = [each for each in divisors(per_rank) if each < trainer.micro_batch and fits(per_rank // each)]
+    instead = (
+        f"trainer.micro_batch={smaller[-1]}"
+        if smaller
+        else f"trainer.global_batch={trainer.micro_batch * layout.data_ranks * layout.stages}"
+    )
+    equation = (
+        f"accumulation {accumulation} = global_batch {trainer.global_batch} / (micro_batch {trainer.micro_batch} x "
+        f"{layout.data_ranks} data ranks)"
+    )
+    if layout.schedule in _WORKS_IN_ROUNDS:
+        why = f"cannot be dealt to parallel.schedule={layout.schedule} in rounds of {layout.pipeline} or more"
+    else:
+        why = f"are fewer micro-batches than the {layout.stages} stages of parallel.schedule={layout.schedule}"
+    raise UserError(f"{equation} {why}; use {instead}, or parallel.schedule=gpipe")
+
+
+def _multiple(size: int, of: int) -> int:
+    """The nearest multiple, not 0."""
+    return max(1, round(size / of)) * of

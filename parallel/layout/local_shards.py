@@ -1,0 +1,141 @@
+"""The tensors of a model as one rank holds them."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.shard_specs import Box, ShardSpec
+from serried.parallel.nf4 import is_packed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+class HeldTensor(NamedTuple):
+    """A parameter or buffer, and which part of it this rank holds."""
+
+    name: str
+    tensor: Tensor
+    """As the module has it while nothing is gathered; what an optimizer takes."""
+    spec: ShardSpec
+    box: Box
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor, holders: tuple[int, ...] = (0,)) -> "HeldTensor":
+        """A tensor that all ranks of the pipeline coordinates ``holders`` hold whole."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, ShardSpec(name, shape, (), holders), Box((0,) * len(shape), shape))
+
+    @property
+    def local(self) -> Tensor:
+        """The part that this rank holds, as a plain tensor over the same memory."""
+        return local(self.tensor)
+
+
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
+    """Return whether ``tensor`` is a DTensor, without importing their module, which takes long: until it is, there is
+    none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank holds, as a plain tensor over the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def held_parameters(
+    modules: Iterable[nn.Module], specs: Mapping[str, ShardSpec], layout: Layout, rank: int = 0
+) -> list[HeldTensor]:
+    """Every parameter of ``modules``, the stages on this rank, each once, under the first of its names."""
+    place = layout.coordinates(rank)
+    found = [
+        HeldTensor(name, parameter, specs[name], specs[name].box(layout, place))
+        for module in modules
+        for name, parameter in module.named_parameters()
+    ]
+    for each in found:  # so that the specs cannot drift from what torch did
+        shape = tuple(each.local.shape)
+        assert shape == each.box.sizes, f"{each.name} is {list(shape)} here, expected {list(each.box.sizes)}"
+    expected = {name for name, spec in specs.items() if place.pipeline in spec.holders}
+    assert expected == {each.name for each in found}, f"this rank lacks {expected - {each.name for each in found}}"
+    return found
+
+
+def unshardable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that FSDP2 refuses, which stay whole on every rank: without dims, or integers."""
+    named = module.named_parameters()
+    return {name: each for name, each in named if not each.ndim or not each.is_floating_point()}
+
+
+def persistent_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that belong to the module's state. Ask before the module is sharded."""
+    names = [name for name, _ in module.named_buffers()]
+    state = module.state_dict() if names else {}
+    return [name for name in names if name in state]
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules share -> the first name of each."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
+
+
+def tie(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Let parameters share memory again, as ``tied_names`` found them."""
+    for name, first in names.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, module.get_parameter(first))
+
+
+@torch.no_grad()
+def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: torch.dtype | None = None) -> None:
+    """Make the floating-point parameters that are trained ``trained``, and the others ``frozen``. None: fp32 if they
+    have fewer bits, as training adds small updates to them."""
+    for parameter in module.parameters():
+        if is_packed(parameter) or not parameter.is_floating_point():
+            continue  # the bytes of packed ones are not numbers
+        wanted = trained if parameter.requires_grad else frozen
+        if wanted is not None:
+            parameter.data = parameter.data.to(wanted)
+        elif parameter.element_size() < 4:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards each is in the mode it was in."""
+    training = [each for module in modules for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+def empty(module: nn.Module) -> None:
+    """Put tensors without data in place of the parameters and buffers of ``module``."""
+    made: dict[Tensor, Tensor] = {}
+    for each in module.modules():
+        holders: tuple[Any, ...] = (each._parameters, each._buffers)
+        for kept in holders:  # assigning by name would refuse a plain tensor
+            for name, tensor in kept.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    data = made[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(data, tensor.requires_grad)
+                kept[name] = made[tensor]

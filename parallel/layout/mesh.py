@@ -1,0 +1,289 @@
+"""The degrees of the mesh axes, resolved and checked. Errors state the equation and a value that works."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serried.configs.divisors import nearest_divisors
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import ParallelSection, TrainerSection
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes, outermost first: ranks are numbered row-major over them."""
+MODEL_AXES = ("pipeline", "context", "tensor")
+"""Axes along which ranks divide the work on one sample."""
+
+ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+"""Pipeline schedules in which a rank holds one stage."""
+ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
+"""Pipeline schedules that begin with the forwards of all micro-batches."""
+V_SCHEDULES = ("zbv", "dualpipev")
+"""Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
+ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
+"""Pipeline schedules that compute gradients of weights some time after those of inputs."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The position of one rank on each mesh axis."""
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    expert_shard: int
+    expert: int
+    """These two number the ranks of a block in another way, for the experts of a mixture."""
+    data_rank: int
+    """Ranks that differ in it see different samples; all others see the same."""
+    owns_loss: bool
+    """Whether the rank's loss counts: it holds the last stage, and of the tensor ranks, which all have it, is first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degree of every mesh axis, all resolved: their product is the number of processes."""
+
+    strategy: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Not a factor of the number of processes: experts divide the ranks of a block in another way."""
+    sequence: bool = True
+    """Whether tensor ranks divide activations along the sequence between the matrices."""
+    context_method: str = "gather"
+    schedule: str = "1f1b"
+    stages: int = 1
+    """Of the pipeline, over all ranks."""
+    layers_of_stages: tuple[int, ...] = ()
+    """Blocks of each stage; empty: as even as can be."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole model, under DDP."""
+        return self.strategy == "ddp" and not self.is_sharded
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.size(AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def block(self) -> int:
+        """Ranks that together hold one stage of one copy of the model. Their numbers are contiguous."""
+        return self.shard * self.context * self.tensor
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks of a block that hold the same experts, and shard them."""
+        return self.block // self.expert
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 divides the parameters, over however many ranks: on all layouts but one process and DDP."""
+        return self.strategy in ("fsdp", "hsdp") or self.size(MODEL_AXES) > 1
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Product of the degrees of ``axes``."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def index(self, place: Coordinates, axes: Iterable[str]) -> int:
+        """Number of ``place`` within the product of ``axes``, row-major."""
+        index = 0
+        for axis in axes:
+            index = index * getattr(self, axis) + getattr(place, axis)
+        return index
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` is."""
+        place, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, place[axis] = divmod(rest, getattr(self, axis))
+        assert rest == 0, f"rank {rank} of a layout of {self.world}"
+        expert_shard, expert = divmod(rank % self.block, self.expert)
+        return Coordinates(
+            **place,
+            expert_shard=expert_shard,
+            expert=expert,
+            data_rank=place["replicate"] * self.shard + place["shard"],
+            owns_loss=self.stages - 1 in self.stages_of(place["pipeline"]) and place["tensor"] == 0,
+        )
+
+    def peers(self, axes: Collection[str]) -> list[list[int]]:
+        """Groups of ranks that differ on ``axes`` alone, each in the order of their index on these."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            place = self.coordinates(rank)
+            others = tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def stages_of(self, pipeline: int) -> tuple[int, ...]:
+        """Stages of the ranks at coordinate ``pipeline``, in the order of the model."""
+        if self.schedule in V_SCHEDULES and self.pipeline > 1:
+            return pipeline, self.stages - 1 - pipeline
+        return tuple(range(pipeline, self.stages, self.pipeline))
+
+    def pipeline_of(self, stage: int) -> int:
+        """Pipeline coordinate of the ranks that hold ``stage``."""
+        return next(rank for rank in range(self.pipeline) if stage in self.stages_of(rank))
+
+    def block_range(self, stage: int, blocks: int) -> range:
+        """Which of the model's ``blocks`` are in ``stage``."""
+        counts = self.layers_of_stages or [
+            blocks // self.stages + (number < blocks % self.stages) for number in range(self.stages)
+        ]
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
+
+    def describe(self, blocks: int = 0, micro_batches: int = 0) -> str:
+        """For the plan: ``fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)``.
+
+        ``blocks`` of the model, and ``micro_batches`` of a step; 0: unknown.
+        """
+        axes = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        text = ", ".join([self.strategy, *degrees])
+        if self.pipeline == 1 or not blocks:
+            return text
+        counts = [len(self.block_range(stage, blocks)) for stage in range(self.stages)]
+        layers = " + ".join(map(str, counts)) + " layers" if len(set(counts)) > 1 else f"{counts[0]} layers a stage"
+        bubble = ""
+        if micro_batches and self.schedule not in ZERO_BUBBLE_SCHEDULES:  # of equal stages
+            work = micro_batches * self.stages // self.pipeline
+            bubble = f", bubble {(self.pipeline - 1) / (work + self.pipeline - 1):.0%}"
+        return f"{text} ({self.schedule}, {layers}{bubble})"
+
+
+def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
+    """Fill in -1 and check that the degrees multiply to ``world_size``. Raises ``UserError`` if the strategy and the
+    degrees contradict each other, or their product is not ``world_size``."""
+    strategy = section.strategy
+    degrees = {axis: getattr(section, axis) for axis in AXES}
+    for axis, degree in degrees.items():
+        if degree == 0:
+            raise UserError(f"parallel.{axis}=0: degrees are 1 or more, or -1 for the rest")
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(free) > 1:
+        both = " and ".join(f"parallel.{axis}" for axis in free)
+        raise UserError(f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one can be whatever is left")
+    if strategy == "single" and world_size > 1:
+        other = "parallel=fsdp" if any(degrees[axis] != 1 for axis in MODEL_AXES) else "parallel=ddp or parallel=fsdp"
+        raise UserError(f"parallel=single is one process but {world_size} were started; use {other}")
+    if strategy in ("single", "ddp") and degrees["shard"] != 1:
+        raise UserError(
+            f"parallel.shard={section.shard} with parallel={strategy}: it does not shard; use parallel=fsdp or hsdp"
+        )
+    if strategy in ("single", "fsdp") and degrees["replicate"] != 1:
+        raise UserError(
+            f"parallel.replicate={section.replicate} with parallel=fsdp: it does not replicate; use parallel=hsdp"
+            if strategy == "fsdp"
+            else f"parallel.replicate={section.replicate} with parallel=single: it is one process; use parallel=ddp"
+        )
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    if free and world_size % fixed == 0:
+        degrees[free[0]] = world_size // fixed
+    elif free:
+        raise UserError(
+            f"{_factors(degrees)} does not divide {_processes(world_size)}, so parallel.{free[0]}=-1 has no value; "
+            f"use {_nearest(degrees, world_size)}a multiple of {fixed} processes (in a dry run: "
+            f"launch.processes={fixed})"
+        )
+    elif fixed != world_size:
+        rest = "replicate" if strategy == "ddp" else "shard"
+        fits = world_size % (fixed // degrees[rest]) == 0
+        raise UserError(
+            f"the mesh needs {_processes(fixed)} ({_equation(degrees)}) but "
+            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node={fixed} "
+            f"(in a dry run: launch.processes={fixed})"
+            + (f", or parallel.{rest}=-1 for whatever is left" if fits and strategy != "single" else "")
+        )
+    if world_size == 1:
+        return Layout("single")
+    return Layout(
+        strategy,
+        **degrees,
+        expert=section.expert,
+        sequence=section.sequence,
+        context_method=section.context_method,
+        **_stages(section, degrees["pipeline"]),
+    )
+
+
+def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
+    """Fields of the layout that only a pipeline has."""
+    if pipeline == 1:
+        return {}
+    usual = 1 if section.schedule in ONE_STAGE_SCHEDULES else 2
+    per_rank = section.stages_per_rank or usual
+    fixed = usual == 1 or section.schedule in V_SCHEDULES
+    if fixed and per_rank != usual:
+        raise UserError(
+            f"parallel.stages_per_rank={per_rank} with parallel.schedule={section.schedule}: it has {usual} on each "
+            f"rank; use parallel.stages_per_rank={usual}, or parallel.schedule=interleaved"
+        )
+    if per_rank < 2 and not fixed:
+        raise UserError(
+            f"parallel.stages_per_rank=1 with parallel.schedule={section.schedule}: it has several on each rank; use "
+            "parallel.stages_per_rank=2, or parallel.schedule=1f1b"
+        )
+    stages, layers = pipeline * per_rank, section.layers_of_stages or ()
+    if layers and len(layers) != stages:
+        raise UserError(
+            f"parallel.layers_of_stages has {len(layers)} numbers for {stages} stages = pipeline {pipeline} x "
+            f"{per_rank} per rank; give one number for each stage, or leave it out"
+        )
+    return {"schedule": section.schedule, "stages": stages, "layers_of_stages": tuple(layers)}
+
+
+def _equation(degrees: Mapping[str, int]) -> str:
+    """``replicate 2 x shard 3``, with those of the other axes that are more than 1."""
+    shown = ("replicate", "shard", *(axis for axis in ("context", "tensor", "pipeline") if degrees[axis] != 1))
+    return " x ".join(f"{axis} {degrees[axis]}" for axis in shown)
+
+
+def _factors(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+
+
+def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
+    """The largest degree with the nearest value that leaves a whole number for the rest, if one does."""
+    axis = max(degrees, key=lambda each: degrees[each])
+    others = math.prod(degree for each, degree in degrees.items() if degree > 0 and each != axis)
+    if world_size % others:
+        return ""
+    return f"parallel.{axis}={nearest_divisors(world_size // others, degrees[axis])[0]}, or "
+
+
+def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
+    """Micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks). Raises ``UserError`` if
+    it is not a whole number; names the nearest values that are."""
+    per_pass = trainer.micro_batch * layout.data_ranks
+    if trainer.global_batch % per_pass == 0:
+        return trainer.global_batch // per_pass
+    lower, upper = trainer.global_batch // per_pass * per_pass, -(-trainer.global_batch // per_pass) * per_pass
+    fixes = [f"trainer.global_batch={value}" for value in (lower, upper) if value]
+    if trainer.global_batch % layout.data_ranks == 0:
+        per_rank = trainer.global_batch // layout.data_ranks
+        fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
+    fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, layout.data_ranks)
+    if fitting and trainer.global_batch % trainer.micro_batch == 0:
+        fixes.append(f"as many data ranks as divide it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}")
+    raise UserError(
+        f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
+        f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"
+    )
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" + ("" if count == 1 else "es")

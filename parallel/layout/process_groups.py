@@ -1,0 +1,197 @@
+"""Process groups of the started world, for the axes of a layout; and plain data of all ranks."""
+
+import json
+from collections.abc import Collection
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from serried.parallel.layout.mesh import AXES, Layout
+from serried.parallel.layout.shard_specs import expert_sharding_dim
+
+
+class Groups:
+    """Process groups of this rank. Made on all ranks together: by ``make``, or each when it is first asked for.
+
+    An axis of size 1 has no group: torch would make one for every rank.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, timeout: timedelta | None = None) -> None:
+        """``timeout``: of their collectives, until ``Session.first_step_done``; None: torch's."""
+        self.layout, self._device_type, self._timeout = layout, device_type, timeout
+        self._is_complete = False
+
+    def make(self, *, ties_ends: bool) -> None:
+        """Make every group that training needs, and connect the ranks of each, before the first step. A collective.
+        May be called again.
+
+        The order is the same on all ranks. A group that is first used inside a step would be connected while a
+        collective of another group is under way, for which NCCL may wait forever
+        (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). All groups of an axis
+        are connected at once, as each rank is in one of them.
+
+        ``ties_ends``: whether the first and the last stage hold copies of a parameter.
+        """
+        if self._is_complete or not dist.is_initialized():
+            return
+        layout = self.layout
+        self._connect(dist.group.WORLD)
+        if layout.is_sharded:
+            self._connect(*self.fsdp.get_all_groups())
+        if layout.expert > 1:
+            self._connect(*self.expert_fsdp.get_all_groups())
+        self._connect(self.tensor)
+        self._connect(self.context)
+        self._connect(self.pipeline)
+        self._connect(self.expert)
+        self._connect(self.stage)
+        if ties_ends:
+            self._connect(self.ends)
+        self._is_complete = True
+
+    def _connect(self, *groups: dist.ProcessGroup | None) -> None:
+        """Start the communicators of ``groups``. Gloo connects its groups when they are made."""
+        for group in groups if self._has_own_backend else ():
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=self._device_type), group=group)
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """Mesh for FSDP2: (replicate, fsdp), or (fsdp) alone without replicas; fsdp is shard x context.
+
+        Context ranks see other tokens of the same samples: they reduce gradients as shards do, so they may share in
+        holding the parameters.
+        """
+        layout = self.layout
+        return self._mesh(
+            pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.shard * layout.context,
+            tensor=layout.tensor,
+        )  # fmt: skip
+
+    @cached_property
+    def expert_fsdp(self) -> DeviceMesh:
+        """As ``fsdp``, for the experts of a mixture, which are divided over ``expert`` first."""
+        layout = self.layout
+        return self._mesh(
+            pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
+        )
+
+    def expert_shard_dim(self, parameter: nn.Parameter) -> int:
+        """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
+        return expert_sharding_dim(len(parameter) * self.layout.expert, self.layout)
+
+    @property
+    def _has_own_backend(self) -> bool:
+        """Whether tensors of the device have another backend than those of the host; a plan's "fake" has all."""
+        return self._device_type != "cpu" and dist.get_backend() != "fake"
+
+    def _mesh(self, **degrees: int) -> DeviceMesh:
+        """Return the mesh of the ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
+        all axes, outermost first.
+
+        Its groups are made here. On GPUs ``init_device_mesh`` would split the world's group, and with it the part for
+        host tensors, to which torch 2.11 and 2.13 give the options of NCCL: a warning on every rank, and a crash in the
+        second run of a process (https://github.com/pytorch/pytorch/pull/192106).
+        """
+        ranks = torch.arange(self.layout.world).view(*degrees.values())
+        names = tuple(axis for axis in ("replicate", "fsdp") if degrees[axis] > 1 or axis == "fsdp")
+        groups = []
+        for dim, (axis, degree) in enumerate(degrees.items()):
+            if axis in names:
+                peers = ranks.movedim(dim, -1).reshape(-1, degree).tolist()
+                group = self._made(peers) if len(peers) > 1 else dist.group.WORLD
+                assert group is not None
+                groups.append(group)
+        if len(names) == 1:
+            return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
+        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        here = tuple(slice(None) if axis in names else at for axis, at in zip(degrees, place, strict=True))
+        return DeviceMesh.from_group(groups, self._device_type, ranks[here], mesh_dim_names=names)
+
+    # Groups of their own, even where they span the world: point-to-point messages and the totals that travel beside a
+    # backward must not share a communicator with them.
+
+    @cached_property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the matrices."""
+        return self._group(self.layout.peers(("tensor",)))
+
+    @cached_property
+    def context(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the sequences."""
+        return self._group(self.layout.peers(("context",)))
+
+    @cached_property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the blocks, in order."""
+        return self._group(self.layout.peers(("pipeline",)))
+
+    @cached_property
+    def expert(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the experts."""
+        layout = self.layout
+        firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
+        return self._group([list(range(first, first + layout.expert)) for first in firsts])
+
+    @cached_property
+    def stage(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same stages; None: all."""
+        axes = [axis for axis in AXES if axis != "pipeline"]
+        return self._group(self.layout.peers(axes)) if self.layout.pipeline > 1 else None
+
+    @cached_property
+    def ends(self) -> dist.ProcessGroup | None:
+        """Ranks of the first and of the last stage of one copy, which both hold tied parameters; None on others."""
+        layout = self.layout
+        last = layout.pipeline_of(layout.stages - 1)
+        return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
+
+    def names(self) -> dict[str, str]:
+        """Return the axis of each group that was made, by the group's name."""
+        made = {
+            axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "expert", "stage", "ends")
+            if axis in self.__dict__ and getattr(self, axis) is not None
+        }  # fmt: skip
+        for kind, mesh in (("", self.__dict__.get("fsdp")), ("expert ", self.__dict__.get("expert_fsdp"))):
+            made |= {kind + dim: mesh.get_group(dim) for dim in mesh.mesh_dim_names} if mesh is not None else {}
+        return {group.group_name: axis for axis, group in made.items()}
+
+    def _group(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
+        return self._made([ranks for ranks in peers if len(ranks) > 1])
+
+    def _made(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
+        """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
+        if not peers:  # nor is there a world's group, in a process alone
+            return None
+        assert not self._is_complete, "a group that make() leaves out is made in a step"
+        # The world's group has a backend for host tensors too, with a socket to each peer; here only tensors of the
+        # device travel.
+        backend = dist.get_default_backend_for_device(self._device_type) if self._has_own_backend else None
+        mine = None
+        for ranks in peers:
+            group = dist.new_group(ranks, timeout=self._timeout, backend=backend)  # a collective of all ranks
+            if dist.get_rank() in ranks:
+                mine = group
+        return mine
+
+
+def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``value`` of each rank of ``group`` (None: of all), JSON data, by rank. A collective, on the host.
+
+    Not through the store of ``Session.gather``, which ends with the launcher and belongs to the training thread. After
+    the first step ranks exchange values in this way alone: a run whose launcher was killed must still be able to save.
+    """
+    if not dist.is_initialized():
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(texts, nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]

@@ -1,0 +1,153 @@
+"""Which rank holds which part of every parameter: the only source of it. Pure arithmetic."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from serried.configs.errors import UserError
+from serried.parallel.layout.mesh import Coordinates, Layout
+from serried.parallel.plan import ParallelPlan
+
+
+class Slice(NamedTuple):
+    """One dim of a parameter, divided over the ranks of one or more mesh axes by torch.chunk's rule."""
+
+    dim: int
+    axes: tuple[str, ...]
+    """Outermost first; their product is the number of chunks."""
+
+
+class Box(NamedTuple):
+    """The part of a tensor that one rank holds: an interval on every dim."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a tensor without dims."""
+        return math.prod(self.sizes)
+
+    def columns(self) -> tuple[slice, ...]:
+        """Index of the box within its rows: all dims but the first."""
+        return self.indices()[1:]
+
+    def indices(self) -> tuple[slice, ...]:
+        """Index of the box within its tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def overlap(self, other: "Box") -> "Box":
+        """What both hold; ``numel`` is 0 if there is nothing."""
+        starts = tuple(max(ours, theirs) for ours, theirs in zip(self.starts, other.starts, strict=True))
+        ends = map(min, self._ends(), other._ends())
+        return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    def seen_from(self, other: "Box") -> "Box":
+        """The same box, with its starts counted from where ``other`` starts."""
+        starts = tuple(ours - theirs for ours, theirs in zip(self.starts, other.starts, strict=True))
+        return Box(starts, self.sizes)
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How one parameter (or another tensor of its shape) is divided over the ranks of a layout."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    slices: tuple[Slice, ...] = ()
+    """Applied in order, each to what the one before it left. None: every rank holds the whole tensor."""
+    holders: tuple[int, ...] = (0,)
+    """Pipeline coordinates that hold it, one for each stage that does."""
+    sums_over: tuple[str, ...] = ()
+    """Mesh axes over which the gradients of its ranks are the terms of a sum."""
+
+    @property
+    def sliced_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which ranks hold different parts."""
+        return tuple(axis for each in self.slices for axis in each.axes)
+
+    def box(self, layout: Layout, place: Coordinates) -> Box:
+        """The part that the rank at ``place`` holds, which must be one of ``holders``."""
+        starts, sizes = [0] * len(self.shape), list(self.shape)
+        for dim, axes in self.slices:
+            start, size = chunk(sizes[dim], layout.size(axes), layout.index(place, axes))
+            starts[dim] += start
+            sizes[dim] = size
+        return Box(tuple(starts), tuple(sizes))
+
+    def copies(self, layout: Layout) -> int:
+        """Number of ranks that hold each element."""
+        return layout.world // layout.pipeline // layout.size(self.sliced_axes) * len(self.holders)
+
+    def sources(self, layout: Layout) -> list[tuple[Box, int]]:
+        """Every distinct box that is not empty, by where it starts, each with the first rank of a block that holds
+        it."""
+        return _sources(replace(self, name=""), layout)
+
+
+@cache  # many tensors have the same shape
+def _sources(spec: ShardSpec, layout: Layout) -> list[tuple[Box, int]]:
+    holders: dict[Box, int] = {}
+    for rank in range(layout.block):
+        holders.setdefault(spec.box(layout, layout.coordinates(rank)), rank)
+    return sorted((box, rank) for box, rank in holders.items() if box.numel)
+
+
+def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
+    """Start and size of chunk ``index``: ceil(size / chunks) each, the last ones shorter or empty, as torch.chunk."""
+    width = -(-size // chunks)
+    start = min(index * width, size)
+    return start, min(width, size - start)
+
+
+def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> Slice:
+    """The slice of FSDP2, which shards dim 0 of what the ``slices`` before it leave of ``shape``."""
+    if any("expert" in each.axes for each in slices):
+        return Slice(expert_sharding_dim(shape[0], layout), ("expert_shard",))
+    return Slice(0, ("shard", "context"))
+
+
+def expert_sharding_dim(experts: int, layout: Layout) -> int:
+    """Dim along which FSDP2 shards stacked experts: 1 if the experts of a rank are not a multiple of the ranks to shard
+    them over, some of which would hold nothing. FSDP2 needs even parts there."""
+    return 1 if experts // layout.expert % layout.expert_shard else 0
+
+
+def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Pipeline stages that hold each of ``names``, parameters or modules of a model in their order.
+
+    What comes before the first of ``plan.blocks`` is in the first stage, what comes after in the last; what
+    ``plan.tied`` names is in both.
+
+    Raises ``UserError`` if ``layout.layers_of_stages`` are not as many as the plan's blocks.
+    """
+    if layout.stages == 1:
+        return dict.fromkeys(names, (0,))
+    if layout.layers_of_stages and sum(layout.layers_of_stages) != len(plan.blocks):
+        raise UserError(
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
+            f"the model's plan declares {len(plan.blocks)} blocks; change one of the numbers, or leave it out"
+        )
+    last = layout.stages - 1
+    stage_of_block = {
+        plan.blocks[number]: stage
+        for stage in range(layout.stages)
+        for number in layout.block_range(stage, len(plan.blocks))
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    before_blocks = True
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        stage = next((stage_of_block[prefix] for prefix in prefixes if prefix in stage_of_block), None)
+        before_blocks = before_blocks and stage is None
+        if stage is None:
+            stage = 0 if before_blocks else last
+        found[name] = (0, last) if name in plan.tied else (stage,)
+    return found

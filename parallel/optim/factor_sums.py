@@ -1,0 +1,79 @@
+"""Sums over whole parameters that are divided over ranks, for optimizers with means of rows and columns."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serried.parallel.layout.local_shards import HeldTensor
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.model import DistributedModel
+
+_Slot = tuple[str, int]
+"""Name of a parameter, and which of the sums over it."""
+
+
+class Sums:
+    """Sums over the trained parameters of a model, with equal bits on all ranks that hold parts of them."""
+
+    def __init__(self, held: Iterable[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:
+        """``group``: the ranks of the pipeline stage of ``rank``; None: all ranks."""
+        self._held = {each.tensor: each for each in held}
+        self._layout, self._rank, self._group = layout, rank, group
+
+    @classmethod
+    def of(cls, model: DistributedModel) -> "Sums":
+        """Return those of ``model``. A collective of all ranks."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        trained = (each for each in model.parameters if each.tensor.requires_grad)
+        return cls(trained, model.layout, rank, model.groups.stage)
+
+    @classmethod
+    def whole(cls, parameters: Iterable[Tensor]) -> "Sums":
+        """Return those of ``parameters`` in one process."""
+        return cls((HeldTensor.whole("", each) for each in parameters), Layout("single"), 0, None)
+
+    def held(self, parameter: Tensor) -> HeldTensor:
+        """Return which part of ``parameter`` this rank holds."""
+        return self._held[parameter]
+
+    @torch.no_grad()
+    def over(self, parts: Iterable[tuple[Tensor, Tensor, Sequence[int]]]) -> list[Tensor]:
+        """Return the sums, over all dims but some, of numbers that have the shape of a parameter.
+
+        ``parts``: parameter, this rank's part of its numbers, and the dims to keep. Each sum has the shape that the
+        whole parameter has in these. All ranks must call this together, with all parameters.
+        """
+        found: list[Tensor] = []
+        exchanged: tuple[dict[_Slot, Tensor], ...] = ({}, {})
+        sums_of = Counter[Tensor]()
+        for parameter, numbers, kept in parts:
+            held = self._held[parameter]
+            sums_of[parameter] += 1
+            dims = [dim for dim in range(numbers.ndim) if dim not in kept]
+            total = numbers.sum(dims) if dims else numbers.clone()
+            if self._layout.size(held.spec.sliced_axes) > 1:
+                whole = total.new_zeros([held.spec.shape[dim] for dim in kept])
+                if self._is_first_holder(held):
+                    whole[tuple(held.box.indices()[dim] for dim in kept)] = total
+                # Two stages, or one rank twice, may hold a tied parameter: an exchange of its own, of the same numbers
+                # in the same order, gives it the same bits everywhere.
+                slots = exchanged[len(held.spec.holders) > 1]
+                total = slots.setdefault((held.name, sums_of[parameter]), whole)
+            found.append(total)
+        for slots in exchanged:
+            self._exchange([slots[key] for key in sorted(slots)])
+        return found
+
+    def _is_first_holder(self, held: HeldTensor) -> bool:
+        replica, rank = divmod(self._rank, self._layout.block)
+        return replica % self._layout.replicate == 0 and (held.box, rank) in held.spec.sources(self._layout)
+
+    def _exchange(self, sums: Sequence[Tensor]) -> None:
+        if sums:
+            flat = torch.cat([each.reshape(-1) for each in sums])
+            dist.all_reduce(flat, group=self._group)
+            for each, total in zip(sums, flat.split([each.numel() for each in sums]), strict=True):
+                each.copy_(total.view_as(each))

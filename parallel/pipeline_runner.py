@@ -1,0 +1,323 @@
+"""The runner of a pipeline: each rank computes its stages of every micro-batch.
+
+The schedules are those of torch.distributed.pipelining, through its public interface and with static shapes: nothing is
+inferred or pickled. Evaluation does not use them; it passes one batch after another from stage to stage.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from serried.configs.errors import UserError
+from serried.parallel.layout.local_shards import evaluating
+from serried.parallel.layout.mesh import ONE_STAGE_SCHEDULES, Layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.model import Ended
+from serried.parallel.plan import Inputs, LossTerms, Objective
+from serried.parallel.random_seed import seed_random_numbers
+from serried.parallel.step_phases import BACKWARD, FORWARD, PIPELINE, Phases
+from serried.parallel.sync.fsdp import Sharded
+
+_SCHEDULES: Mapping[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_HEADER_NUMBERS = 8
+
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it prints the schedule at every error
+
+
+class Pipeline:
+    """A runner: this rank's stages of a model, one of many."""
+
+    divisor = 1
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sharded],
+        layout: Layout,
+        groups: Groups,
+        device: torch.device,
+        phases: Phases,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """``stages``: those of this rank, by number."""
+        self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
+        self._device, self.phases, self.autocast = device, phases, autocast
+        self._last = layout.stages - 1
+        self.borders: dict[tuple[int, torch.Size], Tensor] = {}
+        """What enters a stage, on meta; by the stage, and by the shape of what enters the first. After the last stage
+        comes what it returns. Those that are known are not asked for."""
+        self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
+        """By number and shape of the micro-batches."""
+        self._shapes: dict[torch.Size, None] = {}
+        """Of the micro-batches of the last step."""
+
+    def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
+        """Forward and backward of all ``batches``. ``ended`` is called on the ranks of the last stage alone.
+
+        Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
+        one.
+        """
+        inputs = [objective.inputs(batch) for batch in batches]
+        # On other data ranks the shapes may change at other steps, and to learn those of the borders takes all of them.
+        known = self._shapes if self._layout.data_ranks > 1 else {}
+        shapes = known | {each.stream.shape: None for each in inputs}
+        if len(shapes) > 1:
+            raise UserError(
+                f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, and these are "
+                f"{' and '.join(str(list(shape)) for shape in shapes)}; pad them in collate(), or use "
+                "parallel.pipeline=1"
+            )
+        self._shapes = shapes
+
+        def begin(index: int, stage: int) -> Inputs:
+            if seeds:
+                seed_random_numbers(seeds[index] + stage)
+            return inputs[index]
+
+        key = (len(batches), inputs[0].stream.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(len(batches), inputs[0])
+        self._schedules[key].step(begin, lambda index, output: ended(index, objective.terms(output, batches[index])))
+        for sync in self._stages.values():
+            sync.sum_whole_gradients()
+
+    def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
+        """Forward only. Returns the loss on the ranks of the last stage, None on others."""
+        output = self._forward(objective.inputs(batch))
+        return None if output is None else objective.terms(output, batch)
+
+    def logits(self, ids: Tensor, index: int) -> Tensor:
+        """Return those of token ``index`` of ``ids`` [B, S], on every rank: [B, 1, V]."""
+        output = self._forward(Inputs(ids))
+        if output is not None:
+            output = output[:, index : index + 1].contiguous()
+        group, source = self._groups.pipeline, self._layout.pipeline_of(self._last)
+        header = _header(output) if output is not None else [0] * _HEADER_NUMBERS
+        described = torch.tensor(header, device=self._device)
+        dist.broadcast(described, group=group, group_src=source)
+        found = _described(described, self._device) if output is None else output
+        dist.broadcast(found, group=group, group_src=source)
+        return found
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered."""
+        for sync in self._stages.values():
+            sync.reshard()
+
+    def _forward(self, inputs: Inputs) -> Tensor | None:
+        """Pass ``inputs`` through all stages; the last one's output, where this rank holds it."""
+        output: Tensor | None = None
+        for stage, sync in self._stages.items():
+            if stage == 0:
+                output = inputs.stream
+            elif stage - 1 not in self._stages:
+                output = self._receive(stage, inputs.stream.shape)
+            with self.autocast():
+                output = sync.root(nn.Module.__call__, output, **inputs.named)
+            assert output is not None
+            if stage < self._last:
+                self._send(stage + 1, inputs.stream.shape, output)
+            else:
+                self.borders[stage + 1, inputs.stream.shape] = torch.empty_like(output, device="meta")
+        return output if self._last in self._stages else None
+
+    def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
+        """Send ``hidden`` to ``stage``; before the first one for a ``stream`` of this shape, its shape and dtype."""
+        is_new = (stage, stream) not in self.borders
+        self.borders[stage, stream] = torch.empty_like(hidden, device="meta")
+        if stage in self._stages:
+            return
+        group, to = self._groups.pipeline, self._layout.pipeline_of(stage)
+        with self._waiting_for(to):
+            if is_new:
+                dist.send(torch.tensor(_header(hidden), device=self._device), group=group, group_dst=to)
+            dist.send(hidden.contiguous(), group=group, group_dst=to)
+
+    def _receive(self, stage: int, stream: torch.Size) -> Tensor:
+        group, source = self._groups.pipeline, self._layout.pipeline_of(stage - 1)
+        with self._waiting_for(source):
+            if (stage, stream) not in self.borders:
+                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                dist.recv(header, group=group, group_src=source)
+                self.borders[stage, stream] = _described(header, torch.device("meta"))
+            hidden = torch.empty_like(self.borders[stage, stream], device=self._device)
+            dist.recv(hidden, group=group, group_src=source)
+        return hidden
+
+    @contextmanager
+    def _waiting_for(self, coordinate: int) -> Iterator[None]:
+        assert self._groups.pipeline is not None
+        self.phases.peers = (dist.get_global_rank(self._groups.pipeline, coordinate),)
+        yield
+        self.phases.peers = ()
+
+    def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
+        """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
+        with torch.no_grad(), evaluating(sync.root for sync in self._stages.values()):
+            self._forward(inputs)
+        self.reshard()
+        # NCCL may only make the communicator of a group when all its ranks are in a call.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.pipeline)
+        stages, marks = [], _Marks(self.phases)
+        for number, sync in self._stages.items():
+            stage = _Stage(
+                sync.root, number, self._layout.stages, self._device,
+                input_args=self._border(number, inputs), output_args=self._border(number + 1, inputs),
+                group=self._groups.pipeline,
+            )  # fmt: skip
+            stage.marks, stage.autocast = marks, self.autocast
+            stages.append(stage)
+        return _Schedule(self._layout.schedule, stages, marks, micro_batches)
+
+    def _border(self, stage: int, inputs: Inputs) -> Tensor:
+        """Return what enters ``stage``, on meta."""
+        if stage == 0:
+            stream = inputs.stream  # torch 2.11 compares strides too, which empty_like changes for a slice
+            return torch.empty_strided(stream.shape, stream.stride(), dtype=stream.dtype, device="meta")
+        return torch.empty_like(self.borders[stage, inputs.stream.shape], requires_grad=True)
+
+
+class _Marks:
+    """What the stages of this rank do and wait for: what is between the phases of their work is waiting."""
+
+    def __init__(self, phases: Phases) -> None:
+        self.phases = phases
+        self._awaited: dict[tuple[str, int, int], int] = {}
+        """Kind, stage and micro-batch of messages that are to come -> the rank that sends them."""
+        self._sent_to: tuple[int, ...] = ()
+
+    def expect(self, kind: str, stage: int, index: int, receives: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Note what a forward or backward waits for; return it."""
+        for each in receives:
+            self._awaited[kind, stage, index] = each.peer
+        self._wait()
+        return receives
+
+    def send(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Note who is to take what this rank sends; return it."""
+        self._sent_to = tuple(each.peer for each in sends) or self._sent_to
+        self._wait()
+        return sends
+
+    @contextmanager
+    def work(self, phase: str, stage: int, index: int = -1) -> Iterator[None]:
+        """Mark a forward or backward."""
+        self._awaited.pop((phase, stage, index), None)
+        self.phases.peers = ()
+        self.phases.enter(phase)
+        yield
+        self.phases.enter(PIPELINE)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Note which ranks this one waits for, from now until its next work."""
+        self.phases.peers = tuple(dict.fromkeys(self._awaited.values())) or self._sent_to
+
+    def end(self) -> None:
+        """The step is done."""
+        self._awaited.clear()
+        self._sent_to = self.phases.peers = ()
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage that asks for its inputs, and marks its work."""
+
+    marks: _Marks
+    autocast: Callable[[], AbstractContextManager[Any]]
+    begin: Callable[[int, int], Inputs]
+    current: int
+    """Micro-batch of the last forward."""
+    _named: Mapping[str, Any]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **more: Any) -> Any:
+        del args, kwargs  # the schedule was given none
+        with self.marks.work(FORWARD, self.stage_index, fwd_chunk_id):
+            self.current = fwd_chunk_id
+            inputs = self.begin(fwd_chunk_id, self.stage_index)
+            self._named = inputs.named
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), {}, *rest, **more)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None  # as the model raised it
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
+        # The named inputs come from here: among those of the schedule torch looks for gradients.
+        with self.autocast():
+            return self.submod(nn.Module.__call__, *args, **self._named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.marks.work(BACKWARD, self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self.marks.work(BACKWARD, self.stage_index):
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, *args: Any) -> None:
+        with self.marks.work(BACKWARD, self.stage_index):
+            super().perform_reduce_grad(*args)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.marks.expect(FORWARD, self.stage_index, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.marks.expect(BACKWARD, self.stage_index, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.marks.send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self.marks.send(super().get_bwd_send_ops(bwd_chunk_id))
+
+
+class _Schedule:
+    """One of torch's schedules, for a number of micro-batches."""
+
+    def __init__(self, name: str, stages: Sequence[_Stage], marks: _Marks, micro_batches: int) -> None:
+        self._stages, self._marks, self._micro_batches = stages, marks, micro_batches
+        self._ended: Callable[[int, Tensor], Tensor] | None = None
+        self._schedule = _SCHEDULES[name](
+            stages[0] if name in ONE_STAGE_SCHEDULES else stages,
+            n_microbatches=micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def step(self, begin: Callable[[int, int], Inputs], ended: Callable[[int, Tensor], Tensor]) -> None:
+        """Run forward and backward of all micro-batches."""
+        self._ended = ended
+        for stage in self._stages:
+            stage.begin = begin
+        # The target of a micro-batch is not used. Outputs would be concatenated, and a loss has no dim.
+        self._schedule.step(target=torch.empty(self._micro_batches), return_outputs=False)
+        self._marks.end()
+
+    def _loss(self, output: Tensor, _: Tensor) -> Tensor:
+        assert self._ended is not None
+        return self._ended(self._stages[-1].current, output)
+
+
+def _header(tensor: Tensor) -> list[int]:
+    """Return shape and dtype of ``tensor`` as numbers."""
+    numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
+
+
+def _described(header: Tensor, device: torch.device) -> Tensor:
+    """Return an empty tensor as ``header`` describes it."""
+    dtype, dims, *sizes = header.tolist()
+    return torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)

@@ -1,0 +1,133 @@
+"""Linear layers of the blocks that compute their products in another way, such as in float8, by torchao.
+
+A layer keeps its class, the names of its parameters and its hooks; its attribute ``product`` takes the place of
+``F.linear``, also where the tensor axis replaces its forward. So checkpoints and sharding need not know of it.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.lora import is_linear
+from serried.parallel.plan import ParallelPlan
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [..., I] and a weight [O, I] -> [..., O]."""
+_ROUTERS = ("gate", "router")
+"""Last names of layers that choose experts: rounding would change the choice."""
+
+
+class Chosen(NamedTuple):
+    """The linear layers of the blocks of a model."""
+
+    names: Sequence[str]
+    """Those that can compute in another way."""
+    others: dict[str, list[str]]
+    """Names of the rest, by the reason."""
+
+    def describe(self) -> str:
+        """``28 of 29 linear layers of the blocks (not layers.0.mlp.down_proj: 24 inputs, no multiple of 16)``."""
+        total = len(self.names) + sum(map(len, self.others.values()))
+        rest = [
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
+            for reason, names in self.others.items()
+        ]
+        return f"{len(self.names)} of {total} linear layers of the blocks" + (
+            f" (not {'; '.join(rest)})" if rest else ""
+        )
+
+
+def choose_linear(model: nn.Module, plan: ParallelPlan, layout: Layout, *, rows: int, columns: int) -> Chosen:
+    """Choose the trained linear layers of the blocks whose weight, or this rank's part of it, has a multiple of
+    ``rows`` outputs and of ``columns`` inputs. Call it before the model is sharded."""
+    blocks = tuple(f"{name}." for name in plan.blocks_in(model))
+    encoders = {name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)}
+    names: list[str] = []
+    others: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if not (is_linear(module) and name.startswith(blocks)):
+            continue
+        reason = _obstacle(module, plan.role(name), layout.tensor, rows, columns)
+        parent, _, last = name.rpartition(".")
+        if last in _ROUTERS:
+            reason = "a router"
+        if parent in encoders:
+            reason = "in a TransformerEncoderLayer, whose evaluation reads the weight without calling it"
+        if reason:
+            others.setdefault(reason, []).append(name)
+        else:
+            names.append(name)
+    return Chosen(names, others)
+
+
+def _obstacle(module: Any, role: str | None, tensor: int, rows: int, columns: int) -> str:
+    if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+        return f"a {type(module).__name__} with a forward of its own"
+    if not module.weight.requires_grad:
+        return "frozen"
+    outputs, inputs = module.weight.shape
+    outputs //= tensor if role == "column" else 1
+    inputs //= tensor if role == "row" else 1
+    for size, multiple, what in ((outputs, rows, "outputs"), (inputs, columns, "inputs")):
+        if size % multiple:
+            return f"{size} {what}, no multiple of {multiple}"
+    return ""
+
+
+def set_product(model: nn.Module, names: Sequence[str], product: Product) -> None:
+    """Let the linear layers ``names`` compute by ``product``. Call it before the model is sharded."""
+    for name in names:
+        module: Any = model.get_submodule(name)
+        module.product = product
+        module.forward = MethodType(_forward, module)  # of one function: torch.compile makes one graph for all blocks
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    output: Tensor = module.product(x, module.weight)
+    return output if module.bias is None else output + module.bias.to(output.dtype)
+
+
+def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
+    """Raise ``UserError`` if the library that ``setting`` needs is not installed."""
+    if find_spec(library) is None:
+        raise UserError(
+            f"{setting} needs the library {library}, which is not installed here; use: pip install -e '.[lowbit]', or "
+            f"{instead}"
+        )
+
+
+def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) -> Product:
+    """Return what ``make`` takes from torchao.
+
+    Raises:
+        UserError: this version has it not.
+    """
+    try:
+        return make()
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{setting} needs torchao>=0.18, and the one that is installed lacks what it uses ({error}); use: pip "
+            f"install -U 'torchao>=0.18', or {instead}"
+        ) from None
+
+
+def import_torchao() -> None:
+    """Import torchao without what it says of GPU kernels that are not needed."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [each.level for each in loggers]
+    try:
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.prototype.qat  # noqa: F401 -- and all that it imports
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

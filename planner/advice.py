@@ -1,0 +1,191 @@
+"""Overrides that save memory, each with what it saves, and those with which a run fits: by planning it with them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import product
+from typing import Any, NamedTuple
+
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.checks import checked_layout, with_values
+from serried.parallel.layout.local_shards import unshardable
+from serried.parallel.layout.mesh import resolve_layout
+from serried.parallel.step_phases import BACKWARD, FORWARD
+from serried.planner.memory_formula import FormulaMemory, Sizes, planned_memory
+from serried.trainer.model import model_to_train
+from serried.trainer.monitor.heartbeat import EVALUATE
+from serried.trainer.optim.optimizer import can_offload
+from serried.trainer.task import Task
+
+KEEPS_LESS = {"none": ("selective", "full"), "selective": ("full",)}
+"""Modes of activation checkpointing that keep less than another."""
+_WORTH_A_LINE_SHARE = 0.005
+_DEGREES = (1, 2, 4, 8)
+_CONTEXT_DEGREES = (*_DEGREES, 16, 32)
+_PER_NODE = 8
+"""Tensor ranks exchange much: they stay within a node, with the context ranks that are beside them."""
+
+
+class Advice(NamedTuple):
+    """An override."""
+
+    override: str
+    saved: int
+    """Bytes."""
+    note: str
+    """What it costs."""
+
+
+class Planned:
+    """Memory that a run of a config needs, and that it would need with other values."""
+
+    def __init__(self, config: RunConfig, task: Task, world_size: int, device: str | None = None) -> None:
+        self.config, self.world_size = config, world_size
+        self.device = device or config.launch.device
+        self._task = task
+        built = model_to_train(config, task, device)
+        self.model, self.plan = built.module, built.plan
+        self.memory = self.of(config, world_size)
+
+    def of(self, config: RunConfig, world_size: int) -> FormulaMemory:
+        """Raises UserError where the config does not go together."""
+        layout, accumulation = checked_layout(config, world_size)
+        return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
+
+    def saved_by(self, values: Mapping[str, object], ranks: int = 1) -> int:
+        """Bytes that other ``values``, by key, would save, on ``ranks`` times as many ranks; 0: none."""
+        try:
+            return self.memory.total - self.of(with_values(self.config, values), ranks * self.world_size).total
+        except UserError:
+            return 0
+
+    def advice(self, key: str, value: object, note: str) -> Advice:
+        """Return the override of one value, with what it saves."""
+        shown = f"{value:g}" if isinstance(value, float) else str(value).lower()
+        return Advice(f"{key}={shown}", self.saved_by({key: value}), note)
+
+
+def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] = ()) -> list[Advice]:
+    """Return what saves memory in ``stage``, what keeps the numbers first, and of these what saves most; but parameters
+    in host memory, which each step copies, after these, unless no other override is enough.
+
+    ``usable``: bytes that the run may take. ``more``: others that keep the numbers.
+    """
+    threshold = _WORTH_A_LINE_SHARE * planned.memory.total
+    same, other = (
+        sorted((each for each in kind if each.saved > threshold), key=lambda each: -each.saved)
+        for kind in ([*_that_keep_the_numbers(planned, stage, usable), *more], _that_change_them(planned, stage))
+    )
+    if planned.device == "cpu" or unshardable(planned.model):
+        return [*same, *other]
+    last = planned.advice("parallel.offload", True, ", which host memory then holds; much slower")
+    if last.saved <= threshold:
+        return [*same, *other]
+    fits = [planned.memory.total - each.saved <= usable for each in (last, *same)]
+    return [last, *same, *other] if fits[0] and not any(fits[1:]) else [*same, last, *other]
+
+
+def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Iterator[Advice]:
+    config, plan, world = planned.config, planned.plan, planned.world_size
+    layout = resolve_layout(config.parallel, world)
+    budget, mode = config.trainer.activation_memory_budget, config.trainer.activation_checkpoint
+
+    def fits(advice: Advice) -> bool:
+        return planned.memory.total - advice.saved <= usable
+
+    if stage in (FORWARD, BACKWARD) and budget < 1:
+        yield planned.advice("trainer.activation_memory_budget", budget / 2, ", and computes blocks again")
+    elif stage in (FORWARD, BACKWARD) and mode in KEEPS_LESS:
+        selective, full = (
+            planned.advice("trainer.activation_checkpoint", less, ", and computes blocks again")
+            for less in ("selective", "full")
+        )
+        yield selective if fits(selective) and selective.saved else full
+    if stage in (FORWARD, BACKWARD, EVALUATE):
+        fewer = divisors(config.trainer.micro_batch)[-2::-1]
+        found = [planned.advice("trainer.micro_batch", samples, " of activations") for samples in fewer]
+        if found:
+            yield next(filter(fits, found), found[-1])
+    if planned.device != "cpu" and can_offload(config.optim) and not config.parallel.offload:
+        yield planned.advice("optim.offload", True, ", which host memory then holds; slower updates")
+    if layout.shard * layout.context > 1:
+        yield planned.advice("parallel.reshard_after_forward", True, ", and is slower")
+    if layout.shard > 1 and layout.pipeline == 1:
+        yield planned.advice("parallel.sync_every_micro_batch", True, ", and communicates more")
+    fully = {"parallel.strategy": "fsdp", "parallel.replicate": 1, "parallel.shard": -1}
+    if layout.replicate > 1:
+        yield Advice("parallel=fsdp", planned.saved_by(fully), "")
+    if layout.world > 1 and layout.strategy != "ddp":
+        rest = "" if config.parallel.shard == -1 else " parallel.shard=-1"
+        declared = {"tensor": plan.roles, "context": plan.context, "pipeline": plan.blocks}
+        degrees = {axis: 2 * getattr(layout, axis) for axis, names in declared.items() if names}
+        found = [
+            Advice(
+                f"parallel.{axis}={degree}{rest}",
+                planned.saved_by({"parallel.shard": -1, f"parallel.{axis}": degree}),
+                "",
+            )
+            for axis, degree in degrees.items()
+            if layout.shard % 2 == 0  # on as many ranks
+        ]
+        if found:
+            yield max(found, key=lambda each: each.saved)
+    if layout.strategy != "ddp":
+        name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
+        yield Advice(f"{name}, such as {2 * world}", planned.saved_by(fully, ranks=2), " on each")
+
+
+def _that_change_them(planned: Planned, stage: str) -> Iterator[Advice]:
+    config = planned.config
+    if config.optim.name == "adamw":
+        saved = planned.saved_by({"optim.name": "adamw8bit"})
+        yield Advice("optim=adamw8bit", saved, " of optimizer state, in a new run; other rounding")
+    if stage in (FORWARD, BACKWARD, EVALUATE) and config.precision.name == "fp32":
+        yield Advice("precision=bf16", planned.saved_by({"precision.name": "bf16"}), "; other rounding")
+
+
+def fitting(planned: Planned, limit: int) -> str:
+    """Return the overrides with which a rank needs at most ``limit`` bytes, in a clause; on more processes if none of
+    the layouts of as many as planned does."""
+    config, processes = planned.config, planned.world_size
+    for more in (1, 2, 4, 8, 16):
+        for overrides in _candidates(config):
+            with suppress(UserError):
+                if planned.of(with_values(config, overrides), processes * more).total <= limit:
+                    words = [f"{key}={str(value).lower()}" for key, value in overrides.items()]
+                    return f"these fit: {' '.join([*_more(config, more), *words])}"
+    return f"no layout of up to {processes * 16} processes fits; use shorter samples or a smaller model"
+
+
+def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield overrides that save memory, the fewest and least costly first."""
+    parallel, trainer = config.parallel, config.trainer
+    syncs = [False] if parallel.sync_every_micro_batch else [False, True]
+    micro_batches = [0] if trainer.micro_batch == 1 else [0, 1]
+    less = KEEPS_LESS.get(trainer.activation_checkpoint, ()) if trainer.activation_memory_budget == 1 else ()
+    checkpoints = ["", *less]
+    degrees = [
+        (tensor, context, pipeline, ring)
+        for pipeline, context, tensor in product(_DEGREES, _CONTEXT_DEGREES, _DEGREES)
+        for ring in ([False, True] if context > 1 and parallel.context_method == "gather" else [False])
+        if tensor == 1 or tensor * context <= _PER_NODE
+    ]
+    found = []
+    for micro_batch, sync, checkpoint, degree in product(micro_batches, syncs, checkpoints, degrees):
+        tensor, context, pipeline, ring = degree
+        overrides: dict[str, Any] = {"trainer.activation_checkpoint": checkpoint} if checkpoint else {}
+        overrides |= {"trainer.micro_batch": micro_batch} if micro_batch else {}
+        overrides |= {"parallel.sync_every_micro_batch": True} if sync else {}
+        overrides |= {"parallel.context_method": "ring"} if ring else {}
+        axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
+        overrides |= {f"parallel.{axis}": degree for axis, degree in axes.items() if degree != getattr(parallel, axis)}
+        found.append((len(overrides), pipeline, tensor * context, overrides))
+    return (overrides for *_, overrides in sorted(found, key=lambda each: each[:3]))
+
+
+def _more(config: RunConfig, factor: int) -> list[str]:
+    if factor == 1:
+        return []
+    nodes, processes = config.launch.nodes, config.launch.processes or 1
+    return [f"launch.nodes={nodes * factor}"] if nodes else [f"launch.processes={processes * factor}"]

@@ -1,0 +1,114 @@
+"""A file of rates that ``serried plan calibrate`` measured: of one device, with one version of torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, read_json
+from serried.planner.devices import Cluster, Device, device_of_driver
+from serried.planner.plan_terms import Shape
+from serried.planner.published_rates import Rates
+
+_HALVES = (0, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Candidates for ``Rates.half``."""
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """What the processes of a node, or of several, did in a second."""
+
+    path: Path
+    cluster: Cluster
+    """A device whose peaks are what was measured, in nodes as they were."""
+    rates: Rates
+    """Of those peaks."""
+    products: Mapping[Shape, float]
+    """Seconds of each product that was timed."""
+    precision: str
+    hidden: float
+    """Share of an exchange that computing beside it hides."""
+    date: str
+    torch: str
+    is_gpu: bool
+
+    def product_seconds(self, shape: Shape) -> float:
+        """Return the seconds of a product: as the fit says, corrected by what it is off at the nearest one timed."""
+        near = min(self.products, key=lambda each: math.dist([*map(math.log, each)], [*map(math.log, shape)]))
+        return self._fitted(shape) * self.products[near] / self._fitted(near)
+
+    def _fitted(self, shape: Shape) -> float:
+        peak = self.cluster.device.peak(self.precision)
+        assert peak
+        return 2 * math.prod(dim + self.rates.half for dim in shape) / (peak * self.rates.products)
+
+    def notes(self) -> list[str]:
+        """Return what to know about them."""
+        here = torch.__version__
+        return [] if self.torch == here else [f"they were measured with torch {self.torch}, and this is {here}"]
+
+
+def read_rates(path: Path) -> MeasuredRates:
+    """Return the rates in the file ``path``.
+
+    Raises:
+        UserError: it cannot be read, or ``serried plan calibrate`` has not written it.
+    """
+    try:
+        return _rates(path, read_json(path))
+    except OSError as error:
+        raise UserError(
+            f"cannot read plan.rates={path}: {error.strerror}; serried plan calibrate out={path} writes it"
+        ) from None
+    except (NotPlainData, LookupError, TypeError, ValueError):
+        raise UserError(
+            f"plan.rates={path} holds no rates; serried plan calibrate out=rates.json writes some"
+        ) from None
+
+
+def _rates(path: Path, found: Mapping[str, Any]) -> MeasuredRates:
+    products = {(int(m), int(n), int(k)): _positive(seconds) for m, n, k, seconds in found["products"]}
+    peak, half = _fit(products)
+    known = device_of_driver(found["device"])
+    wire = found["links"] or {"bytes_per_second": math.inf, "seconds": 0.0}
+    rate, latency = _positive(wire["bytes_per_second"]), float(wire["seconds"])
+    between = _positive((found["network"] or wire)["bytes_per_second"])
+    per_node, precision = int(_positive(found["per_node"])), str(found["precision"])
+    device = Device(
+        known.name if known else found["device"], found["device"], float(found["memory_bytes"]),
+        _positive(found["memory"]), rate, between / per_node if found["network"] else rate, str(path),
+        {precision: peak},
+    )  # fmt: skip
+    rates = Rates(
+        1.0, 1.0, _positive(found["attention"]) / peak, 1.0, 1.0, float(found["launch"]), network=1.0, half=half,
+        latency=latency, hop=0.0,
+    )  # fmt: skip
+    return MeasuredRates(
+        path, Cluster(device, per_node), rates, products, precision, float(found["hidden"]), str(found["date"]),
+        str(found["torch"]), found["type"] == "cuda",
+    )  # fmt: skip
+
+
+def _positive(value: Any) -> float:
+    if not float(value) > 0:
+        raise ValueError(value)
+    return float(value)
+
+
+def _fit(products: Mapping[Shape, float]) -> tuple[float, float]:
+    """Return the FLOP/s of long products, and how long a dim has half of them, as fits best."""
+
+    def peaks(half: float) -> list[float]:
+        return sorted(2 * math.prod(dim + half for dim in shape) / seconds for shape, seconds in products.items())
+
+    def misfit(half: float) -> float:
+        found = peaks(half)
+        return sum(math.log(each / found[len(found) // 2]) ** 2 for each in found)
+
+    half = min(_HALVES, key=misfit)
+    found = peaks(half)
+    return found[len(found) // 2], half

@@ -1,0 +1,382 @@
+"""The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from serried.configs.formats import short, size
+from serried.configs.messages.invalid_values import shown
+from serried.configs.schema.sections import RunConfig, TrainerSection
+from serried.parallel.activation_checkpoint import Mix
+from serried.parallel.compile import check_blocks
+from serried.parallel.layout.checks import with_micro_batch, with_values
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.nf4 import whole_numel
+from serried.parallel.parallelize import check_offloadable, check_plan
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.precision.float8_int8 import is_eight_bits
+from serried.planner.advice import Planned, fitting
+from serried.planner.auto_micro_batch import choose
+from serried.planner.devices import DEVICES
+from serried.planner.memory_formula import Sizes, planned_memory
+from serried.planner.plan_lines import plan_lines
+from serried.planner.planned_time import Timed, measured_rates, planned_device
+from serried.planner.step_plan import RESERVED_BYTES, StepPlan, plan_step
+from serried.trainer.adapters import BATCH_NORMS
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.data.sampler import passes
+from serried.trainer.memory.activation_budget import chosen_mix, number_of_firsts
+from serried.trainer.memory.host_memory import tensor_bytes
+from serried.trainer.model import model_to_train
+from serried.trainer.monitor.time_to_stop import estimated_save_seconds, seconds_to_stop
+from serried.trainer.optim.optimizer import check_optimizer, learning_rate
+from serried.trainer.optim.optimizer_state import state_bytes_by_name
+from serried.trainer.precision import chosen_layers, frozen_type, trained_type
+from serried.trainer.run_data import training_data, with_steps
+from serried.trainer.task import Dataset, Task
+
+_STATISTICS = (
+    "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
+    "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
+)
+_FP32_BYTES = 4
+_LARGE_GPU_BYTES = 80 * 2**30
+"""Of an A100 or H100, assumed by a plan on a machine without GPUs."""
+
+_PASSES_THAT_TEACH = 16
+"""Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
+16 on the return falls off sharply."""
+
+
+def overview(
+    config: RunConfig,
+    task: Task,
+    accumulation: int,
+    sizes: Sizes,
+    place: str,
+    device: str,
+    start: Start | None = None,
+    training: Dataset | None = None,
+) -> list[str]:
+    """The plan. ``place`` names the processes and where they compute, on devices of the type ``device``; ``training``
+    is the data, where it is open."""
+    model, plan, layout = sizes.model, sizes.plan, sizes.layout
+    check_plan(model, plan, layout)
+    if config.parallel.offload:
+        check_offloadable(model)
+    if config.trainer.compile:
+        check_blocks(model, plan, config.trainer.keeps_less)
+    trainer, parallel = config.trainer, config.parallel
+    parameters = sum(whole_numel(parameter) for parameter in model.parameters())
+    step_weight = trainer.global_batch * task.weight_per_sample()
+    mesh = layout.describe(len(plan.blocks), accumulation)
+    if layout.shard * layout.context > 1:
+        gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
+        mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
+    schedule, used_for = config.schedule, check_optimizer(config.optim, model, plan, layout)
+    place_of_state = ", state in host memory" if config.offloads_state else ""
+    ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
+    decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
+    short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
+    precision = [_precision(config, model, plan, layout, starts=start is not None)]
+    precision += ["blocks compiled"] * trainer.compile + list(filter(None, [task.describe_kernels(device)]))
+    lines = [
+        ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model, task.heads())}"),
+        ("mesh", f"{mesh}; {place}"),
+        (
+            "batch",
+            f"{trainer.global_batch} samples = {trainer.micro_batch} per pass x {layout.data_ranks} "
+            f"{'' if layout.data_ranks == layout.world else 'data '}rank{'s' if layout.data_ranks > 1 else ''} x "
+            f"{accumulation} accumulated; "
+            f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
+        ),
+        ("precision", "; ".join(precision)),
+        (
+            "optimizer",
+            f"{config.optim.name}{used_for}{place_of_state}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
+            f"warm-up {schedule.warmup_steps} steps{short_run}, "
+            + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
+            + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
+        ),
+        ("memory", _memory(config, task, accumulation, sizes)),
+        *([("reference", text)] if (text := task.describe_reference()) else []),
+        ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
+        *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
+        ("save", _saving(config, layout, model, plan, device)),
+        ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
+    ]
+    if training is not None:
+        lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
+    if layout.data_ranks > 1 and any(isinstance(each, BATCH_NORMS) for each in model.modules()):
+        lines.append(("WARNING", _STATISTICS))
+    is_new = config.checkpoint.resume in ("auto", "never") if start is None else start.source is None
+    lines += [("WARNING", text) for text in task.notes(is_new)]
+    return [f"{name:<10} {text}" for name, text in lines]
+
+
+def _benchmarks(trainer: TrainerSection) -> str:
+    documents = trainer.eval_batches * trainer.global_batch
+    return (
+        f"{', '.join(trainer.evaluate)}: at most {documents:,} documents each, every {trainer.evaluates_every:,} "
+        f"steps; the logits of {trainer.micro_batch} whole requests are not in the line memory"
+    )
+
+
+def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
+    """Return a line if the names in ``trainer.evaluate`` cannot be checked here. Raises ``UserError`` if one is
+    wrong."""
+    if not trainer.evaluate:
+        return []
+    if find_spec("lm_eval") is None:
+        library = "the library lm-eval, which is not installed here; use: pip install -e '.[eval]'"
+        return [f"WARNING    trainer.evaluate={shown(trainer.evaluate)} is not checked: a run needs {library}"]
+    from serried.trainer.evaluation.lm_eval import check_names
+
+    check_names(trainer.evaluate)
+    return []
+
+
+def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
+    """Return ``config`` with a number for ``trainer.micro_batch=auto`` on what it is planned for, and a line on it."""
+    launch, capacity = config.launch, _capacity(config)
+    if launch.device == "cuda" or (launch.device == "auto" and (launch.name == "slurm" or torch.cuda.is_available())):
+        capacity = _gpu_bytes(config)
+    usable = capacity - RESERVED_BYTES if capacity else tensor_bytes(processes=launch.processes or layout.world)
+    samples, line = choose(config, task, layout, usable, "cuda" if capacity else "cpu")
+    return with_micro_batch(config, samples), line
+
+
+def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, why: str = "") -> str:
+    """The plan of a run that is not started; ``why``: a line on a micro-batch that was chosen."""
+    trainer, has_example = config.trainer, type(task).example_batch is not Task.example_batch
+    if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and not has_example):
+        task.open_data(task.prepare(lambda _: None))
+    if trainer.epochs is not None:  # the number of steps depends on the data
+        config = with_steps(config, training_data(task))
+    device = _device_type(config)
+    built = model_to_train(config, task, device)
+    sizes = Sizes(config, layout, built.module, built.plan)
+    place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
+    lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
+    lines += _unchecked_benchmarks(trainer)
+    if config.plan.model_fields_set:
+        planned = plan_of(config, task, accumulation, sizes)
+        if config.plan.as_json:
+            batch = {"micro_batch": config.trainer.micro_batch, "accumulation": accumulation}
+            return json.dumps(batch | planned.as_data())
+        lines += [f"{name:<10} {text}" for name, text in plan_lines(config, task, planned)]
+    needed, limit = planned_memory(config, task, accumulation, sizes).total, _gpu_bytes(config)
+    if _is_for_gpus(config) and needed > limit:
+        if config.launch.processes is None and layout.world == 1:
+            remedy = "to plan for a node of 8: launch.processes=8"
+        else:
+            remedy = fitting(Planned(config, task, layout.world, device), limit)
+        much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
+        lines.append(f"WARNING    does not fit: {much}; {remedy}")
+    return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _device_type(config: RunConfig) -> str:
+    """Type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan is for
+    another."""
+    is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
+    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
+    return "cpu" if is_cpu else config.launch.device
+
+
+def _is_for_gpus(config: RunConfig) -> bool:
+    return config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
+
+
+def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> StepPlan:
+    is_timed = _is_for_gpus(config) or bool(config.plan.model_fields_set - {"mode", "as_json"})
+    return plan_step(config, task, accumulation, sizes, _capacity(config), is_timed=is_timed)
+
+
+def _capacity(config: RunConfig) -> int | None:
+    """Return the bytes of the GPU that is planned for; None: none is."""
+    has_gpu = measured_rates(config).is_gpu if config.plan.rates else _is_for_gpus(config) or config.plan.device
+    return _gpu_bytes(config) if has_gpu else None
+
+
+def _gpu_bytes(config: RunConfig) -> int:
+    if (config.plan.device or config.plan.rates) and (device := planned_device(config)):
+        return int(device.memory_bytes)
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES
+
+
+def _data(task: Task, training: Dataset | None) -> str:
+    return task.describe_data() or (f"{len(training):,} samples" if training is not None else "the task's own")
+
+
+def _passes(config: RunConfig, training: Dataset) -> str:
+    each = passes(training, config.trainer.steps * config.trainer.global_batch)
+    if not each:
+        return ""
+    numbers = ", ".join(
+        f"{name} {number:{',.0f' if number >= 100 else ',.2g'}}".strip() for name, number in each.items()
+    )
+    return f"; {numbers} epoch{'s' if numbers != '1' else ''} in {config.trainer.steps:,} steps"
+
+
+def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
+    each = passes(training, config.trainer.steps * config.trainer.global_batch)
+    return [
+        f"{f'source {name}' if name else 'the training data'} is repeated {number:,.0f} times in "
+        f"{config.trainer.steps:,} steps; beyond about {_PASSES_THAT_TEACH} a repetition teaches next to nothing "
+        f"(arXiv 2305.16264): use more data{', a lower weight' if name else ''} or fewer steps"
+        for name, number in each.items()
+        if number > _PASSES_THAT_TEACH
+    ]
+
+
+def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
+    counts = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(whole_numel(parameter) for parameter in model.parameters())
+    if sum(counts) == whole:
+        return ""
+    section, what = config.adapter, ""
+    if section.method != "none":
+        layers = sum(hasattr(module, "adapter") for module in model.modules())
+        what = f": {section.method} of rank {section.rank}, alpha {section.alpha:g}, in {layers} layers"
+        what += ", and the new head" if heads else ""
+    return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
+
+
+def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
+    """Return the bytes of a checkpoint, over all ranks."""
+    return sum(_saved_weights_and_state(config, model, plan))
+
+
+def copied_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan, device: str) -> int:
+    """Return the bytes that a save copies to host memory, over all ranks: all, or those on the ``device`` while
+    training waits."""
+    weights, state = _saved_weights_and_state(config, model, plan)
+    if config.checkpoint.mode == "async":
+        return weights + state
+    is_on_host = device == "cpu" or config.parallel.offload
+    return 0 if is_on_host else weights + state * (not config.optim.offload)
+
+
+def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> tuple[int, int]:
+    """Return the bytes of weights, with their averages, and of optimizer state in a checkpoint."""
+    named = dict(model.named_parameters())
+    trained = {name for name, parameter in named.items() if parameter.requires_grad}
+    is_whole = config.adapter.method == "none" and not config.task.has_teacher
+    shapes = {name: parameter.shape for name, parameter in named.items()}
+    states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
+    averages = trained if config.trainer.ema_decay else ()
+    width = (trained_type(config) or torch.float32).itemsize
+    saved = list(named if is_whole else trained)
+    weights = width * sum(named[name].numel() for name in saved) + sum(named[name].nbytes for name in averages)
+    state = sum(named[name].numel() * states[name].per_element + states[name].whole for name in saved)
+    return weights, int(state)
+
+
+def planned_stop_seconds(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> float | None:
+    """Return the time from a request to stop until the run is saved, on GPUs of ``slurm.gpu_type``; None: it is not
+    known how long a step takes there."""
+    gpu = config.slurm.gpu_type and config.slurm.gpu_type.lower()
+    if gpu and gpu not in DEVICES:
+        return None
+    config = with_values(config, {"plan.device": gpu, "plan.mode": "formula"})
+    built = model_to_train(config, task, "cuda")
+    sizes = Sizes(config, layout, built.module, built.plan)
+    time = plan_step(config, task, accumulation, sizes, None, is_timed=True).time
+    if not isinstance(time, Timed):
+        return None
+    save_seconds = estimated_save_seconds(saved_bytes(config, built.module, built.plan), layout.world)
+    return seconds_to_stop(time.range[1], save_seconds, is_delayed=True)
+
+
+def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan, device: str) -> str:
+    checkpoint = config.checkpoint
+    rest = [f"keeps the last {checkpoint.keep}"]
+    rest += [f"one every {checkpoint.keep_every} steps permanently"] if checkpoint.keep_every else []
+    rest += ["the best"] if checkpoint.keep_best else []
+    intervals = [f"{checkpoint.every} steps"] * (checkpoint.every > 0)
+    intervals += [f"{checkpoint.minutes_between} minutes"] * (checkpoint.minutes_between > 0)
+    when = f"every {' or '.join(intervals)} and at the end" if intervals else "at the end"
+    whole = saved_bytes(config, model, plan)
+    copied = copied_bytes(config, model, plan, device) / layout.world
+    copy = f" (a copy of {size(copied)} a rank in host memory)" if copied else ""
+    return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
+
+
+def _beginning(start: Start) -> str:
+    if start.checkpoint is not None:
+        return f"resuming from {start.checkpoint} at step {start.step}"
+    return f"step 0 with the weights of {start.weights}" if start.weights is not None else "step 0"
+
+
+def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:
+    name = config.precision.name
+    chosen, rounded = chosen_layers(config, model, plan, layout), ""
+    if chosen and not is_eight_bits(name):
+        rounded = f"; rounded as by {config.trainer.quantize_aware} in {chosen.describe()}"
+    if name == "fp32":
+        return f"fp32{rounded}"
+    is_on_cpu = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
+    products = f"{name} products{rounded}"
+    if is_on_cpu and not is_eight_bits(name) and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN takes 16-bit types from AVX-512 on
+    if chosen and is_eight_bits(name):
+        recipe = [config.precision.recipe, *["gathered in float8"] * (config.precision.gather == "float8")]
+        how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_on_cpu)
+        products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
+    extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
+    held = "bf16 parameters, rounded stochastically; fp32" if trained_type(config) else "fp32 parameters,"
+    if config.adapter.method != "none":
+        held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters,"
+        if config.adapter.quantize != "none":
+            held = f"frozen linear layers in {config.adapter.quantize}, other {held}"
+    return f"{products}; {held} gradient sums and optimizer state{extra}"
+
+
+def _memory(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> str:
+    memory, trainer = planned_memory(config, task, accumulation, sizes), config.trainer
+    layout, plan = sizes.layout, sizes.plan
+    note = ""
+    may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp"
+    if memory.gradients_while_accumulating and may_sum_each:
+        note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
+    here = {
+        "parameters": (memory.parameters, ""),
+        "gradients": (memory.gradients + memory.gradients_while_accumulating, note),
+        "optimizer state": (memory.optimizer_state, ""),
+        "gathered": (memory.gathered, ""),
+    }
+    is_shown = {kind: value or not (memory.on_host or kind == "gathered") for kind, (value, _) in here.items()}
+    parts = [f"{kind} {size(value)}{more}" for kind, (value, more) in here.items() if is_shown[kind]]
+    activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
+    if trainer.keeps_less:
+        plain = with_values(config, {"trainer.activation_checkpoint": "none", "trainer.activation_memory_budget": 1.0})
+        less = planned_memory(plain, task, accumulation, sizes).activations - memory.activations
+        mix = chosen_mix(config, task, layout, plan, sizes.model)
+        how = _mixed(mix, layout, len(plan.blocks_in(sizes.model))) if mix else _checkpointing(trainer)
+        activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
+    apart = "" if memory.is_of_parts else "; not all at once"
+    apart += "".join(f"; {kind} {size(value)}" for kind, value in memory.apart.items())
+    return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
+
+
+def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
+    """What blocks keep within a budget."""
+    firsts = number_of_firsts(mix, layout, blocks, range(layout.stages))
+    first, rest = mix.kept
+    kept = (firsts * first + (blocks - firsts) * rest) / blocks
+    others = f", {blocks - firsts} {mix.rest if mix.rest != 'none' else 'whole'}" if firsts < blocks else ""
+    return f"within the budget: {firsts} blocks {mix.first}{others}, which keep {kept:.2f} of all"
+
+
+def _checkpointing(trainer: TrainerSection) -> str:
+    """What activation checkpointing does."""
+    every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
+    blocks = f"1 of {every} blocks" if every > 1 else "blocks"
+    if mode == "offload":
+        return f"{mode}: those of {blocks} are in host memory"
+    again = "computed again" if mode == "full" else "half computed again"
+    return f"{mode}: {blocks} {again} in the backward"

@@ -1,0 +1,202 @@
+"""The lines of ``serried plan``: does it fit, what ranks send, what would help, how long it takes."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
+from serried.configs.formats import duration, short, size
+from serried.configs.schema.sections import DEFAULT_MINUTES_BETWEEN, RunConfig
+from serried.parallel.layout.checks import with_values
+from serried.parallel.layout.mesh import gradient_accumulation
+from serried.parallel.step_phases import BACKWARD
+from serried.planner.advice import KEEPS_LESS, Advice, Planned, advice
+from serried.planner.cuda_allocator import has_expandable_segments
+from serried.planner.memory_formula import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
+from serried.planner.plan_terms import IN_HOST_MEMORY, Fits, Memory
+from serried.planner.planned_time import Timed
+from serried.planner.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_unused
+from serried.planner.time_model import Step
+from serried.planner.traced_step import CannotTrace, memory_of, trace_step
+from serried.planner.traffic import Flow
+from serried.trainer.task import Task
+
+_ADVICE_LINES = 3
+_MUCH = 0.1
+_WORTH_NAMING, _WORTH_NAMING_OF_TIME = 0.005, 0.01
+_DAY, _HOUR = 86400, 3600
+_NAMES = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "operations that wait for memory",
+    "recomputed": "blocks computed again",
+    "tensor": "exchanges of tensor ranks",
+    "context": "exchanges of context ranks",
+    "expert": "exchanges of expert ranks",
+    "data": "gathers and sums of FSDP",
+    "pipeline": "waiting in the pipeline",
+    "optimizer": "optimizer",
+    "stragglers": "waiting in large groups",
+}
+"""Of the parts of a step."""
+_OWN_WORK = ("products", "attention", "memory", "optimizer")
+
+
+def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[str, str]]:
+    """Yield the lines of ``plan`` as (name, text); the last says how far to trust them."""
+    fits, memory = plan.fits, plan.memory
+    if fits is not None:
+        yield "fits", _fits(fits, memory)
+        memory = with_unused(memory)
+    yield ("" if fits is not None else "needs"), _parts(memory)
+    buffers = memory.parts.get(RECEIVE_BUFFERS, 0)
+    if buffers > _MUCH * memory.peak:
+        yield "WARNING", f"{size(buffers)} are {RECEIVE_BUFFERS}: {WHY_RECEIVE_BUFFERS}"
+    if plan.flows:
+        yield from _travels(plan.flows)
+    if fits is not None and fits.answer != "yes":
+        planned = Planned(config, task, plan.layout.world)
+        traced = () if planned.memory.activations or plan.found != TRACED else _traced_advice(planned, task, plan)
+        for number, each in enumerate(advice(planned, BACKWARD, 0.9 * fits.usable, traced)[:_ADVICE_LINES]):
+            yield "" if number else "better", f"{each.override:<42} saves about {size(each.saved)}{each.note}"
+    if plan.time is not None:
+        yield from time_lines(config, plan.time)
+    if isinstance(plan.time, Timed) and (text := _far_apart(config, plan.time.step.seconds)):
+        yield "WARNING", text
+    trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
+    yield "trust", f"memory: {plan.found}{_assumed(plan)}{trust}"
+
+
+def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Advice]:
+    """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
+    trainer = planned.config.trainer
+    changes: list[tuple[str, object, str]] = []
+    is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in KEEPS_LESS
+    if planned.plan.blocks and is_free:
+        changes.append(("trainer.activation_checkpoint", "full", ", and computes blocks again"))
+    changes += [("trainer.micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
+    for key, value, note in changes:
+        config = with_values(planned.config, {key: value})
+        with suppress(CannotTrace, UserError):
+            stages = trace_step(config, task, plan.layout, gradient_accumulation(config.trainer, plan.layout))
+            yield Advice(f"{key}={value}", plan.memory.peak - memory_of(stages).peak, note)
+
+
+def _fits(fits: Fits, memory: Memory) -> str:
+    much = f"{size(fits.needed)} of {size(fits.usable)} usable on each GPU"
+    if fits.held is not None:
+        much += f", {size(fits.held)} in use"
+    where = f", at the peak in {memory.phase}" if memory.phase else ""
+    rank = f" of rank {memory.rank}" if memory.rank else ""
+    left = f"{size(fits.margin)} are left" if fits.margin >= 0 else f"{size(-fits.margin)} are missing"
+    if fits.margin < 0 and fits.answer == "tight":
+        left += ": torch's allocator has to free what is not in use"
+    return f"{fits.answer}: {much}{where}{rank}; {left}"
+
+
+def _parts(memory: Memory) -> str:
+    least = _WORTH_NAMING * memory.peak
+    here = {kind: part for kind, part in memory.parts.items() if not kind.endswith(IN_HOST_MEMORY)}
+    named = {kind: value for kind, value in here.items() if value >= least and kind != "other"}
+    rest = memory.peak - sum(named.values())
+    texts = [f"{kind} {size(value)}" for kind, value in named.items()]
+    texts += [f"other {size(rest)}"] if rest >= least else []
+    apart = [f"{kind} {size(part)}" for kind, part in memory.parts.items() if kind not in here]
+    return "; ".join([", ".join(texts), *apart])
+
+
+def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
+    """What a rank sends in a step, an axis a line, the most first."""
+    axes: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for flow in flows:
+        axes[flow.axis, flow.ranks][flow.kind.replace("_", "-")] += flow.bytes
+    whole = sum(flow.bytes for flow in flows)
+    shown = sorted(axes.items(), key=lambda each: -sum(each[1].values()))
+    first = f"{size(whole)} from each rank in a step: "
+    for number, ((axis, ranks), kinds) in enumerate(shown):
+        sent = sum(kinds.values())
+        if number and sent < _WORTH_NAMING * whole:
+            continue
+        parts = ", ".join(f"{kind} {size(value)}" for kind, value in sorted(kinds.items(), key=lambda each: -each[1]))
+        yield "" if number else "travels", f"{'' if number else first}{axis} over {ranks} ranks {size(sent)} ({parts})"
+
+
+def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
+    """Return what an end without warning may cost, if checkpoints are more than an hour apart."""
+    checkpoint = config.checkpoint
+    steps = min(checkpoint.every, config.trainer.last_step)
+    if checkpoint.minutes_between or steps * step_seconds <= _HOUR:
+        return None
+    return (
+        f"{steps:,} steps without a checkpoint take {duration(steps * step_seconds)}, which is lost if the run ends "
+        f"without warning: add checkpoint.every_minutes={DEFAULT_MINUTES_BETWEEN}"
+    )
+
+
+def _assumed(plan: StepPlan) -> str:
+    if plan.capacity is None:
+        return ""
+    others = f"{size(RESERVED_BYTES)} for CUDA and NCCL are assumed"
+    if plan.memory.unused is None:
+        return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {others}"
+    kind = "expandable segments" if has_expandable_segments() else "its default segments"
+    return f"; fragmentation by the rules of torch's allocator with {kind}; {others}"
+
+
+def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]]:
+    """Yield the lines as (name, text); a single one where the time is unknown."""
+    if isinstance(time, str):
+        yield "step", f"unknown: {time}"
+        return
+    step, device = time.step, time.cluster.device
+    took = seconds_text(step.seconds, *time.range)
+    yield "step", f"{took} on {time.processes} {device.name}: {_shares(step)}"
+    yield "rate", _rate(config, time)
+    yield "binds", _binds(step)
+
+
+def seconds_text(*seconds: float) -> str:
+    """Format a number, or one and its range: ``1.5 s (1.3 to 1.7)``."""
+    unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
+    scaled = (each * factor for each in seconds)
+    first, *span = (f"{each:.3g}" if each < 999.5 else f"{each:,.0f}" for each in scaled)  # not 1.04e+03
+    return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
+
+
+def _shares(step: Step) -> str:
+    shown = sorted(step.parts.items(), key=lambda each: -each[1])
+    return ", ".join(
+        f"{_NAMES[name]} {seconds / step.seconds:.0%}"
+        for name, seconds in shown
+        if seconds >= _WORTH_NAMING_OF_TIME * step.seconds
+    )
+
+
+def _rate(config: RunConfig, time: Timed) -> str:
+    seconds, ranks, device = time.step.seconds, time.processes, time.cluster.device
+    each = time.samples * time.weight_per_sample
+    low, high = (each / ranks / seconds for seconds in reversed(time.range))
+    text = f"{each / ranks / seconds:,.0f} {time.unit}/s a device ({low:,.0f} to {high:,.0f})"
+    if time.flops_per_sample and device.measured is None and (peak := device.peak(config.precision.name)):
+        text += f", MFU {time.samples * time.flops_per_sample / seconds / ranks / peak:.0%}"
+    whole = (config.plan.tokens if time.unit == "tokens" else None) or each * config.trainer.steps
+    took = whole / each * seconds
+    hours = took * ranks / 3600
+    text += f"; {short(whole)} {time.unit}: {duration(took) if took < 100 * _DAY else f'{took / _DAY:,.0f} days'}"
+    text += f", {short(hours)} device-hours"
+    return text + (
+        f", {short(hours * config.plan.price)} at {config.plan.price:g} an hour" if config.plan.price else ""
+    )
+
+
+def _binds(step: Step) -> str:
+    def largest(parts: dict[str, float]) -> str:
+        name = max(parts, key=lambda each: parts[each])
+        return f"{_NAMES[name]}, {parts[name] / step.seconds:.0%} of the step"
+
+    waits = {name: seconds for name, seconds in step.parts.items() if name not in _OWN_WORK}
+    text = largest({**step.parts})
+    if sum(waits.values()) > _WORTH_NAMING_OF_TIME * step.seconds and largest(waits) != text:
+        text += f"; apart from the model's own work, most is {largest(waits)}"
+    return text

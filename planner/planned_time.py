@@ -1,0 +1,239 @@
+"""How long a step takes, by the rates that are known: those of published runs, or a file of measured ones."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
+from serried.planner.devices import DEVICES, Cluster, Device, device_of, device_of_driver
+from serried.planner.measured_rates import MeasuredRates, read_rates
+from serried.planner.memory_formula import Sizes
+from serried.planner.pipeline_timeline import Cost, duration
+from serried.planner.plan_terms import Work
+from serried.planner.published_rates import MEASURED, OUTSIDE, RATES, WITHIN, Rates, software_for
+from serried.planner.step_work import doubts, job_of, shape_of, unknown_why
+from serried.planner.time_model import Step, step_of, wire
+from serried.planner.traced_step import Traced
+from serried.planner.traffic import Flow
+from serried.trainer.memory.activation_budget import chosen_mix
+from serried.trainer.metrics.peak_flops import device_name
+from serried.trainer.task import Task
+
+_PER_NODE = 8
+_PART_OF_AXIS = {"fsdp": "data", "replicate": "data", "expert fsdp": "data", "world": "data"}
+"""Other axes are parts of their own name; messages of a pipeline are on its timeline."""
+
+
+class UnknownTime(Exception):
+    """Why it is not known how long a step takes, in a clause."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long a step takes."""
+
+    step: Step
+    span: tuple[float, float]
+    """Of the time over the predicted one, p10 to p90."""
+    cluster: Cluster
+    processes: int
+    samples: int
+    flops_per_sample: float | None
+    weight_per_sample: int
+    unit: str
+    trust: str
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Shortest and longest, in seconds."""
+        low, high = self.span
+        return low * self.step.seconds, high * self.step.seconds
+
+    def as_data(self) -> dict[str, Any]:
+        low, high = self.range
+        rate = self.samples * self.weight_per_sample / self.step.seconds
+        return {
+            "device": self.cluster.device.name,
+            "seconds": self.step.seconds,
+            "low": low,
+            "high": high,
+            "parts": dict(self.step.parts),
+            f"{self.unit}_per_second": rate,
+            "trust": self.trust,
+        }
+
+
+def planned_device(config: RunConfig) -> Device | None:
+    """Return the device that ``config`` is planned for; None: this machine's, which is not in the catalogue.
+
+    Raises:
+        UserError: the config names one that is not, or rates of another.
+    """
+    if config.plan.rates is not None:
+        return measured_rates(config).cluster.device
+    if config.plan.device is not None:
+        return device_of(config.plan.device)
+    if torch.cuda.is_available():
+        return device_of_driver(device_name(torch.device("cuda")))
+    return device_of("h100")
+
+
+def planned_cluster(config: RunConfig, device: Device) -> Cluster:
+    """Return the nodes that ``config`` is planned for."""
+    if config.plan.rates is not None:
+        measured = measured_rates(config).cluster
+        return measured._replace(per_node=config.plan.per_node or measured.per_node)
+    launched = config.launch.processes if config.launch.nodes else None
+    return Cluster(device, config.plan.per_node or launched or _PER_NODE)
+
+
+def planned_rates(config: RunConfig, device: Device) -> Rates:
+    """Return the rates of the closed form."""
+    return measured_rates(config).rates if config.plan.rates is not None else RATES[software_for(device.name)]
+
+
+def measured_rates(config: RunConfig) -> MeasuredRates:
+    """Return the rates in ``plan.rates``.
+
+    Raises:
+        UserError: there are none, or those of another device than the one planned for.
+    """
+    assert config.plan.rates is not None
+    measured = read_rates(config.plan.rates)
+    name, is_gpu = measured.cluster.device.name, measured.is_gpu
+    wanted = config.plan.device
+    if wanted is not None and device_of(wanted).name != name:
+        raise UserError(f"plan.rates={measured.path} are of {name}, and plan.device={wanted}; leave one of them out")
+    if config.launch.device in ("cpu", "cuda") and is_gpu != (config.launch.device == "cuda"):
+        raise UserError(
+            f"plan.rates={measured.path} are of {name}, and launch.device={config.launch.device}; leave one of them out"
+        )
+    return measured
+
+
+def time_of(
+    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, stages: Sequence[Traced], flows: Sequence[Flow]
+) -> Timed:
+    """Return how long a step takes: by the work that a trace counted if rates were measured, else by sizes.
+
+    Raises:
+        UnknownTime: there are no rates for it.
+    """
+    layout, model, plan = sizes.layout, sizes.model, sizes.plan
+    device, shape = planned_device(config), shape_of(config, model, plan)
+    if device is None:
+        raise UnknownTime(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}, or plan.rates=FILE")
+    if not device.peak(config.precision.name):
+        raise UnknownTime(unknown_why(config, shape, device))
+    cluster = planned_cluster(config, device)
+    mix = chosen_mix(config, task, layout, plan, model)
+
+    def timed(step: Step, span: tuple[float, float], trust: str) -> Timed:
+        flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))
+        return Timed(
+            step, span, cluster, layout.world, config.trainer.global_batch, flops, task.weight_per_sample(), task.unit,
+            trust,
+        )  # fmt: skip
+
+    if config.plan.rates is not None:
+        if config.offloads_state:
+            raise UnknownTime(
+                "how fast parameters and optimizer state are copied from and to host memory was not measured"
+            )
+        measured = measured_rates(config)
+        notes = "".join(f"; {note}" for note in measured.notes())
+        if stages:
+            step = traced_step(stages, flows, layout, accumulation, measured)
+        elif shape is not None:
+            step = step_of(job_of(config, shape, layout, accumulation, mix), cluster, measured.rates)
+        else:
+            raise UnknownTime("the sizes of this model are not known; use plan.mode=trace")
+        return timed(step, MEASURED, f"time: rates measured on {measured.date} in {measured.path}{notes}")
+    if shape is None:
+        raise UnknownTime(unknown_why(config, shape, device))
+    job, software = job_of(config, shape, layout, accumulation, mix), software_for(device.name)
+    doubtful = [*doubts(job, cluster, software)]
+    assumed = "" if config.plan.device or torch.cuda.is_available() else "h100 is assumed (plan.device); "
+    step = step_of(job, cluster, RATES[software])
+    return timed(step, OUTSIDE if doubtful else WITHIN, assumed + _trust(software, doubtful))
+
+
+def _trust(software: str, doubtful: Sequence[str]) -> str:
+    if doubtful:
+        return f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
+    return f"time: rates of {software}; published runs that did not determine them are off by 5% (median) to 18% (p90)"
+
+
+def traced_step(
+    stages: Sequence[Traced], flows: Sequence[Flow], layout: Layout, accumulation: int, measured: MeasuredRates
+) -> Step:
+    """Return how long a step takes."""
+    forward, backward = ([_parts(stage, phase, measured) for stage in stages] for phase in (FORWARD, BACKWARD))
+    count = len(stages)
+    parts: dict[str, float] = defaultdict(float)
+    for of_stage in (*forward, *backward):
+        for name, seconds in of_stage.items():
+            parts[name] += accumulation * seconds / count
+    if layout.pipeline > 1:
+        parts["pipeline"] = _played(forward, backward, layout, accumulation, flows, measured) - sum(parts.values())
+    parts["optimizer"] = sum(sum(_parts(stage, OPTIMIZER, measured).values()) for stage in stages) / count
+    computes = {
+        when: accumulation * sum(sum(each.values()) for each in of) / count
+        for when, of in (("forward", forward), ("backward", backward))
+    }
+    for (when, part), seconds in _exchanged(flows, layout, measured).items():
+        hidden = measured.hidden * min(seconds, computes.get(when, 0.0)) if part == "data" else 0.0
+        parts["optimizer" if when == "end" else part] += seconds - hidden
+    return Step(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds})
+
+
+def _parts(stage: Traced, phase: str, measured: MeasuredRates) -> dict[str, float]:
+    """Return the seconds of a phase: of one micro-batch, or of the optimizer."""
+    work, rates, device = stage.work.get(phase, Work()), measured.rates, measured.cluster.device
+    peak = device.peak(measured.precision)
+    assert peak
+    return {
+        "products": sum(times * measured.product_seconds(shape) for shape, times in work.products.items()),
+        "attention": work.attention_flops / (peak * rates.attention),
+        "memory": work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch,
+    }
+
+
+def _exchanged(flows: Sequence[Flow], layout: Layout, measured: MeasuredRates) -> Mapping[tuple[str, str], float]:
+    """Return the seconds of exchanges, by phase and part."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for flow in flows:
+        if flow.axis in ("pipeline", "ends", "stage"):
+            continue
+        rate, of_call = wire(layout, flow.axis, measured.cluster, measured.rates)
+        seconds[flow.when, _PART_OF_AXIS.get(flow.axis, flow.axis)] += flow.bytes / rate + flow.calls * of_call
+    return seconds
+
+
+def _played(
+    forward: Sequence[Mapping[str, float]],
+    backward: Sequence[Mapping[str, float]],
+    layout: Layout,
+    accumulation: int,
+    flows: Sequence[Flow],
+    measured: MeasuredRates,
+) -> float:
+    """Return the seconds of a pipeline's step. Of its ranks the first, the second and the last were traced."""
+    per_rank = layout.stages // layout.pipeline
+    costs = []
+    for stage in range(layout.stages):
+        rank = layout.pipeline_of(stage)
+        traced = min(rank, 1) if rank < layout.pipeline - 1 else len(forward) - 1
+        weights = backward[traced]["products"] / 2 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 0.0
+        there, back = (sum(each[traced].values()) / per_rank for each in (forward, backward))
+        costs.append(Cost(there, back, weights / per_rank))
+    sent = [flow for flow in flows if flow.axis == "pipeline" and flow.calls]
+    rate, of_call = wire(layout, "pipeline", measured.cluster, measured.rates)
+    transfer = max((flow.bytes / flow.calls for flow in sent), default=0.0) / rate + of_call
+    return duration(layout, accumulation, costs, transfer)

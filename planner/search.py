@@ -1,0 +1,349 @@
+"""All valid layouts of a run, priced by formula: which are fastest, and which need less memory."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
+from serried.configs.formats import columns, size
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.compile import check_blocks
+from serried.parallel.layout.checks import checked_layout, with_values
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.parallelize import check_plan
+from serried.planner.devices import DEVICES
+from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
+from serried.planner.plan_lines import seconds_text
+from serried.planner.planned_time import planned_cluster, planned_device, planned_rates
+from serried.planner.published_rates import software_for
+from serried.planner.step_plan import fits_of
+from serried.planner.step_work import doubts, job_of, shape_of, unknown_why
+from serried.planner.time_model import Job, held_elements, step_of
+from serried.records.files import output_file, write_atomically
+from serried.records.report.html import html_page
+from serried.trainer.model import model_to_train
+from serried.trainer.optim.optimizer import check_optimizer
+from serried.trainer.optim.optimizer_state import state_bytes
+from serried.trainer.precision import LOW_DTYPES, trained_type
+from serried.trainer.task import Task
+
+_FP32_BYTES = 4
+_USABLE_SHARE = 0.9
+_EQUAL = 1.05
+"""Times that are nearer to each other cannot be told apart."""
+_SLOWEST = 2
+"""Times as long as the fastest that are worth less memory."""
+_SHOWN = 8
+_MESHES, _OF_A_MESH = 20, 3
+"""Meshes, and candidates of each, whose timelines are played."""
+_MOST_CONTEXT = 32
+_MOST_STAGES = 64
+_MICRO_BATCHES = (1, 2, 4, 8)
+_SET_BY_CHOICE: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel.replicate": -1, "parallel.shard": 1},
+    "fsdp": {"parallel.replicate": 1, "parallel.shard": -1},
+    "hsdp": {"parallel.replicate": 2, "parallel.shard": -1},
+}
+"""Keys that ``parallel=NAME`` sets."""
+_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A valid layout."""
+
+    overrides: Mapping[str, Any]
+    config: RunConfig
+    job: Job
+    seconds: float
+    """By a formula."""
+    bytes: float
+    """On the rank that needs the most, about."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        return self.job.samples * self.job.sequence / self.seconds / self.job.layout.world
+
+    def words(self) -> str:
+        """Return the overrides, to paste."""
+        return " ".join(f"{key}={str(value).lower()}" for key, value in self.overrides.items()) or "(as it is)"
+
+
+def search(config: RunConfig, task: Task, processes: int) -> str:
+    """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
+    ``plan.as_json``. Write a page of them if ``plan.out``.
+
+    Raises:
+        UserError: the time of this model or on this device is unknown, no layout fits, or the page cannot be written.
+    """
+    out = config.plan.out
+    if out is not None and (not out.name or out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"out={out} is not a file in an existing folder; use out=layouts.html")
+    written = None if out is None else output_file(out)
+    searched = _Search(config, task, processes)
+    found = searched.fitting()
+    device = searched.cluster.device.name
+    fastest = searched.fastest(found)
+    if not searched.valid:
+        batch = config.trainer.global_batch
+        raise UserError(
+            f"no layout of {processes} processes divides trainer.global_batch={batch} and the model; use another "
+            "launch.processes or trainer.global_batch"
+        )
+    if not fastest:
+        raise UserError(
+            f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(searched.limit)}; use more "
+            "processes, shorter samples or a smaller model"
+        )
+    covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
+    covered = searched.fastest(covered)[:3]
+    frugal = searched.frugal(found, fastest)
+    tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
+    data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
+    data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, each)] for name, each in tables.items()}}
+    if written is not None:
+        shown = {each.words() for table in tables.values() for each in table}
+        others = [searched.as_data(each) for each in found if each.words() not in shown]
+        title = f"{config.run.name}: layouts of {processes} {device}"
+        _write(written, title, data | {"title": title, "limit": searched.limit, "others": others})
+    if config.plan.as_json:
+        return json.dumps(data)
+    of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
+    lines = [f"{'searched':<10} {of}; rates of {searched.rates_of}"]
+    lines += searched.table(fastest, is_numbered=True)
+    equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
+    if equal > 1:
+        lines.append(f"{'equal':<10} 1 to {equal} are within 5%, less than the error of these times: choose by memory")
+    if covered:
+        lines += [f"{'covered':<10} the fastest of those that published runs cover", *searched.table(covered)]
+    if frugal:
+        lines += [f"{'smaller':<10} layouts that need less memory than any faster one", *searched.table(frugal)]
+    if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
+        lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
+    if out is not None:
+        lines.append(f"{'page':<10} {out}, {size(out.stat().st_size)}; open it in a browser")
+    return "\n".join(lines)
+
+
+def _write(out: Path, title: str, data: dict[str, Any]) -> None:
+    try:
+        write_atomically(out, html_page(title, data, ("format", "specs", "layouts")))
+    except OSError as error:
+        raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in another folder") from None
+
+
+class _Search:
+    """The layouts of a run on a number of processes."""
+
+    def __init__(self, config: RunConfig, task: Task, processes: int) -> None:
+        """Raises UserError: the time of this model or on this device is unknown."""
+        if config.trainer.activation_memory_budget < 1:
+            raise UserError(
+                "plan.search=true chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
+            )
+        self.config, self.task, self.processes = config, task, processes
+        built = model_to_train(config, task)
+        self.model, self.plan, self.blocks = built.module, built.plan, len(built.blocks)
+        device, shape = planned_device(config), shape_of(config, self.model, self.plan)
+        if device is None:
+            raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
+        if shape is None or not device.peak(config.precision.name):
+            why = unknown_why(config, shape, device)
+            raise UserError(f"plan.search=true: {why}; use precision=bf16, and a built-in family")
+        self.shape = shape
+        self.cluster, self.rates = planned_cluster(config, device), planned_rates(config, device)
+        self.rates_of = str(config.plan.rates or software_for(device.name))
+        self.capacity = int(device.memory_bytes)
+        self.limit = _USABLE_SHARE * device.memory_bytes
+        self.state_bytes = 0 if config.offloads_state else state_bytes(config.optim).per_element
+        self.valid = 0
+        self._refused: dict[object, UserError | None] = {}
+
+    def fitting(self) -> list[Candidate]:
+        """Return the candidates that fit the device, about, the fastest first."""
+        found = []
+        for overrides in self._overrides():
+            config = _changed(self.config, overrides)
+            try:
+                layout, accumulation = checked_layout(config, self.processes)
+                self._check_model(config, layout)
+            except UserError:
+                continue
+            job = job_of(config, self.shape, layout, accumulation)
+            self.valid += 1
+            if (held := self._held(config, job)) <= self.limit:
+                step = step_of(job, self.cluster, self.rates, is_quick=True)
+                found.append(Candidate(overrides, config, job, step.seconds, held))
+        return sorted(found, key=lambda each: each.seconds)
+
+    def _check_model(self, config: RunConfig, layout: Layout) -> None:
+        """Raise UserError if the model cannot be divided or compiled so. Asks once for what is alike."""
+        kind = (layout.tensor, layout.stages, config.trainer.activation_checkpoint)
+        if kind not in self._refused:
+            self._refused[kind] = None
+            try:
+                check_plan(self.model, self.plan, layout)
+                check_optimizer(config.optim, self.model, self.plan, layout)
+                if config.trainer.compile:
+                    check_blocks(self.model, self.plan, config.trainer.keeps_less)
+            except UserError as error:
+                self._refused[kind] = error
+        if refused := self._refused[kind]:
+            raise refused
+
+    def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the fastest, each of another mesh, with the time of its timeline and the plan's memory."""
+        by_mesh: dict[object, list[Candidate]] = {}
+        for each in found:
+            layout = each.job.layout
+            mesh = (layout.replicate, layout.context, layout.tensor, layout.pipeline, layout.expert)
+            if mesh in by_mesh or len(by_mesh) < _MESHES:
+                by_mesh.setdefault(mesh, []).append(each)
+        best = []
+        for of_mesh in by_mesh.values():
+            played = [each for each in map(self._played, of_mesh[:_OF_A_MESH]) if each.bytes <= self.limit]
+            best += sorted(played, key=lambda each: each.seconds)[:1]
+        return sorted(best, key=lambda each: each.seconds)[:_SHOWN]
+
+    def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
+        """Return slower ones that need less memory than all that are faster and than those ``shown``, by a tenth."""
+        least, longest = min(each.bytes for each in shown), _SLOWEST * shown[0].seconds
+        found = [each for each in found if each.seconds <= longest]
+        front = [self._played(each) for each in _front(found, least)[:_SHOWN]]
+        return _front(sorted(front, key=lambda each: each.seconds), least)
+
+    def table(self, candidates: Sequence[Candidate], *, is_numbered: bool = False) -> list[str]:
+        rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
+        for number, each in enumerate(candidates, 1):
+            time = f"{seconds_text(each.seconds)}{'?' if self.doubts(each) else ''}"
+            rate = f"{each.tokens_per_second:,.0f}"
+            rows.append((str(number) if is_numbered else " ", time, rate, size(each.bytes), each.words()))
+        return columns(rows)
+
+    def as_data(self, candidate: Candidate) -> dict[str, Any]:
+        return {
+            "overrides": dict(candidate.overrides),
+            "words": candidate.words(),
+            "seconds": candidate.seconds,
+            "tokens_per_second": candidate.tokens_per_second,
+            "bytes": round(candidate.bytes),
+            "doubts": self.doubts(candidate),
+        }
+
+    def doubts(self, candidate: Candidate) -> list[str]:
+        """Return what no published run shows about it."""
+        return [] if self.config.plan.rates else [*doubts(candidate.job, self.cluster, self.rates_of)]
+
+    def _overrides(self) -> Iterator[dict[str, Any]]:
+        """Yield what differs from the config, of each candidate, valid or not."""
+        for mesh in self._meshes():
+            ways = _ways(mesh.get("parallel"), mesh.get("parallel.pipeline", 1))
+            for way, micro_batch, checkpoint in product(ways, _MICRO_BATCHES, ("none", "selective", "full")):
+                trainer = {"trainer.micro_batch": micro_batch, "trainer.activation_checkpoint": checkpoint}
+                yield self._different({**mesh, **way, **trainer})
+
+    def _meshes(self) -> Iterator[dict[str, Any]]:
+        """Yield all meshes, as keys of ``parallel``."""
+        plan, ranks, per_node = self.plan, self.processes, self.cluster.per_node
+        if ranks == 1:
+            yield {}
+            return
+        powers = [each for each in divisors(ranks) if each & (each - 1) == 0]
+        tensors = [each for each in powers if each <= per_node] if plan.roles else [1]
+        contexts = [each for each in powers if each <= _MOST_CONTEXT] if plan.context else [1]
+        pipelines = [each for each in divisors(ranks) if each <= _MOST_STAGES] if plan.blocks else [1]
+        yield {"parallel": "ddp", **dict.fromkeys(("parallel.tensor", "parallel.context", "parallel.pipeline"), 1)}
+        for tensor, context, pipeline, expert in product(
+            tensors, contexts, pipelines, powers if plan.mixtures else [1]
+        ):
+            if ranks % (tensor * context * pipeline):
+                continue
+            left, inside = ranks // (tensor * context * pipeline), max(1, per_node // (tensor * context))
+            degrees = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+            mesh = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+            for copies in sorted({1, max(1, left // inside), max(1, left // (8 * inside))}):
+                strategy = {"parallel": "hsdp", "parallel.replicate": copies} if copies > 1 else {"parallel": "fsdp"}
+                for schedule, per_rank in _SCHEDULES if pipeline > 1 else ():
+                    stages = {"parallel.schedule": schedule, "parallel.stages_per_rank": per_rank}
+                    yield {**strategy, **mesh, **stages}
+                if pipeline == 1:
+                    yield {**strategy, **mesh}
+
+    def _different(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of ``wanted`` has another value in the config."""
+        strategy = wanted.get("parallel")
+        is_other = strategy not in (None, self.config.parallel.strategy)
+        now = _SET_BY_CHOICE[strategy] if is_other and strategy else {}
+        whole = {"parallel": strategy, **_SET_BY_CHOICE[strategy], **wanted} if strategy else wanted
+        return {
+            key: value
+            for key, value in whole.items()
+            if (is_other if key == "parallel" else value != now.get(key, _value(self.config, key)))
+        }
+
+    def _held(self, config: RunConfig, job: Job) -> float:
+        """Return about how many bytes the first rank needs."""
+        layout, elements = job.layout, held_elements(job)
+        divided = layout.shard * layout.context
+        low = LOW_DTYPES[config.precision.name]
+        block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
+        gathered = (
+            2 * max(block, job.shape.of_head / layout.tensor) if config.parallel.frees_after_forward else elements
+        )
+        whole = elements if divided > 1 and job.accumulation > 1 and not job.reduces_each else 0.0
+        activations = self.task.activation_bytes(
+            config.trainer.micro_batch,
+            low or torch.float32,
+            autocast=False,
+            share=share_of(config, layout, job.accumulation, self.blocks, 0),
+        )
+        weights = (trained_type(config) or torch.float32).itemsize
+        states = (not config.parallel.offload) * elements / divided * (weights + _FP32_BYTES + self.state_bytes)
+        return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)
+
+    def _played(self, candidate: Candidate) -> Candidate:
+        """Return it with the time of its timeline and the plan's memory."""
+        job = candidate.job
+        step = step_of(job, self.cluster, self.rates)
+        sizes = Sizes(candidate.config, job.layout, self.model, self.plan)
+        memory = planned_memory(candidate.config, self.task, job.accumulation, sizes)
+        needed = fits_of(formula_memory(memory), self.capacity).needed
+        return replace(candidate, seconds=step.seconds, bytes=needed)
+
+
+def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
+    """Return each of ``found`` that needs a tenth less than ``least`` and than all before it."""
+    front: list[Candidate] = []
+    for each in found:
+        if each.bytes < 0.9 * least:
+            front.append(each)
+            least = each.bytes
+    return front
+
+
+def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
+    """Return when FSDP gathers and sums."""
+    if strategy is None:
+        return [{}]
+    key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"
+    if pipeline > 1 or strategy == "ddp":
+        return [{key: None, sync: False}]
+    return [{key: frees, sync: each} for frees in (None, False) for each in (False, True)]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    chosen = _SET_BY_CHOICE.get(overrides.get("parallel", ""), {})
+    values = {**chosen, **overrides}
+    return with_values(config, {"parallel.strategy" if key == "parallel" else key: values[key] for key in values})

@@ -1,0 +1,100 @@
+"""The plan of a step: everything that prints or compares a plan reads it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.mesh import AXES, Layout
+from serried.planner.cuda_allocator import has_expandable_segments
+from serried.planner.memory_formula import Sizes, formula_memory, planned_flows, planned_memory
+from serried.planner.plan_terms import IN_HOST_MEMORY, Fits, Memory
+from serried.planner.planned_time import Timed, UnknownTime, time_of
+from serried.planner.traced_step import CannotTrace, Traced, flows_of, reserved_memory_of, trace_step
+from serried.planner.traffic import Flow
+from serried.trainer.task import Task
+
+TRACED = "traced"
+"""How a plan says so."""
+RESERVED_BYTES = 2 * 2**30
+"""Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
+FRAGMENTED_SHARE = 0.05
+"""Of what comes and goes in a step, which the allocator loses between blocks: assumed where it is not traced."""
+_LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step needs, sends and takes."""
+
+    layout: Layout
+    memory: Memory
+    """Without what is assumed."""
+    found: str
+    """How memory and flows were found, in a clause."""
+    flows: tuple[Flow, ...]
+    capacity: int | None
+    """Bytes of the GPU that is planned for; None: none is."""
+    time: Timed | str | None
+    """A text: why it is unknown. None: it was not asked for."""
+
+    @property
+    def fits(self) -> Fits | None:
+        """Whether the memory suffices; None: no GPU is planned for."""
+        return None if self.capacity is None else fits_of(self.memory, self.capacity)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the plan as plain data. Bytes are those of a rank, seconds those of a step."""
+        fits, flows = self.fits, [vars(flow) for flow in self.flows]
+        return {
+            "processes": self.layout.world,
+            "layout": {axis: getattr(self.layout, axis) for axis in (*AXES, "expert")},
+            "memory": {
+                "found": self.found,
+                "bytes": self.memory.peak,
+                "phase": self.memory.phase,
+                "rank": self.memory.rank,
+                "parts": {kind: round(part) for kind, part in self.memory.parts.items()},
+            },
+            "fits": fits and {"answer": fits.answer, "needed": fits.needed, "usable": fits.usable, "held": fits.held},
+            "flows": flows,
+            "time": {"unknown": self.time} if isinstance(self.time, str) else self.time and self.time.as_data(),
+        }
+
+
+def plan_step(
+    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, capacity: int | None, *, is_timed: bool
+) -> StepPlan:
+    """Plan a step as ``config.plan`` says."""
+    layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)
+    memory = formula_memory(planned_memory(config, task, accumulation, sizes))
+    stages: list[Traced] = []
+    found = "by formula, plan.mode=trace to trace it"
+    if config.plan.mode == "trace":
+        try:
+            stages = trace_step(config, task, layout, accumulation)
+            memory, found = reserved_memory_of(stages, is_expandable=has_expandable_segments()), TRACED
+            flows = flows if layout.is_replicated else flows_of(stages)  # of DDP one process is traced
+        except CannotTrace as error:
+            found = f"by formula, as the step cannot be traced: {error}"
+    time: Timed | str | None = None
+    if is_timed:
+        try:
+            time = time_of(config, task, accumulation, sizes, stages, flows)
+        except UnknownTime as error:
+            time = str(error)
+    return StepPlan(layout, memory, found, flows, capacity, time)
+
+
+def fits_of(memory: Memory, capacity: int) -> Fits:
+    """Return whether ``memory`` fits a GPU of ``capacity`` bytes."""
+    needed = with_unused(memory).peak
+    return Fits(needed, capacity - RESERVED_BYTES, None if memory.unused is None else memory.peak)
+
+
+def with_unused(memory: Memory) -> Memory:
+    """Return ``memory`` and what the allocator takes and does not use."""
+    passing = sum(
+        part for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
+    )
+    lost = FRAGMENTED_SHARE * passing if memory.unused is None else memory.unused
+    return replace(memory, parts={**memory.parts, "fragmentation": lost})

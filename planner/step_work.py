@@ -1,0 +1,164 @@
+"""What a run computes in a step, from its config and its model on meta."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from serried.configs.schema.models import GPT2Section, HuggingFaceSection, LlamaSection, MoESection
+from serried.configs.schema.sections import RunConfig, TaskSection
+from serried.configs.schema.tasks import CausalLMSection
+from serried.parallel.activation_checkpoint import Mix
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.planner.devices import Cluster, Device
+from serried.planner.published_rates import FAR, SEEN
+from serried.planner.time_model import Job, Shape
+
+_OTHER_FORM = 0.05
+"""A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""
+
+_LARGEST_CONTEXT = 8
+"""Of torchtitan's runs."""
+
+
+def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
+    """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
+    for more than the next token, in ways that have other work."""
+    section, data = getattr(config, "model", None), getattr(config, "data", None)
+    if type(config.task) not in (TaskSection, CausalLMSection) or section is None or data is None:
+        return None
+    if (shape := _shape(section)) is None:
+        return None
+    matrices = {name: each.shape for name, each in model.named_parameters() if each.ndim >= 2}
+    rows = [size[0] for name, size in matrices.items() if size[1] == shape.dim and not name.startswith(plan.blocks)]
+    shape = shape._replace(vocab=section.vocab_size or max(rows, default=0))
+    held = sum(math.prod(size) for name, size in matrices.items() if name.startswith(plan.blocks))
+
+    def excess(shape: Shape) -> float:
+        return abs(held / (shape.layers * (shape.of_dense + shape.of_experts)) - 1)
+
+    if isinstance(section, HuggingFaceSection):  # whose config.json does not say
+        shape = min(shape, shape._replace(is_gated=False), key=excess)
+    if config.adapter.method == "none" and excess(shape) > _OTHER_FORM:
+        return None
+    return shape._replace(attended=_attended(section, data.sequence_length))
+
+
+def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
+    """Return why there is no time for a model of this shape, in a clause."""
+    if device.measured is not None:
+        known = ", ".join(device.measured)
+        return f"{device.source} has rates of precision={known} alone; serried plan calibrate measures others"
+    if shape is None:
+        return "there are no rates for the sizes of this model, or for its task"
+    return f"there are no rates for precision={config.precision.name} on {device.name}"
+
+
+def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mix | None = None) -> Job:
+    """Return a step of ``config``, whose model has this shape. ``mix``: what its blocks keep within a budget."""
+    trainer = config.trainer
+    recompute, share, rest = trainer.activation_checkpoint, 1 / trainer.activation_checkpoint_every, "none"
+    if mix is not None:
+        recompute, share, rest = mix.first, mix.share, mix.rest
+    return Job(
+        shape,
+        layout,
+        config.data.sequence_length,
+        trainer.micro_batch,
+        accumulation,
+        recompute=recompute,
+        recomputing=share,
+        rest=rest,
+        precision="8bit" if config.precision.name == "float8" else config.precision.name,
+        frees_after_forward=config.parallel.frees_after_forward,
+        reduces_each=config.parallel.sync_every_micro_batch,
+        is_fused=trainer.compile,
+        is_adapter=config.adapter.method != "none",
+        orthogonalizes=config.optim.name == "muon",
+        offloads=config.offloads_state,
+        gathers_fp32=isinstance(config.model, HuggingFaceSection),
+    )
+
+
+def _shape(section: Any) -> Shape | None:
+    """Return the sizes of a family, without that of the vocabulary."""
+    if isinstance(section, HuggingFaceSection):
+        return _shape_of_transformers(section.architecture)
+    if isinstance(section, GPT2Section):
+        width = section.dim // section.heads
+        return Shape(
+            section.layers, section.dim, section.hidden_dim, section.heads, section.heads, width, 0,
+            is_gated=False, is_tied=section.tie_embeddings,
+        )  # fmt: skip
+    if not isinstance(section, LlamaSection):
+        return None
+    shape = Shape(
+        section.layers, section.dim, section.hidden_dim, section.heads, section.kv_heads, section.attention_head_dim,
+        0, is_tied=section.tie_embeddings,
+    )  # fmt: skip
+    if not isinstance(section, MoESection):
+        return shape
+    dense = section.dense_layers / section.layers
+    shared = section.shared_experts * section.expert_hidden_dim
+    return shape._replace(
+        hidden=round(dense * section.hidden_dim + (1 - dense) * shared),
+        experts=section.experts,
+        experts_per_token=section.experts_per_token,
+        expert_hidden=section.expert_hidden_dim,
+        dense_layers=section.dense_layers,
+    )
+
+
+def _shape_of_transformers(found: Mapping[str, Any]) -> Shape | None:
+    layers, heads = _named(found, "num_hidden_layers", "n_layer"), _named(found, "num_attention_heads", "n_head")
+    dim = _named(found, "hidden_size", "n_embd")
+    if not (layers and heads and dim):
+        return None
+    return Shape(
+        layers,
+        dim,
+        _named(found, "intermediate_size", "n_inner") or 4 * dim,
+        heads,
+        found.get("num_key_value_heads") or heads,
+        found.get("head_dim") or dim // heads,
+        0,
+        is_tied=bool(found.get("tie_word_embeddings", True)),
+    )
+
+
+def _named(found: Mapping[str, Any], *names: str) -> int:
+    return next((found[name] for name in names if isinstance(found.get(name), int)), 0)
+
+
+def _attended(section: Any, length: int) -> float:
+    """Return which share of the causal scores the windows of the blocks leave."""
+    if not isinstance(section, LlamaSection):
+        return 1.0
+    windows = [min(section.window(layer) or length, length) for layer in range(section.layers)]
+    return math.fsum(1 - (1 - window / length) ** 2 for window in windows) / len(windows)
+
+
+def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
+    """Yield what no published run with the rates of ``software`` shows about a job."""
+    seen = SEEN[software]
+    sharding = job.layout.shard * job.layout.context
+    if cluster.device.name not in seen.devices:
+        yield f"{cluster.device.name} with rates of {seen.devices[0]}"
+    if job.frees_after_forward and sharding > FAR * seen.sharding:
+        yield f"groups of more than {FAR * seen.sharding} ranks that gather for each block"
+    if job.sequence > seen.sequence:
+        yield f"sequences of more than {seen.sequence}"
+    if job.layout.context > _LARGEST_CONTEXT:
+        yield f"sequences divided over more than {_LARGEST_CONTEXT} ranks"
+    if job.shape.experts:
+        yield "experts"
+    if job.precision not in ("bf16", "8bit"):
+        yield f"precision={job.precision}"
+    if job.is_adapter:
+        yield "adapters"
+    if job.gathers_fp32:
+        yield "code of transformers"
+    if job.recompute == "offload" or job.offloads:
+        yield "copies to the host"

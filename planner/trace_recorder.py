@@ -1,0 +1,322 @@
+"""What one step holds, sends and computes, recorded operation by operation."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from serried.parallel.layout.local_shards import local
+from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
+from serried.planner.cuda_allocator import Phase, anonymous
+from serried.planner.plan_terms import IN_HOST_MEMORY, Shape, Work
+
+PARAMETERS, GRADIENTS, GATHERED = "parameters", "gradients", "gathered"
+KEPT, WORKING = "kept for backward", "working memory"
+
+_PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
+_COPY_THEIR_INPUT = {"logsumexp"}
+"""Operations that hold a copy of their input while they run, which no result shows."""
+_DEVICE = torch.ops.prim.device.default
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
+    "wait_tensor", "_unsafe_view", "lift_fresh",
+}  # fmt: skip
+"""Operations that move no bytes, besides views."""
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast", "send": "send",
+}  # fmt: skip
+
+
+class Exchange(NamedTuple):
+    """A collective."""
+
+    kind: str
+    group: str
+    """Name of its process group."""
+    ranks: int
+    bytes: int
+    """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor to gather or scatter, twice that to sum."""
+
+
+def known_workspace(name: str, inputs: Sequence[Tensor]) -> int:
+    """Return the bytes that an operation allocates and frees while it runs."""
+    if name == "index":  # which converts indices
+        return sum(2 * each.nbytes for each in inputs[1:] if each.dtype == torch.int32)
+    return inputs[0].nbytes if name in _COPY_THEIR_INPUT else 0
+
+
+def exchange_of(operation: Any, args: Any) -> Exchange | None:
+    """Return the collective that ``operation`` is; None: another operation, or one that sends nothing.
+
+    Raises:
+        NotImplementedError: a collective that is not known.
+    """
+    name, namespace = operation.overloadpacket.__name__, operation.namespace
+    if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "recv_", "barrier"):
+        return None
+    if name not in _COLLECTIVES:
+        raise NotImplementedError(name)
+    kind, is_functional = _COLLECTIVES[name], namespace == "_c10d_functional"
+    if is_functional:
+        group_name: Any = next(each for each in reversed(args) if isinstance(each, str))
+        group, whole = _resolve_process_group(group_name), args[0]
+    else:
+        boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
+        group = next(ProcessGroup.unbox(each) for each in boxed if "ProcessGroup" in str(each._type()))
+        whole = args[1] if kind in ("all_gather", "reduce_scatter", "all_to_all") else args[0][0]
+    ranks, size = group.size(), whole.nbytes
+    if kind == "all_gather":
+        size *= ranks - 1
+    elif kind == "reduce_scatter":
+        size = size // ranks * (ranks - 1)
+    elif kind == "all_reduce":
+        size = 2 * size * (ranks - 1) // ranks
+    elif kind == "broadcast":
+        size = size if group.rank() == 0 else 0
+    elif kind == "all_to_all":
+        counts = args[2] if is_functional else args[4]
+        own = counts[group.rank()] if counts else len(whole) // ranks
+        size = size * (len(whole) - own) // max(1, len(whole))
+    return Exchange(kind, group.group_name, ranks, size)
+
+
+class Block:
+    """A storage from its birth to its death."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.size = kind, 0
+        self.freed = ""
+        """The phase in which it was; empty: not yet."""
+
+    @property
+    def shown(self) -> str:
+        """Its kind in a plan."""
+        if self.kind in (FORWARD, BACKWARD, PIPELINE, OPTIMIZER):
+            return KEPT if self.kind == FORWARD and self.freed not in ("", FORWARD) else WORKING
+        return self.kind
+
+
+class Peak(NamedTuple):
+    """The moment at which most is held."""
+
+    phase: str
+    parts: dict[str, int]
+    by_phase: dict[str, int]
+
+
+class StepTrace(TorchDispatchMode):
+    """Records storages, collectives and operations from ``begin`` on.
+
+    Where the host asks a tensor for a flag, the answer is what holds in a usual step.
+    """
+
+    def __init__(self, *, is_pipeline: bool = False) -> None:
+        """``is_pipeline``: the first step asks for numbers that are flags: whether shapes are known on all ranks."""
+        super().__init__()
+        self._flags = (torch.bool, *((torch.int32,) if is_pipeline else ()))
+        self.phase = FORWARD
+        self.forwards = 0
+        self.exchanges: Counter[tuple[int, str, Exchange]] = Counter()
+        """How often each occurred, after how many forwards and in which phase."""
+        self.work: dict[str, _Tally] = {}
+        """By phase."""
+        self._live: dict[int, tuple[Block, Any]] = {}
+        """By the address of the storage, with a reference that reports its death."""
+        self._events: list[tuple[Block, int, str]] = []
+        """By how much a storage grew, and in which phase."""
+        self._phases: list[list[tuple[Block, int, torch.cpu.Stream]]] = [[]]
+        """Storages, their sizes and the streams of FSDP2 that allocate them, from the first on."""
+        self._resize = torch.UntypedStorage.resize_
+
+    def begin(self) -> None:
+        """Forget what happened so far, and keep what is held."""
+        for kind in (FORWARD, BACKWARD, PIPELINE, OPTIMIZER):
+            self.label("other", [], kind)
+        self._events = [(block, block.size, "") for block, _ in self._live.values()]
+        self.forwards = 0
+        self.exchanges.clear()
+        self.work.clear()
+        self._flags = (torch.bool,)
+
+    def enter(self, phase: str) -> None:
+        """Begin ``phase``. What a backward leaves behind is gradients, or parts of their sums."""
+        if self.phase == BACKWARD != phase:
+            self.label(GRADIENTS, [], BACKWARD)
+        self.forwards += phase == FORWARD
+        self.phase = phase
+        self._phases.append([])
+
+    def label(self, kind: str, tensors: Iterable[Tensor], instead_of: str | None = None) -> None:
+        """Let ``tensors``, or all that are held of a kind, count as ``kind``."""
+        for tensor in tensors:
+            storage = local(tensor).untyped_storage()
+            self._record(storage, storage.size())
+            self._live[storage._cdata][0].kind = kind
+        for block, _ in self._live.values():
+            if block.kind == instead_of:
+                block.kind = kind
+
+    def peak(self) -> Peak:
+        """Return the peak since ``begin``."""
+        now, most, at = 0, -1, 0
+        host: Counter[str] = Counter()
+        apart: Counter[str] = Counter()
+        by_phase: Counter[str] = Counter()
+        for number, (block, change, phase) in enumerate(self._events):
+            is_apart = block.kind.endswith(IN_HOST_MEMORY)
+            here = now + change * (not is_apart or phase == BACKWARD)  # gradients are on the device for a moment
+            now += change * (not is_apart)
+            by_phase[phase] = max(by_phase[phase], here)
+            if here > most:
+                most, at = here, number
+            if is_apart:
+                host[block.kind] += change
+                apart |= host
+        parts: Counter[str] = Counter()
+        for block, change, _ in self._events[: at + 1]:
+            parts[block.shown] += change
+        parts |= apart
+        parts[WORKING] += most - sum(size for kind, size in parts.items() if not kind.endswith(IN_HOST_MEMORY))
+        by_phase.pop("", None)
+        return Peak(self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
+
+    def requests(self) -> list[Phase]:
+        """Return what was requested of the allocator up to now, set-up included."""
+        streams: dict[torch.cpu.Stream, int] = {}
+        return anonymous(
+            [
+                (block, size, streams.setdefault(stream, len(streams)))
+                for block, size, stream in phase
+                if not block.kind.endswith(IN_HOST_MEMORY)
+            ]
+            for phase in self._phases
+        )
+
+    def _record(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = Block(self.phase), weakref.ref(storage, lambda _: self._end(key))
+        block, _ = self._live[key]
+        if size != block.size:
+            self._resize_block(block, size)
+
+    def _end(self, key: int) -> None:
+        block, _ = self._live.pop(key)
+        self._resize_block(block, 0)
+
+    def _resize_block(self, block: Block, size: int) -> None:
+        self._events.append((block, size - block.size, self.phase))
+        stream = torch.cpu.current_stream()
+        self._phases[-1] += [(block, each, stream) for each in (0,) * (block.size > 0) + (size,) * (size > 0)]
+        block.size, block.freed = size, "" if size else self.phase
+
+    def __enter__(self) -> "StepTrace":
+        # FSDP2 frees and allocates gathered parameters by this method, which no dispatch mode sees.
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            self._record(storage, size)
+            self._live[storage._cdata][0].kind = GATHERED
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _DEVICE:  # of a fake tensor, which torch asks for more often than it computes
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else operation(*args)
+        name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else str(operation)
+        if name == "equal" or (name == "_local_scalar_dense" and args[0].dtype in self._flags):
+            return self.phase != OPTIMIZER  # no check fails, no mask hides everything, and no step is rejected
+        result = operation(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        for tensor in _with_memory(outputs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._record(storage, storage.size())
+        if size := known_workspace(name, inputs) + self._fetched(operation, name, inputs):
+            block = Block(WORKING)
+            self._resize_block(block, size)
+            self._resize_block(block, 0)
+        if getattr(operation, "namespace", "") in ("c10d", "_c10d_functional"):
+            if exchange := exchange_of(operation, args):
+                self.exchanges[self.forwards, self.phase, exchange] += 1
+        elif not getattr(operation, "is_view", False) and name not in _FREE:
+            self.work.setdefault(self.phase, _Tally()).add(name, inputs, outputs)
+        return result
+
+    def _fetched(self, operation: Any, name: str, inputs: Sequence[Tensor]) -> int:
+        """Return the bytes of parameters in host memory that an operation of the device has from there."""
+        if self.phase == OPTIMIZER or name in _FREE or getattr(operation, "is_view", False):
+            return 0
+        blocks = ((self._live.get(each.untyped_storage()._cdata), each.nbytes) for each in _with_memory(inputs))
+        return sum(size for live, size in blocks if live and live[0].kind == PARAMETERS + IN_HOST_MEMORY)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested sequences and dictionaries; torch's ``tree_leaves`` takes longer."""
+    if isinstance(tree, Tensor):
+        return [local(tree)]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for each in tree for tensor in _tensors(each)]
+
+
+def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what holds the numbers of ``tensors``: of a subclass, such as torchao's of float8, the tensors in it."""
+    for each in tensors:
+        if is_traceable_wrapper_subclass(each):
+            names, _ = each.__tensor_flatten__()
+            yield from (getattr(each, name) for name in names)
+        else:
+            yield each
+
+
+class _Tally:
+    """Operations of a phase."""
+
+    def __init__(self) -> None:
+        self._products: Counter[Shape] = Counter()
+        self._attention_flops = self._moved_bytes = self._launches = 0
+
+    def add(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        self._launches += 1
+        if name in _PRODUCTS:
+            *_, a, b = inputs
+            self._products[a.shape[-2], b.shape[-1], a.shape[-1]] += prod(a.shape[:-2])
+        elif name == "_grouped_mm":
+            self._add_grouped(*inputs[:2])
+        elif "scaled_dot_product" in name:
+            is_backward = "backward" in name
+            query, key = inputs[is_backward], inputs[is_backward + 1]
+            self._attention_flops += (10 if is_backward else 4) * query.numel() * key.shape[-2]
+        else:
+            self._moved_bytes += sum(each.nbytes for each in [*inputs, *outputs])
+
+    def _add_grouped(self, a: Tensor, b: Tensor) -> None:
+        """Count the products of groups of rows, or of columns, as if all groups were of one size."""
+        if b.ndim == 3:
+            self._products[a.shape[0] // len(b), b.shape[-1], a.shape[-1]] += len(b)
+        else:
+            self._products[a.shape[-2], b.shape[-1], a.shape[-1]] += 1
+
+    def work(self) -> Work:
+        return Work(self._products, self._attention_flops, self._moved_bytes, self._launches)

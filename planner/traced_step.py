@@ -1,0 +1,389 @@
+"""The trace of a run's step: its own model, sharded and trained as in a run, on tensors without data.
+
+torch's fake tensors have shapes and types alone, and the process group exchanges nothing. So the trace follows any
+module, any layout of any size, and the version of torch that is installed.
+"""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # of torch.fx and of torch.distributed's own estimates
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.axes.context import context_points
+from serried.parallel.axes.expert import mixtures
+from serried.parallel.layout.local_shards import empty
+from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.layout.shard_specs import chunk
+from serried.parallel.model import DistributedModel, own_sums
+from serried.parallel.plan import Context, ParallelPlan
+from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.planner.cuda_allocator import Phase, extended, unused_bytes
+from serried.planner.memory_formula import RECEIVE_BUFFERS, keeps_buckets
+from serried.planner.plan_terms import IN_HOST_MEMORY, Memory, Work
+from serried.planner.trace_recorder import GRADIENTS, PARAMETERS, Exchange, StepTrace
+from serried.planner.traffic import Flow
+from serried.trainer.memory.activation_budget import chosen_mix, reason_of
+from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
+from serried.trainer.model import Model, build_model, model_to_train, sharded
+from serried.trainer.optim.optimizer import model_optimizer
+from serried.trainer.optim.weight_average import WeightAverage
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.task import Task, map_tensors
+from serried.trainer.training_state import train_step
+
+_CPU = torch.device("cpu")
+_EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
+
+
+class CannotTrace(Exception):
+    """Why a step cannot be followed on tensors without data, in a clause."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step of one rank, the first of those at its coordinate of the pipeline; or the difference that blocks make."""
+
+    rank: int
+    memory: Mapping[str, float]
+    """At the peak, by kind."""
+    phase: str
+    by_phase: Mapping[str, float]
+    """The peak of each phase."""
+    flows: Mapping[tuple[str, str, str, int], tuple[float, float]]
+    """Axis, kind, phase and ranks of collectives -> bytes that are sent, and calls."""
+    work: Mapping[str, Work]
+    """Of one micro-batch, by phase; of the optimizer, of the step."""
+    requests: list[Phase] | None
+    """Of memory; None: unknown."""
+    border: Tensor | None = None
+    """What passes from stage to stage of a pipeline, on meta."""
+
+    @property
+    def peak(self) -> float:
+        """Bytes held at most on the device."""
+        return sum(size for kind, size in self.memory.items() if not kind.endswith(IN_HOST_MEMORY))
+
+    def plus(self, other: "Traced", times: float) -> "Traced":
+        """Return this and ``times`` times the other."""
+
+        def sums(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, float]:
+            return {key: mine.get(key, 0) + times * theirs.get(key, 0) for key in {**mine, **theirs}}
+
+        flows = {}
+        for key in {**self.flows, **other.flows}:
+            (mine, calls), (theirs, more) = self.flows.get(key, (0, 0)), other.flows.get(key, (0, 0))
+            flows[key] = mine + times * theirs, calls + times * more
+        work = {
+            phase: self.work.get(phase, Work()).plus(other.work.get(phase, Work()), times)
+            for phase in {**self.work, **other.work}
+        }
+        memory, by_phase = sums(self.memory, other.memory), sums(self.by_phase, other.by_phase)
+        return replace(self, memory=memory, by_phase=by_phase, flows=flows, work=work, requests=None)
+
+
+def trace_step(
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, *, is_open: bool = False
+) -> list[Traced]:
+    """Trace a step on the ranks that hold the most: the first of each coordinate of the pipeline that differs.
+
+    Equal blocks add equal amounts of everything, so a few of them are traced; one more proves it, or all are.
+    ``is_open``: whether the data of ``task`` is.
+
+    Raises:
+        CannotTrace: the module, or what it exchanges, needs data.
+    """
+    if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
+        raise CannotTrace("ring attention has other kernels on GPUs than here")
+    if config.trainer.activation_checkpoint == "offload" and config.launch.device != "cpu":
+        raise CannotTrace("copies in host memory would count as the GPU's")
+    if takes_samples(task) and not is_open:
+        task.open_data(task.prepare(lambda _: None))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Tracer(config, task, layout, accumulation).stages()
+    except UserError:
+        raise
+    except Exception as error:  # a user's module may raise anything on tensors without data
+        raise CannotTrace(reason_of(error)) from error
+
+
+def takes_samples(task: Task) -> bool:
+    """Whether a trace of ``task`` needs its data, for the shapes of a batch."""
+    return type(task).example_batch is Task.example_batch
+
+
+def memory_of(stages: Sequence[Traced]) -> Memory:
+    """Return the memory of the rank that needs the most."""
+    worst = max(stages, key=lambda stage: stage.peak)
+    parts = dict(sorted(worst.memory.items(), key=lambda each: -each[1]))
+    by_phase = {phase: int(size) for phase, size in worst.by_phase.items()}
+    return Memory(parts, worst.phase, by_phase, worst.rank)
+
+
+def reserved_memory_of(stages: Sequence[Traced], *, is_expandable: bool) -> Memory:
+    """Return the memory of the rank that needs the most, with what torch's allocator takes beyond it on a GPU."""
+    worst = max(stages, key=lambda stage: stage.peak)
+    requests = worst.requests
+    unused = None if requests is None else unused_bytes(requests, is_expandable=is_expandable)
+    return replace(memory_of(stages), unused=unused)
+
+
+def flows_of(stages: Sequence[Traced]) -> tuple[Flow, ...]:
+    """Return what the rank that sends the most sends in a step."""
+    most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.flows.values()))
+    return tuple(
+        Flow(axis, kind, when, round(sent), round(calls), ranks)
+        for (axis, kind, when, ranks), (sent, calls) in sorted(most.flows.items())
+        if sent
+    )
+
+
+def products_of(stages: Sequence[Traced]) -> list[tuple[int, int, int]]:
+    """Return the shapes of all matrix products, those that compute the most first."""
+    work = reduce(Work.plus, (each for stage in stages for each in stage.work.values()))
+    return sorted(work.products, key=lambda shape: -prod(shape) * work.products[shape])
+
+
+class _Tracer:
+    def __init__(self, config: RunConfig, task: Task, layout: Layout, accumulation: int) -> None:
+        self._config, self._task, self._layout = config, task, layout
+        self._accumulation = accumulation
+        model = build_model(config, task)
+        self._names = model.blocks
+        self._leading = _unlike_the_last(model.module, self._names)
+        self._batch = task.example_batch(config.trainer.micro_batch)
+
+    def stages(self) -> list[Traced]:
+        layout, border, found = self._layout, None, []
+        for pipeline in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
+            stage = self._stage(pipeline, border)
+            border = border if stage.border is None else stage.border
+            found.append(stage)
+        return found
+
+    def _stage(self, pipeline: int, border: Tensor | None) -> Traced:
+        layout, total = self._layout, len(self._names)
+        rank = pipeline * layout.world // layout.pipeline
+        mine = layout.stages_of(pipeline)
+        here = sum(len(layout.block_range(stage, total)) for stage in mine)
+        every = self._config.trainer.activation_checkpoint_every
+        per_stage = -(-here // len(mine))
+        first = self._leading + 2 * every + (per_stage - self._leading) % every
+        points = [first, first + every, first + 2 * every]
+        is_mixed = self._config.trainer.activation_memory_budget < 1  # by the number of blocks
+        if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
+            return self._trace(rank, None, border)
+        low, high, proof = (self._trace(rank, each * layout.stages, border) for each in points)
+        step = high.plus(low, -1)
+        if abs(high.plus(step, 1).peak - proof.peak) > 0:
+            return self._trace(rank, None, border)
+        times = (per_stage - first) // every
+        requests = extended(low.requests or [], high.requests or [], proof.requests or [], times)
+        return replace(low.plus(step, times), requests=requests)
+
+    def _trace(self, rank: int, blocks: int | None, border: Tensor | None) -> Traced:
+        layout = self._layout
+        if blocks is not None and layout.layers_of_stages:
+            layout = replace(layout, layers_of_stages=())
+        # Gradients of weights that zero-bubble schedules have formed are summed up in the round after.
+        rounds = 3 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 2
+        most = 2 if layout.pipeline == 1 else rounds * layout.pipeline
+        micro_batches = min(self._accumulation, most)
+        trace, axes, requests, found = _trace_rank(
+            self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border
+        )
+        peak = trace.peak()
+        if found is not None:  # a stage has a buffer for each message of a step
+            stages = layout.stages_of(rank * layout.pipeline // layout.world)
+            borders = sum((each > 0) + (each < layout.stages - 1) for each in stages)
+            peak.parts["other"] = peak.parts.get("other", 0) - micro_batches * borders * found.nbytes
+            peak.parts[RECEIVE_BUFFERS] = self._accumulation * borders * found.nbytes
+        work = {
+            phase: tally.work() if phase == OPTIMIZER else Work().plus(tally.work(), 1 / micro_batches)
+            for phase, tally in trace.work.items()
+        }
+        flows = self._flows(trace, axes, micro_batches)
+        return Traced(rank, peak.parts, peak.phase, peak.by_phase, flows, work, requests, found)
+
+    def _flows(
+        self, trace: StepTrace, axes: Mapping[str, str], micro_batches: int
+    ) -> dict[tuple[str, str, str, int], tuple[float, float]]:
+        """Return what is sent in a step of all micro-batches: those between the first and the last exchange what both
+        of them do."""
+        left = self._accumulation - micro_batches
+        counts: dict[tuple[str, str, Exchange], Counter[int]] = defaultdict(Counter)
+        for (forward, phase, exchange), count in trace.exchanges.items():
+            counts[axes.get(exchange.group, "world"), phase, exchange][forward] += count
+        flows: dict[tuple[str, str, str, int], tuple[float, float]] = {}
+        for (axis, phase, exchange), by_forward in counts.items():
+            calls: float = sum(by_forward.values())
+            if left and self._layout.pipeline == 1:
+                calls += left * min(by_forward[1], by_forward[micro_batches])
+            elif left and (axis in ("tensor", "context", "expert", "pipeline")) and phase != OPTIMIZER:
+                calls *= self._accumulation / micro_batches
+            key = axis, exchange.kind, _EXCHANGES_IN_PHASE.get(phase, "end"), exchange.ranks
+            before, more = flows.get(key, (0, 0))
+            flows[key] = before + calls * exchange.bytes, more + calls
+        return flows
+
+
+def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
+    """Return how many of the blocks come before those that are all as the last is."""
+
+    def form(name: str) -> list[Any]:
+        block = model.get_submodule(name)
+        return [(key, each.shape, each.requires_grad) for key, each in block.named_parameters()]
+
+    forms = [form(name) for name in names]
+    unlike = [number for number, each in enumerate(forms) if each != forms[-1]]
+    return unlike[-1] + 1 if unlike else 0
+
+
+def _trace_rank(
+    config: RunConfig, task: Task, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
+    border: Tensor | None,
+) -> tuple[StepTrace, Mapping[str, str], list[Phase], Tensor | None]:  # fmt: skip
+    """Return a step of ``rank``, with the first ``blocks`` of the model alone if that is given; the axis of each
+    process group; what two steps request of the allocator; and what passes from stage to stage."""
+    has_buckets = keeps_buckets(config, layout)
+    if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
+        layout = Layout("single")
+    model = model_to_train(config, task)
+    mix = chosen_mix(config, task, layout, model.plan, model.module)
+    if blocks is not None:
+        model = _shortened(model, blocks)
+    with _world(layout, rank):
+        groups = Groups(layout, "cpu")
+        groups.make(ties_ends=bool(model.plan.tied))  # outside of the fake mode: torch reads the ranks of a mesh
+        mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
+        with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
+            empty(model.module)
+            batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
+            phases = Phases()
+            place, state_place = (IN_HOST_MEMORY * each for each in (config.parallel.offload, config.offloads_state))
+
+            def enter(phase: str) -> None:
+                trace.enter(phase)
+                gradients = [held.tensor.grad for held in parallel.parameters if held.tensor.grad is not None]
+                trace.label(GRADIENTS + place, gradients if place else ())
+
+            phases.listener = enter
+            parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
+            _answer_what_needs_data(parallel, model.plan, layout, border)
+            if config.launch.device != "cpu":
+                _attend_as_on_a_gpu(parallel, model.plan)
+            repeated = model.blocks
+            del model  # of which a pipeline's stages are copies
+            low_dtype = LOW_DTYPES[config.precision.name]
+            optimizer = model_optimizer(parallel, config.optim, repeated, low_dtype, config.trainer.seed)
+            decay = config.trainer.ema_decay
+            average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
+            weight = task.weight_per_sample()
+            step = train_step(config, task, weight, parallel, optimizer, average)
+            step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
+            trace.label(PARAMETERS + place, [held.tensor for held in parallel.parameters])
+            for held in parallel.parameters:
+                for each in optimizer.state.get(held.tensor, {}).values():
+                    if isinstance(each, Tensor):
+                        trace.label("optimizer state" + state_place * (each.ndim > 0), [each])
+            if has_buckets:
+                for held in parallel.parameters:
+                    held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None
+                    trace.label(GRADIENTS, [] if held.tensor.grad is None else [held.tensor.grad])
+            map_tensors(lambda each: trace.label("batches", [each]), list(batches))
+            trace.label("average of weights" + place, average.of.values() if average is not None else ())
+            trace.begin()
+            step(batches, 1e-3, lambda: 0.0)
+            requests = trace.requests()
+        runner: Any = parallel.runner
+        found = runner.borders if layout.pipeline > 1 else {}
+        return trace, groups.names(), requests, next(iter(found.values()), None)
+
+
+class _Borders(dict[Any, Tensor]):
+    """What enters the stages of a pipeline, if it is the same everywhere: the first that is known."""
+
+    def __missing__(self, key: Any) -> Tensor:
+        return next(iter(self.values()))
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self)
+
+
+def _answer_what_needs_data(
+    parallel: DistributedModel, plan: ParallelPlan, layout: Layout, border: Tensor | None
+) -> None:
+    """Tell the model what its ranks would ask each other for: sums, shapes in a pipeline, and how many tokens go
+    where."""
+    parallel.agree_on_sums = own_sums
+    if layout.pipeline > 1:
+        runner: Any = parallel.runner
+        runner.borders = _Borders({} if border is None else {None: border})
+
+    def evenly(rows: int, *_: Tensor) -> tuple[list[int], list[int]]:
+        counts = [size for _, size in (chunk(rows, layout.expert, rank) for rank in range(layout.expert))]
+        return counts, counts
+
+    for module in parallel.modules:
+        for mixture in mixtures(module, plan).values():
+            mixture.dispatch.sizes = evenly
+
+
+def _attend_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
+    """Let context ranks attend without the masks of queries x keys that only a CPU needs."""
+    for module in parallel.modules:
+        for point in context_points(module, plan):
+            point.context.mask = partial(_without_places, point.context)
+
+
+def _without_places(context: Context, make: Callable[..., Any], length: int, device: torch.device) -> Any:
+    whole = make(None)  # as if all of the sequence were here
+    return type(context).mask(context, make, length, device) if isinstance(whole, Tensor) else whole
+
+
+@contextmanager
+def _world(layout: Layout, rank: int) -> Iterator[None]:
+    if layout.world == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _shortened(model: Model, blocks: int) -> Model:
+    """Return ``model`` without the blocks after the first ``blocks``."""
+    removed = model.blocks[blocks:]
+    for name in removed:
+        owner, _, last = name.rpartition(".")
+        delattr(model.module.get_submodule(owner), last)
+    return replace(model, plan=_without(model.plan, removed), blocks=model.blocks[:blocks])
+
+
+def _without(plan: ParallelPlan, removed: Sequence[str]) -> ParallelPlan:
+    def is_left(name: str) -> bool:
+        return not any(name == each or name.startswith(f"{each}.") for each in removed)
+
+    units = [tuple(filter(is_left, unit)) for unit in plan.units]
+    return replace(
+        plan,
+        units=tuple(filter(None, units)),
+        blocks=tuple(filter(is_left, plan.blocks)),
+        mixtures=tuple(filter(is_left, plan.mixtures)),
+    )

@@ -1,0 +1,104 @@
+"""Bytes that a rank sends in a step, by axis. Pure arithmetic: torch is not imported."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from serried.parallel.layout.mesh import Layout
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind that a rank takes part in, in one step of the optimizer."""
+
+    axis: str
+    """``fsdp`` (shard x context), ``replicate``, ``context``, ``tensor``, ``expert``, ``expert fsdp``, ``pipeline``,
+    ``ends`` or ``stage`` of a pipeline, or ``world`` for sums over all ranks."""
+    kind: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``."""
+    when: str
+    """``forward``, ``backward`` or ``end``, of the step."""
+    bytes: int
+    """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor for a gather or scatter, twice that for a sum."""
+    calls: int
+    ranks: int
+    """In the group."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers together, as the other axes leave them."""
+
+    shapes: Sequence[tuple[int, ...]]
+    trained: Sequence[tuple[int, ...]]
+    """Those of them that have gradients."""
+    in_float8: Sequence[tuple[int, ...]] = ()
+    """Those of them that are gathered in float8."""
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What decides how often FSDP2 exchanges."""
+
+    accumulation: int
+    frees_after_forward: bool
+    reduces_each: bool
+    """Whether gradients are reduced after each micro-batch."""
+    width: int
+    """Bytes of an element that is gathered, unless it is in float8."""
+
+
+def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges) -> Iterator[Flow]:
+    """Yield what FSDP2 and DDP exchange; ``rest``: parameters of no unit.
+
+    ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
+    ``rest``: once. ZeRO-2 gathers all once a step. If gradients are reduced at the end of a step alone, FSDP2 gathers
+    the last unit once more: the first takes it for the one that comes next, unless there is a ``rest``. Of units before
+    all that are trained no gradient needs the parameters: the last of them comes with that after it, and serves the
+    next forward, unless gradients were reduced.
+    """
+    ranks, copies = layout.shard * layout.context, layout.replicate
+    held = [unit for unit in (*units, rest) if unit.shapes]
+    trained = [unit.trained for unit in held if unit.trained]
+    if layout.is_replicated:
+        whole = _FP32_BYTES * sum(math.prod(shape) for shapes in trained for shape in shapes)
+        yield Flow("replicate", "all_reduce", "backward", 2 * whole * (copies - 1) // copies, 1, copies)
+        return
+    if layout.is_sharded and ranks > 1:
+        frozen = next((number for number, unit in enumerate(units) if unit.trained), 0)
+        first = [_gathered(unit, ranks, how.width) for unit in held]
+        later = first if how.reduces_each else first[: max(0, frozen - 1)] + first[frozen:]
+        left = how.accumulation - 1 if how.frees_after_forward else 0
+        forward, backward = first + left * later, []
+        if how.frees_after_forward:
+            again = units[max(0, frozen - 1) : -1]
+            backward = how.accumulation * [_gathered(unit, ranks, how.width) for unit in again]
+        is_once_more = (
+            units and how.accumulation > 1 and not (how.reduces_each or frozen or rest.shapes or layout.pipeline > 1)
+        )
+        more = [_gathered(units[-1], ranks, how.width)] if is_once_more else []
+        for when, shards in (("forward", forward), ("backward", backward + more)):
+            if shards:
+                yield Flow("fsdp", "all_gather", when, (ranks - 1) * sum(shards), len(shards), ranks)
+        if scales := sum(len(unit.in_float8) for unit in held):
+            yield Flow("fsdp", "all_reduce", "end", 2 * _FP32_BYTES * scales * (ranks - 1) // ranks, 1, ranks)
+    times = how.accumulation if how.reduces_each else 1
+    reduced = [_shard(shapes, ranks) for shapes in trained]
+    if layout.is_sharded and ranks > 1:
+        sent = times * _FP32_BYTES * (ranks - 1) * sum(reduced)
+        yield Flow("fsdp", "reduce_scatter", "backward", sent, times * len(reduced), ranks)
+    if layout.is_sharded and copies > 1:
+        sent = times * sum(2 * _FP32_BYTES * each * (copies - 1) // copies for each in reduced)
+        yield Flow("replicate", "all_reduce", "backward", sent, times * len(reduced), copies)
+
+
+def _gathered(unit: Unit, ranks: int, width: int) -> int:
+    """Bytes of a rank's part, as it is gathered."""
+    return width * _shard(unit.shapes, ranks) - (width - 1) * _shard(unit.in_float8, ranks)
+
+
+def _shard(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
+    """Elements of a rank's part, padded so that all have as many."""
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)

@@ -1,0 +1,141 @@
+"""Image classification: one class for each image."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import read_if_there
+from serried.configs.schema.tasks import ImageSection
+from serried.parallel.plan import LossTerms
+from serried.recipes.classes.classification import Classification
+from serried.recipes.data.labelled.labelled_images import (
+    UPRIGHT,
+    FolderImages,
+    Image,
+    cropped_at_random,
+    cropped_to_centre,
+    image_processor,
+    open_images,
+)
+from serried.recipes.data.labelled.splits_and_classes import LabelledData
+from serried.recipes.models.hugging_face.image_models import (
+    PROCESSOR,
+    build_image_model,
+    exported_config,
+    normalization,
+)
+from serried.recipes.saved import resumed_checkpoints
+
+
+class ImageClassification(Classification):
+    """A model that tells classes of images apart."""
+
+    Config = ImageSection
+    unit = "images"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "trainer.steps": 2000, "trainer.global_batch": 256, "trainer.micro_batch": 32, "trainer.eval_batches": 10**6,
+        "precision": "bf16", "optim.lr": 1e-3, "optim.weight_decay": 0.05, "schedule.warmup_steps": 500,
+        "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
+    }  # fmt: skip
+    config: ImageSection
+    _processor: dict[str, Any] | None = None
+    """Content of ``preprocessor_config.json``; None: the library of the model reads none."""
+
+    # data -----------------------------------------------------------------------------------------------------------
+
+    def open_samples(self) -> LabelledData:
+        # A run that began when images of folders were not turned keeps its pixels.
+        newest = resumed_checkpoints(self.run)[:1]
+        began = [str(read_if_there(each / "state.json").get("data_fingerprint", UPRIGHT)) for each in newest]
+        return open_images(self.config, upright=all(each.endswith(UPRIGHT) for each in began))
+
+    def prepare(self, show: Callable[[str], None]) -> str:
+        if self.config.pretrained:  # one process per node downloads what is not there
+            show(f"looking for the weights of {self.config.model}")
+            build_image_model(self.config, self.classes)
+            show("")
+        return ""
+
+    def augment(self, sample: Image, seed: int) -> Image:
+        c = self.config
+        return Image(cropped_at_random(sample.pixels, c.image_size, c.smallest_crop, c.flip, seed), sample.label)
+
+    def collate(self, samples: Sequence[Image]) -> tuple[Tensor, Tensor]:
+        """Bytes [B, 3, H, W] and labels [B]. Images of an evaluation come as they are in their files."""
+        pixels = [
+            each.pixels if isinstance(each.pixels, Tensor) else cropped_to_centre(each.pixels, self.config.image_size)
+            for each in samples
+        ]
+        return torch.stack(pixels), torch.tensor([each.label for each in samples])
+
+    def example_batch(self, samples: int) -> Any:
+        size = self.config.image_size
+        return torch.zeros(samples, 3, size, size, dtype=torch.uint8), torch.zeros(samples, dtype=torch.int64)
+
+    # model ----------------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        if self.run.adapter.method != "none":
+            raise UserError(
+                f"adapter.method={self.run.adapter.method} would leave the new head of task={self.run.task.name} as it "
+                "is; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+            )
+        model = build_image_model(self.config, self.classes)
+        if self.config.sync_batch_norm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.config.library == "transformers":
+            self._processor = image_processor(self.config.image_size, *self._normalization)
+            return self._of_transformers(model)
+        self._export = exported_config(self.config, self.classes)
+        return model
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> LossTerms:
+        images, labels = batch
+        mean, std = (  # filled in on the device: copying to a GPU would block the host
+            torch.stack([images.new_full((1, 1), value, dtype=torch.float32) for value in each])
+            for each in self._normalization
+        )
+        return self._terms(model, model((images.float() / 255 - mean) / std), labels)
+
+    @functools.cached_property
+    def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
+        # Weights fit the values they were trained with. Those of a saved model, task.model by now, are beside it.
+        return normalization(self.config, resumed_checkpoints(self.run) if self._classes is None else ())
+
+    def export_files(self, folder: Path) -> None:
+        super().export_files(folder)
+        if self._processor is not None:
+            (folder / PROCESSOR).write_text(json.dumps(self._processor, indent=2) + "\n", "utf-8")
+
+    # words ----------------------------------------------------------------------------------------------------------
+
+    def describe_kernels(self, device: str) -> str:
+        if self.config.sync_batch_norm and device == "cpu":
+            raise UserError("task.sync_batch_norm=true needs GPUs (to plan for them: launch.device=cuda); leave it out")
+        return ""
+
+    def describe_model(self) -> str:
+        c = self.config
+        return f"{c.model} of {c.library}, {len(self.classes):,} classes" + ", pretrained" * c.pretrained
+
+    def describe_data(self) -> str:
+        c = self.config
+        crops = f"random crops from {c.smallest_crop:g} of the area on" if c.smallest_crop < 1 else "no random crops"
+        return f"{self._sizes(self.unit)}; {c.image_size}x{c.image_size}, {crops}" + ", mirrored at random" * c.flip
+
+    def notes(self, starts_from_scratch: bool) -> Sequence[str]:
+        del starts_from_scratch
+        splits = [each for each in (self._data.training, self._data.validation) if isinstance(each, FolderImages)]
+        told = "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
+        kept = [told + self.run.another_run] if splits and not splits[0].upright else []
+        return [split.note for split in splits if split.note] + kept
+
+    @property
+    def opens_in(self) -> str:
+        return "" if self.config.library == "torchvision" else self.config.library

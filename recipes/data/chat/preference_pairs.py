@@ -1,0 +1,91 @@
+"""Pairs of answers to one prompt, as tokens: the chosen one and the rejected one, each after the prompt.
+
+A prepared document is a pair: both conversations, one after the other. Its byte for each token, 1 for those that are
+trained on, is 2 higher in the second.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.configs.formats import printable
+from serried.configs.schema.data import DataSection
+from serried.recipes.data.chat.conversations import ChatEncoder, chat_encoder
+from serried.recipes.data.readers.source import Row
+from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
+from serried.recipes.data.tokenizers.tokenizer import Tokenizer
+
+LEARNED, REJECTED = 1, 2
+"""Bits of the byte for a token."""
+
+_FORMAT = 1
+"""Version of what the spec does not contain."""
+
+_SHOWN_CHARACTERS = 60
+
+
+class PairEncoder:
+    """Encoder of rows that are pairs of answers."""
+
+    def __init__(self, chat: ChatEncoder, sequence_length: int) -> None:
+        """``sequence_length``: longer prompts are refused."""
+        self._chat, self._sequence_length = chat, sequence_length
+
+    def spec(self) -> dict[str, Any]:
+        """Plain JSON of everything the tokens depend on besides rows and tokenizer."""
+        return {"format": _FORMAT, "sequence_length": self._sequence_length, **self._chat.spec()}
+
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
+        return encoded_rows(rows, unit, self._encode)
+
+    def _encode(self, row: Row) -> Encoded:
+        pair = row.content
+        if not isinstance(pair, dict):
+            raise UserError(" is not a pair of answers; use data.format=chat or data.format=text")
+        if pair["chosen"] == pair["rejected"]:
+            raise UserError(
+                f": chosen and rejected are the same answer ({_shown(pair['chosen'])}), so there is nothing to "
+                "prefer; fix or remove the row"
+            )
+        sides = [self._side(pair, name) for name in ("chosen", "rejected")]
+        if np.array_equal(sides[0].tokens, sides[1].tokens):
+            raise UserError(
+                f": chosen and rejected are the same tokens ({_shown(pair['chosen'])}); fix or remove the row"
+            )
+        kept = self._sequence_length + 1
+        if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):
+            longest = max(len(side.tokens) for side in sides)
+            raise UserError(
+                f": chosen and rejected are the same up to data.sequence_length={self._sequence_length}, where "
+                f"they are truncated ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
+                f"data.sequence_length={longest - 1}, or remove the row"
+            )
+        learned = [side.supervised for side in sides if side.supervised is not None]
+        marks = np.concatenate((learned[0], learned[1] | np.uint8(REJECTED)))
+        return Encoded(np.concatenate([side.tokens for side in sides]), marks)
+
+    def _side(self, pair: dict[str, Any], name: str) -> Encoded:
+        prompt, answer = pair["prompt"], pair[name]
+        if not any(message.get("content") or message.get("value") or message.get("tool_calls") for message in answer):
+            raise UserError(f": {name} is empty; fix or remove the row")
+        encoded = self._chat.conversation([*prompt, *answer], f", {name}", len(prompt), pair.get("tools", ()))
+        assert encoded.supervised is not None
+        if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
+            raise UserError(
+                f": its prompt has {tokens} tokens, and data.sequence_length={self._sequence_length} leaves no "
+                f"room for an answer; use a data.sequence_length above {tokens}, or remove the row"
+            )
+        return encoded
+
+
+def pair_encoder(section: DataSection, tokenizer: Tokenizer) -> PairEncoder:
+    """Return the encoder for ``data.format=preference``."""
+    return PairEncoder(chat_encoder(section, tokenizer), section.sequence_length)
+
+
+def _shown(messages: Sequence[dict[str, Any]]) -> str:
+    """The last message, shortened."""
+    text = " ".join(str(messages[-1].get("content", messages[-1].get("value"))).split()) if messages else ""
+    return repr(printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"))

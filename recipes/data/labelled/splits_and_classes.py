@@ -1,0 +1,148 @@
+"""What data sets with a class for each sample have in common: splits, classes and columns."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from serried.configs.errors import UserError
+from serried.configs.schema.tasks import LabelledSection, SampledSection
+from serried.configs.similar_names import nearest
+from serried.recipes.data.readers.files import assignment, library, quiet
+from serried.trainer.task import Dataset, fingerprint
+
+TRAINING = "train"
+_VALIDATION = ("val", "validation", "test")
+_SHOWN = 5
+
+
+class MappedSamples:
+    """A split whose samples a function of sample and number changes."""
+
+    def __init__(self, samples: Dataset, change: Callable[[Any, int], Any]) -> None:
+        self._samples, self._change, self.fingerprint = samples, change, fingerprint(samples)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._change(self._samples[index], index)
+
+
+class LabelledData(NamedTuple):
+    """What ``task.path`` holds."""
+
+    classes: Sequence[str]
+    training: Dataset
+    validation: Dataset | None
+
+    def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
+        """Return the same samples, with the numbers that a model has for the classes ``names``. Raises ``UserError`` if
+        there are other classes."""
+        if unknown := [name for name in self.classes if name not in names]:
+            raise UserError(f"{where} has the class {unknown[0]}, which the model does not know: {_some(names)}")
+        numbers = [list(names).index(name) for name in self.classes]
+
+        def renumbered(sample: Any, _: int) -> Any:
+            return sample._replace(label=numbers[sample.label])
+
+        validation = self.validation and MappedSamples(self.validation, renumbered)
+        return LabelledData(names, MappedSamples(self.training, renumbered), validation)
+
+
+def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
+    """Return which of the splits ``names`` to evaluate on; None: there is none. Raises ``UserError`` if
+    ``task.validation`` is none of them."""
+    if section.validation is None:
+        return next((name for name in _VALIDATION if name in names), None)
+    if section.validation not in names:
+        near = nearest(section.validation, names) or [name for name in names if name != TRAINING] or ["null"]
+        raise UserError(
+            f"task.validation={section.validation}: {assignment('task.path', section.path)} has no such split, it has "
+            f"{', '.join([*names][:_SHOWN])}; use task.validation={near[0]}"
+        )
+    return section.validation
+
+
+class Classes:
+    """Numbers of classes by the values of labels."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        """``values``: labels of the training data, each at least once."""
+        found = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+        self._numbers = {value: number for number, value in enumerate(found)}
+        self.names = [str(value) for value in found]
+
+    def number(self, value: Any) -> int:
+        return self._numbers[value]
+
+    def check(self, values: Iterable[Any], where: str) -> None:
+        """Raise ``UserError`` if there is a label among ``values`` that the training data do not have."""
+        if unknown := sorted(str(value) for value in set(values) - self._numbers.keys()):
+            raise unknown_class(unknown[0], where, self.names)
+
+
+def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
+    """The error for a class of a validation split alone."""
+    return UserError(f"{where} has the class {name}, which the training data do not have: {_some(classes)}")
+
+
+def _some(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
+
+
+def open_dataset(
+    section: SampledSection, name: str, columns: Mapping[str, str], form: str,
+    opened: Callable[[Any, Callable[[Any], int]], Dataset],
+) -> LabelledData:  # fmt: skip
+    """Return the splits of the dataset ``name``, of the Hub or a folder, each ``opened`` from its table and a function
+    that gives the number of the class of a label. A table has ``columns`` alone, whose names the keys give. ``form``:
+    what files there may be instead. Without labels, there are no classes. Raises ``UserError`` if it cannot be loaded,
+    or has no such columns or classes."""
+    typed = assignment("task.path", section.path)
+    datasets = library("datasets", f"a dataset ({typed})")
+    try:
+        with quiet():
+            splits = datasets.load_dataset(name)
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")[:200]
+        raise UserError(
+            f"{typed} is no {form}, and no dataset that can be loaded here: {reason}; on a machine that reaches the "
+            f"Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
+        ) from None
+    if TRAINING not in splits:
+        raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {TRAINING}")
+    training, label = splits[TRAINING], section.label_column if isinstance(section, LabelledSection) else None
+    check_columns(columns, training.column_names, typed)
+    split = validation_split(section, list(splits))
+
+    def both(names: Sequence[str], number: Callable[[Any], int]) -> LabelledData:
+        tables = [splits[each].select_columns([*columns.values()]) for each in (TRAINING, split) if each]
+        chosen, *others = (opened(table, number) for table in tables)
+        return LabelledData(names, chosen, others[0] if others else None)
+
+    if label is None:
+        return both((), int)
+    named = getattr(training.features[label], "names", None)
+    for each in (TRAINING, split) if split else (TRAINING,):
+        _check_labels(splits[each][label], named, f"split {each} of {typed}")
+    classes = Classes(named or training[label])
+    if split:
+        others = getattr(splits[split].features[label], "names", None) if named else splits[split][label]
+        classes.check(others or (), f"split {split} of {typed}")
+    return both(list(named), int) if named else both(classes.names, classes.number)
+
+
+def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str) -> None:
+    """Raise ``UserError`` if a label is neither text nor a whole number, or none of the ``named`` classes."""
+    for value in set(values):
+        if not isinstance(value, str | int) or (named and value not in range(len(named))):
+            raise UserError(f"{where} has the label {value}, which is not a class; leave such rows out")
+
+
+def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
+    """Raise ``UserError`` if a column, by the key that names it, is none of ``names``."""
+    left = [name for name in names if name not in columns.values()] or ["COLUMN"]
+    for key, column in columns.items():
+        if column in names:
+            continue
+        near = nearest(column, left) or left
+        raise UserError(f"{key}={column}: {where} has the columns {', '.join(names)}; use {key}={near[0]}")

@@ -1,0 +1,462 @@
+"""Prepared tokens on disk: written once, keyed by content, never half-written.
+
+``<cache>/<key>/`` holds the shards of each split (``recipes.data.prepared.token_shards`` has their format),
+``tokenizer.json`` and ``summary.json``. The key is a hash of everything the tokens depend on, so an existing folder is
+right, no matter which process made it. It is made as ``<key>.partial``, shard by shard, and renamed when it is
+complete; an interrupted preparation continues with the shards it finds there. The sequence length is not part of the
+key.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import expanded, read_regular
+from serried.configs.schema.data import DataSection
+from serried.recipes.data.chat.conversations import EARLIER_FORMAT, chat_encoder
+from serried.recipes.data.chat.preference_pairs import pair_encoder
+from serried.recipes.data.prepared.atomic_folder import make_folder, other_cache
+from serried.recipes.data.prepared.token_files import FlatFiles
+from serried.recipes.data.prepared.token_shards import Shard, TokenStream
+from serried.recipes.data.prepared.tokenize import (
+    Counts,
+    Splitter,
+    TokenCounts,
+    all_characters,
+    bad_rows,
+    held_out_of,
+    jobs_of,
+    texts_to_learn_from,
+    write_shards,
+)
+from serried.recipes.data.readers.files import assignment
+from serried.recipes.data.readers.progress import Progress, Show, usable_cores
+from serried.recipes.data.readers.source import SPLITS, Place, Source, Unit, open_source
+from serried.recipes.data.tokenizers.encode_rows import Encoder, TextEncoder
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
+from serried.recipes.data.tokenizers.tokenizer import CharsTokenizer, Tokenizer, token_dtype
+from serried.records.files import write_atomically
+
+_FORMAT = 3
+"""Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
+
+_SAMPLE_TOKENS = 100
+_CHECKSUM = "crc32"
+"""In ``summary.json``: of all else there, and of ``tokenizer.json``."""
+_FEWEST_TOKENS = 2**14
+"""Of a document above 1 MiB: few tokens are longer than 64 bytes."""
+_COMPARED_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of prepared tokens that was checked."""
+
+    folder: Path
+    key: str
+    tokenizer: Tokenizer
+    splits: dict[str, TokenCounts]
+    shards: dict[str, list[Shard]]
+    empty: int
+    """Empty documents, which were left out."""
+    held_out: int
+    """Documents left out of training because they are in the validation split."""
+    noun: str
+    """Name of a document in messages: ``file`` or ``document``."""
+    bad: int = 0
+    """Rows that are no documents, which were left out."""
+    bad_rows: tuple[str, ...] = ()
+    """Where the first of them are, and why."""
+
+    def stream(self, split: str) -> TokenStream:
+        """Return the tokens of ``train`` or ``validation``, memory-mapped."""
+        return TokenStream(self.shards[split])
+
+    def place(self, split: str, document: int) -> Place | None:
+        """Return where a document of ``split`` was; None: it is not known."""
+        for shard in self.shards[split]:
+            documents = shard.starts.stat().st_size // 8
+            if document < documents:
+                return shard.place(document)
+            document -= documents
+        return None
+
+    def whole(self) -> "Prepared":
+        """Return the same data with all documents in the validation split."""
+        documents = TokenCounts()
+        for split in self.splits.values():
+            documents.add(split)
+        shards = [shard for split in SPLITS for shard in self.shards[split]]
+        return replace(
+            self,
+            key=f"{self.key}-whole",
+            splits={"train": documents, "validation": documents},
+            shards={"train": [], "validation": shards},
+        )
+
+    def describe(self) -> str:
+        """Return sizes in words: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
+        train, validation = (self.splits[name] for name in SPLITS)
+        left_out = f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
+        return (
+            f"train {train.tokens:,} tokens of {count_of(train.documents, self.noun)}, "
+            f"validation {validation.tokens:,} of {validation.documents:,}{left_out}"
+        )
+
+    def sample(self) -> str:
+        """Return the beginning of the first training document, decoded."""
+        stream = self.stream("train")
+        stop = min(_SAMPLE_TOKENS, stream.tokens)
+        following = stream.document_starts(1, stop)
+        ids = stream.read(0, int(following[0]) if len(following) else stop).tolist()
+        return self.tokenizer.decode(token for token in ids if token != self.tokenizer.end_id)
+
+
+def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
+    """Tokenize the source into the cache, or find it there.
+
+    Any number of processes may call this at once, on one node or several: one does the work, and all get the same.
+    Memory is bounded, no matter how large the source is. ``show`` gets lines of progress; ``threads`` None: one for
+    each core.
+
+    Raises ``UserError`` if the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be
+    written.
+    """
+    with Progress(show, threads or usable_cores()) as progress:
+        return _prepare(section, progress)
+
+
+def _prepare(section: DataSection, progress: Progress) -> Prepared:
+    if getattr(section, "is_prepared", False):
+        path = expanded(str(getattr(section, "path", "")))
+        prepared = open_prepared(path.absolute())
+        named = None if section.tokenizer == "bytes" else named_tokenizer(section)
+        if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
+            raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
+        return prepared
+    cache, tokenizer, source = cache_folder(section), named_tokenizer(section), open_source(section)
+    settings = _settings(section, tokenizer, source)
+    joins = _joins_pieces(section, tokenizer, source)
+    identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
+    memo = _Memo(cache, identity, source.state())
+    if (name := memo.recall()) and is_intact(cache / name):
+        return _used(section, open_prepared(cache / name))
+    content = source.fingerprint(progress.phase("reading"))
+    name = key = _key(settings, content)
+    earlier = cache / key if joins and is_intact(cache / key) else None
+    if joins and (earlier is None or _may_be_in_pieces(earlier)):
+        name = hashlib.sha256(f"{key} joined".encode()).hexdigest()[:32]
+    same_but_format = cache / _key(_settings(section, tokenizer, source, EARLIER_FORMAT), content)
+
+    def write(partial: Path) -> None:
+        if isinstance(source, FlatFiles):
+            assert tokenizer is not None
+            write_summary(partial, *source.write(partial), source.noun, tokenizer)
+        else:
+            _fill(partial, section, source, tokenizer, progress, key, same_but_format)
+
+    make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
+    memo.remember(name)
+    prepared = open_prepared(cache / name)
+    if earlier is not None and prepared.key != key:
+        progress.say(
+            f"documents above 1 MiB have other tokens than in {earlier}, which split them without regard to their "
+            f"tokenizer; to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
+        )
+    return _used(section, prepared)
+
+
+def _used(section: DataSection, prepared: Prepared) -> Prepared:
+    """Return ``prepared``. Raises ``UserError`` if rows were left out, and are to be refused."""
+    if prepared.bad and section.bad_rows == "refuse":
+        raise bad_rows(prepared.bad_rows, prepared.bad)
+    return prepared
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 row``, ``12,345 rows``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether ``open_prepared`` can open the folder."""
+    with contextlib.suppress(UserError):
+        return bool(open_prepared(folder))
+    return False
+
+
+def open_prepared(folder: Path) -> Prepared:
+    """Open what ``prepare`` made, in this process or another. Reads headers and sizes, no tokens.
+
+    Raises ``UserError`` if the folder is missing or incomplete.
+    """
+    try:
+        return _open(folder)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"prepared data {folder} does not exist or is not complete on {socket.gethostname()}; use a cache that "
+            "every node sees: data.cache_dir=/shared/folder"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"prepared data {folder} is damaged ({type(error).__name__}: {error}); remove the folder, and it is "
+            "prepared again"
+        ) from error
+
+
+def cache_folder(section: DataSection) -> Path:
+    """Return ``data.cache_dir``, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
+    try:
+        if section.cache_dir:
+            return expanded(str(section.cache_dir)).absolute()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # the specification of XDG
+    except RuntimeError as error:
+        raise UserError(f"there is no home folder to keep prepared data in; {other_cache(None)}") from error
+
+
+# the key --------------------------------------------------------------------------------------------------------------
+
+
+def _key(settings: str, content: bytes) -> str:
+    return hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+
+
+def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source, chat_format: int | None = None) -> str:
+    """Return everything that the tokens depend on except the source's content. ``chat_format``: of another version."""
+    settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
+    if tokenizer is not None:
+        settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
+    else:
+        settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
+    settings["validation"] = "split" if source.validation_split else section.validation_fraction
+    if section.format == "chat" and tokenizer is not None:
+        settings["chat"] = chat_encoder(section, tokenizer).spec()
+    if section.format == "preference" and tokenizer is not None:
+        settings["pairs"] = pair_encoder(section, tokenizer).spec()
+    if chat_format is not None:
+        for name in settings.keys() & {"chat", "pairs"}:
+            settings[name]["format"] = chat_format
+    return json.dumps(settings, sort_keys=True)
+
+
+def _joins_pieces(section: DataSection, tokenizer: Tokenizer | None, source: Source) -> bool:
+    """Whether tokens of long documents depend on how their pieces are joined."""
+    is_split_anywhere = section.tokenizer == "chars" if tokenizer is None else tokenizer.splits_anywhere
+    return section.format == "text" and not isinstance(source, FlatFiles) and not is_split_anywhere
+
+
+def _may_be_in_pieces(folder: Path) -> bool:
+    """Whether an earlier version, which joined pieces as they were, may have split a document in ``folder``."""
+    counts = open_prepared(folder).splits.values()
+    return any(any(split.lengths[_FEWEST_TOKENS.bit_length() :]) for split in counts)
+
+
+class _Memo:
+    """The folder that a source was prepared in, valid while the file system shows that none of its files has changed.
+
+    One small file per source and settings, so that a start need not read a large source only to find that it is
+    prepared. If it cannot be read or written, the source is read.
+    """
+
+    def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
+        self._path = cache / "memos" / f"{hashlib.sha256(json.dumps([*identity]).encode()).hexdigest()[:32]}.json"
+        self._state = state
+
+    def recall(self) -> str | None:
+        try:
+            memo = json.loads(read_regular(self._path))
+            return memo["key"] if memo["state"] == self._state else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def remember(self, key: str) -> None:
+        if self._state is not None:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._path, {"state": self._state, "key": key})
+
+
+# making ---------------------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    partial: Path,
+    section: DataSection,
+    source: Source,
+    named: Tokenizer | None,
+    progress: Progress,
+    key: str,
+    earlier: Path,
+) -> None:
+    units = source.units()
+    splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
+    tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
+    write_json(partial / "tokenizer.json", tokenizer.spec())
+    encoder = _encoder(section, tokenizer)
+    # The library's own threads would be one for each core, on top of ours.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    progress.phase("tokenising").total_bytes = sum(unit.size_bytes for unit in units)
+    counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
+    for number, job in enumerate(jobs_of(units)):
+        done = partial / f"done-{number:05d}.json"
+        if done.is_file():
+            progress.skipped(sum(unit.size_bytes for unit in job))
+        else:
+            of_job, made = write_shards(
+                partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress
+            )
+            found = {split: shard.as_json(partial) for split, shard in made.items()}
+            write_json(done, {"counts": asdict(of_job), "shards": found})
+        plain = json.loads(read_regular(done))
+        counts.add(Counts.from_json(plain["counts"]))
+        for split, shard in plain["shards"].items():
+            shards[split].append(Shard.from_json(partial, shard))
+    if counts.bad and section.bad_rows == "refuse":
+        raise bad_rows(counts.bad_rows, counts.bad)
+    _check(section, source, counts)
+    if section.is_chat and (equal := _key_of_equal(earlier, shards)):
+        key = equal
+    elif section.is_chat and is_intact(earlier):
+        progress.say(
+            f"WARNING: the tokens that are trained on are not those in {earlier}, which an earlier version prepared; "
+            f"to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
+        )
+    is_joined = counts.long and _joins_pieces(section, tokenizer, source)
+    write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
+    for done in partial.glob("done-*.json"):
+        done.unlink()
+
+
+def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str | None:
+    """Return the key of data that an earlier version prepared in the folder ``earlier``, if they are the same: a run
+    that began with them resumes. None: they are others, or not there."""
+    with contextlib.suppress(UserError):
+        before = open_prepared(earlier)
+        for split in SPLITS:
+            mine, its = TokenStream(shards[split]), before.stream(split)
+            if mine.tokens != its.tokens or not np.array_equal(mine.all_document_starts(), its.all_document_starts()):
+                return None
+            for start in range(0, mine.tokens, _COMPARED_TOKENS):
+                stop = min(start + _COMPARED_TOKENS, mine.tokens)
+                if not np.array_equal(mine.read(start, stop), its.read(start, stop)) or not np.array_equal(
+                    mine.supervised(start, stop), its.supervised(start, stop)
+                ):
+                    return None
+        return before.key
+    return None
+
+
+def _tokenizer_of_text(
+    path: Path, section: DataSection, units: Sequence[Unit], splitter: Splitter, progress: Progress
+) -> Tokenizer:
+    """Return the tokenizer made from the text, or the one that an interrupted preparation left."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return tokenizer_from_spec(json.loads(read_regular(path)))
+    if section.tokenizer == "chars":
+        return CharsTokenizer(all_characters(units, section.tokenizer))
+    progress.say(f"learning a tokenizer of {section.vocab_size:,} ids")
+    return train_tokenizer(texts_to_learn_from(units, splitter, section.tokenizer), section.vocab_size)
+
+
+def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
+    if section.format == "text":
+        return TextEncoder(tokenizer, section.tokenizer)
+    return (chat_encoder if section.format == "chat" else pair_encoder)(section, tokenizer)
+
+
+def _check(section: DataSection, source: Source, counts: Counts) -> None:
+    """Raise ``UserError`` if a split is empty that must not be."""
+    train, validation = counts.train.documents, counts.validation.documents
+    documents = train + validation
+    path = getattr(section, "path", None)
+    where = f"data.path={path}" if path else f"data={section.name}"
+    if counts.bad and not documents:
+        raise bad_rows(counts.bad_rows, counts.bad, f"all {counts.bad:,} rows of {where} are wrong")
+    if not documents and not counts.empty:
+        raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
+    if not documents:
+        raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
+    if source.noun == "file" or (train and validation) or section.keeps_none:
+        return  # a text too small for validation is refused by the sequences it lacks
+    if source.validation_split:
+        what = "training" if not train else "validation"
+        raise UserError(
+            f"{where} leaves no {what} documents (data.split={getattr(section, 'split', '')}, "
+            f"data.validation_split={source.validation_split}; {counts.held_out:,} of the former are in the latter "
+            "too); use other splits"
+        )
+    if counts.lowest == counts.highest:
+        raise UserError(
+            f"all {documents:,} documents of {where} are the same text, and a document is either trained on or kept "
+            "for validation; give more text"
+        )
+    # The share goes by a hash of each document, so that few documents may all fall on one side.
+    share = (counts.lowest if not validation else counts.highest) + (0.005 if not validation else -0.005)
+    raise UserError(
+        f"data.validation_fraction={section.validation_fraction} leaves none of the {documents:,} documents of {where} "
+        f"for {'validation' if not validation else 'training'}; use more of them, or "
+        f"data.validation_fraction={min(max(share, 0.001), 0.999):.2g}"
+    )
+
+
+def write_summary(
+    folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer,
+    key: str | None = None,
+) -> None:  # fmt: skip
+    """Write the files that describe the shards in ``folder``; the last ones to be written. ``key``: by default the name
+    of the folder."""
+    write_json(folder / "tokenizer.json", tokenizer.spec())
+    summary = {
+        "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
+        "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,
+        "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
+        "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
+    }  # fmt: skip
+    checksum = _checksum(summary, read_regular(folder / "tokenizer.json"))
+    write_json(folder / "summary.json", {**summary, _CHECKSUM: checksum})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``path`` completely or not at all."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
+def _checksum(summary: Mapping[str, Any], tokenizer: bytes) -> str:
+    return f"{zlib.crc32(tokenizer, zlib.crc32(json.dumps(summary, sort_keys=True).encode())):08x}"
+
+
+# opening --------------------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path) -> Prepared:
+    summary = json.loads(read_regular(folder / "summary.json"))
+    spec = read_regular(folder / "tokenizer.json")
+    if summary.pop(_CHECKSUM, None) not in (None, _checksum(summary, spec)):  # None: of an earlier version
+        raise ValueError("summary.json or tokenizer.json has other bytes than were written")
+    if summary["format"] != _FORMAT:
+        raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
+    if folder.name.endswith((".tmp", ".partial")):
+        raise ValueError("it was never finished")
+    tokenizer = tokenizer_from_spec(json.loads(spec))
+    splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
+    shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
+    prepared = Prepared(
+        folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"],
+        summary.get("bad", 0), tuple(summary.get("bad_rows", ())),
+    )  # fmt: skip
+    for split in SPLITS:
+        stored = prepared.stream(split).tokens
+        if stored != splits[split].tokens:
+            raise ValueError(f"its {split} shards have {stored} tokens where summary.json says {splits[split].tokens}")
+    return prepared

@@ -1,0 +1,186 @@
+"""Token files of other tools: raw numbers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.recipes.data.prepared.token_shards import Shard
+from serried.recipes.data.prepared.tokenize import Counts, TokenCounts
+from serried.recipes.data.readers.files import SourceFile, files_state, stamp_of, unchanged, unreadable
+from serried.recipes.data.readers.find_files import find_files
+from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.source import SPLITS, Source, Unit
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
+from serried.records.files import write_atomically
+
+_VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
+_LLM_C = {20240520: "uint16", 20240801: "uint32"}
+"""First number of a file of llm.c -> type of the tokens, which come after 256 numbers of 32 bits."""
+
+_LLM_C_HEADER_BYTES = 1024
+_NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_BLOCK_TOKENS = 1 << 22
+
+
+class _Scanned(NamedTuple):
+    file: SourceFile
+    dtype: str
+    offset_bytes: int
+    tokens: int
+    starts: np.ndarray
+    """[documents], int64"""
+    sha256: bytes
+
+
+class FlatFiles(Source):
+    """Files of tokens. Those with ``val`` in their names are validation; without any, the tail of all is."""
+
+    def __init__(self, section: Any) -> None:
+        """Raises ``UserError`` if there are none."""
+        if section.tokenizer in ("chars", "train"):
+            raise UserError(
+                f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer "
+                "that made the tokens, as in data.tokenizer=openai-community/gpt2"
+            )
+        tokenizer = named_tokenizer(section)
+        assert tokenizer is not None
+        self._section, self._tokenizer = section, tokenizer
+        self._files = find_files(section.path, (".bin", ".npy"))
+        self._scanned: list[_Scanned] = []
+
+    def identity(self) -> list[str]:
+        return [self._section.path, self._section.token_dtype]
+
+    def state(self) -> str | None:
+        return files_state(self._files)
+
+    def units(self) -> list[Unit]:
+        return []  # there is nothing to tokenize
+
+    def fingerprint(self, progress: Progress) -> bytes:
+        """Read all files once: hash, end marks, and a check that the tokenizer has every id. Raises ``UserError`` if a
+        file is damaged, or has numbers that are not tokens."""
+        progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
+        self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
+        key = hashlib.sha256()
+        for found in self._scanned:  # with the paths: the tokens stay where they are
+            path = found.file.path.absolute()
+            key.update(f"{path} {found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
+        return key.digest()
+
+    def write(self, folder: Path) -> tuple[Counts, dict[str, list[Shard]]]:
+        """Write the starts of documents into ``folder``. Return counts, and the shards of each split."""
+        counts, shards = Counts(), dict[str, list[Shard]]()
+        for split, pieces in _split(self._scanned, self._section.validation_fraction).items():
+            shards[split] = []
+            for number, (found, start, stop) in enumerate(pieces):
+                starts = _starts_in(found, start, stop)
+                _count(getattr(counts, split), starts, stop)
+                path = folder / f"{split}-{number:05d}.starts"
+                write_atomically(path, (starts - start).astype("<i8").tobytes())
+                offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
+                shards[split].append(
+                    Shard(found.file.path.absolute(), found.dtype, stop - start, path, offset_bytes=offset)
+                )
+        return counts, shards
+
+    def _scan(self, file: SourceFile, progress: Progress) -> _Scanned:
+        stamp = stamp_of(file.path)
+        try:
+            dtype, offset, tokens = self._layout(file.path, stamp[1])
+            sha256, ends = hashlib.sha256(), [np.array([-1], np.int64)]
+            numbers = np.memmap(file.path, np.dtype(dtype), mode="r", offset=offset, shape=(tokens,))
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+        with unchanged(file.path, stamp):
+            for start in range(0, tokens, _BLOCK_TOKENS):
+                block = np.asarray(numbers[start : start + _BLOCK_TOKENS])
+                sha256.update(block.data)
+                ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
+                self._check(block, file.path, start)
+                progress.done(block.nbytes)
+        starts = np.concatenate(ends) + 1
+        return _Scanned(file, dtype, offset, tokens, starts[starts < tokens], sha256.digest())
+
+    def _check(self, block: np.ndarray, path: Path, start: int) -> None:
+        wrong = np.flatnonzero((block >= self._tokenizer.vocab_size) | (block < 0))
+        if len(wrong):
+            raise UserError(
+                f"{path}: token {start + int(wrong[0]):,} is {int(block[wrong[0]])}, and data.tokenizer="
+                f"{self._section.tokenizer} has {self._tokenizer.vocab_size:,} ids; name the tokenizer that made the "
+                f"file (data.tokenizer=...), or the type of its numbers (data.token_dtype={self._section.token_dtype} "
+                "now)"
+            )
+
+    def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
+        """Return the type of the numbers, the byte where they start, and their number."""
+        dtype: str = self._section.token_dtype
+        offset = 0
+        if path.suffix.lower() == ".npy":
+            return _npy_layout(path)
+        with path.open("rb") as stream:
+            header = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
+        if int(header[0]) in _LLM_C and size_bytes >= _LLM_C_HEADER_BYTES:
+            dtype, offset = _LLM_C[int(header[0])], _LLM_C_HEADER_BYTES
+            promised = offset + int(header[2]) * np.dtype(dtype).itemsize
+            if promised != size_bytes:
+                raise UserError(
+                    f"{path} is cut off or damaged: its header says {int(header[2]):,} tokens, {promised:,} bytes in "
+                    f"all, and it has {size_bytes:,}; create it again, or leave it out with data.path=..."
+                )
+        tokens, rest = divmod(size_bytes - offset, np.dtype(dtype).itemsize)
+        if rest or not tokens:
+            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, not a whole number of {dtype}"
+            raise UserError(f"{path} {what}; create it again, or set its dtype: data.token_dtype=uint16|uint32|uint8")
+        return dtype, offset, tokens
+
+
+def _npy_layout(path: Path) -> tuple[str, int, int]:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")  # which refuses Python objects
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
+    if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
+        raise UserError(
+            f"{path} holds {array.dtype.name} of shape {list(array.shape)}, not a list of tokens; "
+            "save one dimension of uint16 or uint32"
+        )
+    return array.dtype.name, int(array.offset), len(array)
+
+
+def _split(scanned: Sequence[_Scanned], fraction: float) -> dict[str, list[tuple[_Scanned, int, int]]]:
+    whole = [(found, 0, found.tokens) for found in scanned]
+    validation = [piece for piece in whole if _VALIDATION.search(piece[0].file.name)]
+    if validation and len(validation) < len(whole):
+        return {"train": [piece for piece in whole if piece not in validation], "validation": validation}
+    cut = int(sum(found.tokens for found in scanned) * (1 - fraction))
+    pieces: dict[str, list[tuple[_Scanned, int, int]]] = {split: [] for split in SPLITS}
+    for found in scanned:
+        # A document is on one side; of one that has most of the file to itself, the tail goes.
+        at = min(max(cut, 0), found.tokens)
+        after = found.starts[np.searchsorted(found.starts, at) :]
+        if 0 < at < found.tokens and len(after):
+            at = int(after[0])
+        pieces["train"] += [(found, 0, at)] if at else []
+        pieces["validation"] += [(found, at, found.tokens)] if at < found.tokens else []
+        cut -= found.tokens
+    return pieces
+
+
+def _starts_in(found: _Scanned, start: int, stop: int) -> np.ndarray:
+    first, last = np.searchsorted(found.starts, (start, stop))
+    inside = found.starts[first:last]
+    return inside if len(inside) and inside[0] == start else np.concatenate(([start], inside)).astype(np.int64)
+
+
+def _count(counts: TokenCounts, starts: np.ndarray, stop: int) -> None:
+    lengths = np.diff(np.append(starts, stop))
+    counts.documents += len(lengths)
+    counts.tokens += int(lengths.sum())
+    buckets = np.bincount(np.frexp(lengths)[1], minlength=len(counts.lengths))
+    counts.lengths = [have + int(more) for have, more in zip(counts.lengths, buckets, strict=True)]

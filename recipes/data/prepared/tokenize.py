@@ -1,0 +1,264 @@
+"""Tokenization of the units of a source into shards, on several threads, in bounded memory."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.recipes.data.prepared.token_shards import Shard, ShardWriter
+from serried.recipes.data.readers.files import PIECE_BYTES
+from serried.recipes.data.readers.progress import Progress, ordered
+from serried.recipes.data.readers.source import SPLITS, Row, Unit
+from serried.recipes.data.tokenizers.encode_rows import Encoded, Encoder, Joiner, as_bytes, texts_of
+
+_SHARD_BYTES = 64 << 20
+_MOST_SHARDS = 200
+"""Of each split: every process keeps all of them mapped."""
+
+_BATCH_BYTES = 1 << 19
+"""Bytes of text that a thread tokenizes at once."""
+
+_BATCH_ROWS = 4096
+_LEARN_BYTES = 1 << 30
+"""Maximum of text that a tokenizer is learned from."""
+
+BUCKETS = 48
+
+
+SHOWN_ROWS = 10
+"""Rows that cannot be used, each with its line; the rest are counted."""
+
+_ALL_BAD = 1000
+"""So many of them and no other row: the format is wrong, and the rest is not read."""
+
+
+def bad_rows(shown: Sequence[str], count: int, head: str = "") -> UserError:
+    """Return the error for ``count`` rows that cannot be used, of which the first are ``shown``."""
+    cure = "fix or remove them, or leave them out with data.bad_rows=skip"
+    if count == 1:
+        return UserError(f"{shown[0]}; or leave such rows out: data.bad_rows=skip")
+    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+    return UserError(*shown, *more, head=f"{head or f'{count:,} rows cannot be used'}; {cure}")
+
+
+@dataclass
+class TokenCounts:
+    """Sizes of one split, or of a part of it."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    """End marks included."""
+    lengths: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    """Documents of 2^(i - 1) up to 2^i - 1 tokens, for each i."""
+
+    def add(self, other: "TokenCounts") -> None:
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.tokens += other.tokens
+        self.lengths = [mine + its for mine, its in zip(self.lengths, other.lengths, strict=True)]
+
+
+@dataclass
+class Counts:
+    """Counts of the documents of a source, or of a part of it."""
+
+    train: TokenCounts = field(default_factory=TokenCounts)
+    validation: TokenCounts = field(default_factory=TokenCounts)
+    empty: int = 0
+    """Documents without text, which are left out."""
+    held_out: int = 0
+    """Training documents that are in the validation split too, and are left out."""
+    bad: int = 0
+    """Rows that are no documents."""
+    bad_rows: list[str] = field(default_factory=list)
+    """Where the first of them are, and why."""
+    lowest: float = 1.0
+    """Lowest of the places (``place_of``) of documents whose split depends on it."""
+    highest: float = 0.0
+    long: int = 0
+    """Documents that are tokenized in pieces."""
+
+    def add(self, other: "Counts") -> None:
+        for split in SPLITS:
+            getattr(self, split).add(getattr(other, split))
+        self.empty += other.empty
+        self.held_out += other.held_out
+        self.long += other.long
+        self.bad += other.bad
+        self.bad_rows = [*self.bad_rows, *other.bad_rows][:SHOWN_ROWS]
+        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+
+    def add_bad(self, error: UserError) -> None:
+        """Count a row that is no document. Raises ``UserError`` if there are many such rows and no other."""
+        self.bad += 1
+        if len(self.bad_rows) < SHOWN_ROWS:
+            self.bad_rows.append(str(error))
+        if self.bad == _ALL_BAD and not self.train.documents + self.validation.documents:
+            raise bad_rows(self.bad_rows, self.bad, f"the first {_ALL_BAD:,} rows are all wrong")
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> "Counts":
+        """Return the counts of which ``plain`` is ``dataclasses.asdict``."""
+        return cls(**{**plain, **{split: TokenCounts(**plain[split]) for split in SPLITS}})
+
+
+def place_of(row: Row, unit: str) -> float:
+    """Return a number from 0 up to 1 that depends only on the content of a document."""
+    if isinstance(row.content, list | dict):
+        content = json.dumps(row.content, sort_keys=True, default=str).encode()
+    else:
+        content = as_bytes(row, unit)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+
+
+class Splitter:
+    """Which split a document goes to: its unit's, else by its content."""
+
+    def __init__(self, validation_fraction: float, held_out: frozenset[float]) -> None:
+        """``held_out``: places of documents that are kept out of training."""
+        self._fraction, self._held_out = validation_fraction, held_out
+
+    def choose(self, row: Row, unit: Unit, counts: Counts) -> str | None:
+        """Return the split; None if the document is left out, which is added to ``counts``."""
+        if unit.split is not None and not (self._held_out and unit.split == "train"):
+            return unit.split
+        place = place_of(row, unit.name)
+        if unit.split == "train":
+            counts.held_out += place in self._held_out
+            return None if place in self._held_out else "train"
+        counts.lowest, counts.highest = min(counts.lowest, place), max(counts.highest, place)
+        return "validation" if place < self._fraction else "train"
+
+
+def held_out_of(units: Sequence[Unit]) -> frozenset[float]:
+    """Return the places of the documents of validation, if it has rows of its own."""
+    validation = [unit for unit in units if unit.split == "validation"]
+    return frozenset(place_of(row, unit.name) for unit in validation for row in unit.rows())
+
+
+def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Return units grouped into shards, in order: a function of the source, so that a preparation can be continued."""
+    wanted = max(_SHARD_BYTES, sum(unit.size_bytes for unit in units) // _MOST_SHARDS)
+    jobs: list[list[Unit]] = []
+    size_bytes = wanted
+    for unit in units:
+        if size_bytes >= wanted:
+            jobs.append([])
+            size_bytes = 0
+        jobs[-1].append(unit)
+        size_bytes += unit.size_bytes
+    return jobs
+
+
+class _Batch(NamedTuple):
+    rows: list[Row]
+    splits: list[str]
+    unit: str
+    size_bytes: int
+
+
+def write_shards(
+    folder: Path,
+    number: int,
+    units: Sequence[Unit],
+    splitter: Splitter,
+    encoder: Encoder,
+    dtype: np.dtype[Any],
+    progress: Progress,
+) -> tuple[Counts, dict[str, Shard]]:
+    """Write the documents of ``units`` as shard ``number`` of each split that has any. Return counts and shards."""
+    counts, join = Counts(), Joiner(encoder)
+    open_documents = dict.fromkeys(SPLITS, 0)
+
+    def encoded(batch: _Batch) -> tuple[_Batch, list[Encoded | UserError]]:
+        documents = iter(encoder([row for row in batch.rows if row.error is None], batch.unit))
+        return batch, [row.error or next(documents) for row in batch.rows]
+
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(ShardWriter(folder, f"{split}-{number:05d}", dtype)) for split in SPLITS}
+        pool = stack.enter_context(ThreadPoolExecutor(progress.threads))
+        batches = _batches(units, splitter, counts, progress)
+        for batch, documents in ordered(pool, encoded, batches, 2 * progress.threads + 1):
+            for row, split, document in zip(batch.rows, batch.splits, documents, strict=True):
+                if isinstance(document, UserError):
+                    counts.add_bad(document)
+                    continue
+                document = join(row, document, batch.unit)
+                counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
+                of_split: TokenCounts = getattr(counts, split)
+                writers[split].add(document, begins=row.begins, place=row.place)
+                open_documents[split] += len(document.tokens)
+                of_split.tokens += len(document.tokens)
+                of_split.text_bytes += _size_of(row)
+                if row.ends:
+                    of_split.documents += 1
+                    of_split.lengths[open_documents[split].bit_length()] += 1
+                    open_documents[split] = 0
+    return counts, {split: writer.shard() for split, writer in writers.items() if writer.tokens}
+
+
+def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress: Progress) -> Iterator[_Batch]:
+    for unit in units:
+        reported = 0
+        batch = _Batch([], [], unit.name, 0)
+        for row in unit.all_rows():
+            split: str | None = ""
+            if row.error is None:
+                if not row.content:
+                    counts.empty += 1
+                    continue
+                try:
+                    split = splitter.choose(row, unit, counts)
+                except UserError as error:
+                    if row.place is None:
+                        raise
+                    row = row._replace(content="", error=error)
+            if split is None:
+                continue
+            batch.rows.append(row)
+            batch.splits.append(split)
+            batch = batch._replace(size_bytes=batch.size_bytes + _size_of(row))
+            if batch.size_bytes >= _BATCH_BYTES or len(batch.rows) >= _BATCH_ROWS:
+                yield batch
+                step = min(batch.size_bytes, unit.size_bytes - reported)  # a unit's size is an estimate
+                progress.done(step)
+                reported += step
+                batch = _Batch([], [], unit.name, 0)
+        if batch.rows:
+            yield batch
+        progress.done(unit.size_bytes - reported)
+
+
+def _size_of(row: Row) -> int:
+    if isinstance(row.content, dict):
+        return sum(_size_of(row._replace(content=messages)) for messages in row.content.values())
+    if isinstance(row.content, list):
+        return sum(len(str(message.get("content", ""))) for message in row.content)
+    content = row.content
+    return len(content) if isinstance(content, bytes) or content.isascii() else len(content.encode("utf-8", "replace"))
+
+
+def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: str) -> Iterator[str]:
+    """Yield the training text, or an evenly spread gibibyte of it, to train a tokenizer."""
+    every = max(1, -(-sum(unit.size_bytes for unit in units) // _LEARN_BYTES))
+    ignored = Counts()
+    for unit in units[::every]:
+        rows = (row for row in unit.rows() if splitter.choose(row, unit, ignored) == "train")
+        yield from texts_of(rows, unit.name, tokenizer)
+
+
+def all_characters(units: Sequence[Unit], tokenizer: str) -> str:
+    """Return every character that occurs, once, sorted."""
+    characters: set[str] = set()
+    for unit in units:
+        for text in texts_of(unit.rows(), unit.name, tokenizer):
+            characters.update(text)
+    return "".join(sorted(characters))

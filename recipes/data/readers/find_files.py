@@ -1,0 +1,170 @@
+"""Files that ``data.path`` names: a file, a folder or a glob."""
+
+import glob
+import os
+import stat
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.recipes.data.readers.files import SourceFile, assignment, kind_of
+
+_MOST_FOLDERS = 200_000
+_CLOSE = 0.75
+"""Likeness of two names (1: equal) above which one may be a slip of the other."""
+
+
+def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
+    """Return the files that ``typed`` names, sorted by name; of a folder those that end in ``suffixes``. Reads none.
+    Raises ``UserError`` if there are none."""
+    path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- that of Path fails if there is no such user
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            return _find_in_folder(typed, path, suffixes)
+        if stat.S_ISREG(kind):
+            return [SourceFile(path.name, path)]
+    except FileNotFoundError:
+        # Only now a glob: a file may be called "notes [old].txt".
+        return _find_glob(typed, path) if glob.has_magic(typed) else _not_there(typed, path)
+    except OSError as error:
+        raise UserError(
+            f"cannot look at {error.filename} for training text: {error.strerror}; name another source: data.path=..."
+        ) from error
+    raise UserError(f"{assignment('data.path', typed)} is neither a file nor a folder; name a file, a folder or a glob")
+
+
+def check_path(typed: str) -> None:
+    """Raise ``UserError`` if ``typed`` is not a file, folder or glob. Only looks at the local disk."""
+    path = Path(os.path.expanduser(typed))  # noqa: PTH111
+    if not glob.has_magic(typed):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            _not_there(typed, path)
+        except OSError:
+            pass  # opening it reports why
+
+
+def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list[SourceFile]:
+    found = list(walk(folder))
+    if chosen := [file for file in found if kind_of(file.path) in suffixes]:
+        return chosen
+    wanted = " ".join(suffixes)
+    if not found:
+        raise UserError(
+            f"{assignment('data.path', typed)}: the folder holds no files; put {wanted} files in it or name another"
+        )
+    endings = Counter(file.path.suffix for file in found).most_common(4)
+    counts = ", ".join(f"{ending or 'no suffix'}: {count}" for ending, count in endings)
+    raise UserError(
+        f"{assignment('data.path', typed)}: none of the {len(found)} files in it ends in {wanted} (there is {counts}); "
+        f"name them with a glob: {assignment('data.path', folder / '**' / f'*{endings[0][0]}')}"
+    )
+
+
+def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
+    fixed = next(i for i, part in enumerate(pattern.parts) if glob.has_magic(part))
+    root = Path(*pattern.parts[:fixed])
+    matches = map(Path, sorted(_matches(str(pattern))))
+    if files := [SourceFile(match.relative_to(root).as_posix(), match) for match in matches if match.is_file()]:
+        return files
+    if not root.exists():
+        _not_there(typed, root)
+    inside = sorted(entry.name for entry in root.iterdir())[:5] if root.is_dir() else []
+    holds = f"{root.absolute()} holds {', '.join(inside)}, ..." if inside else f"{root.absolute()} is empty"
+    raise UserError(
+        f"{assignment('data.path', typed)} matches no file; {holds}; ** matches folders below, as in "
+        f"{assignment('data.path', root / '**' / '*.txt')}"
+    )
+
+
+def _matches(pattern: str) -> set[str]:
+    """Return the paths that ``pattern`` matches. As ``glob.iglob`` finds them, for which links in a circle have no
+    end."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would find hidden files too
+    at = parts.index("**")
+    rest = parts[at + 1 :] or ("*",)
+    tops = glob.iglob(str(Path(*parts[:at]))) if at else ["."]  # noqa: PTH207
+    found: set[str] = set()
+    for top in tops:
+        for folder in _folders_below(top):
+            found |= _matches(str(Path(glob.escape(folder), *rest)))
+    return found
+
+
+def _folders_below(top: str) -> Iterator[str]:
+    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, but for those to a folder that
+    they are in. Raises ``UserError`` if there are more folders than anyone names."""
+    count = 0
+    left: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
+    while left:
+        folder, above = left.pop()
+        try:
+            status = os.stat(folder)  # noqa: PTH116
+            here = (status.st_dev, status.st_ino)
+            if here in above or not stat.S_ISDIR(status.st_mode):
+                continue
+            inside = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
+        except OSError:
+            continue  # as glob does
+        count += 1
+        if count > _MOST_FOLDERS:
+            raise UserError(
+                f"{assignment('data.path', top)}: more than {_MOST_FOLDERS:,} folders, as links to each other "
+                "make; name the folders without such links: data.path=..."
+            )
+        yield folder
+        for entry in inside:
+            if not entry.name.startswith(".") and entry.is_dir():
+                left.append((entry.path, above | {here}))
+
+
+def walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
+    """Yield regular files below ``root``, sorted by name, except hidden ones, caches and folders named in
+    ``leave_out``.
+
+    Links are followed; a folder reached twice is read once, as a link to a parent would never end.
+    """
+    skipped = {"__pycache__", *leave_out}
+    seen: set[tuple[int, int]] = set()
+    names: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=refuse):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            subfolders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
+        relative = Path(folder).relative_to(root)
+        names += [(relative / name).as_posix() for name in files if not name.startswith(".")]
+    for name in sorted(names):
+        if (root / name).is_file():
+            yield SourceFile(name, root / name)
+
+
+def _not_there(typed: str, path: Path) -> list[SourceFile]:
+    """Raise the error that names the missing part of ``path`` and the nearest existing name."""
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    there: dict[str, str] = {}
+    if os.access(missing.parent, os.R_OK):
+        is_last = missing == path
+        entries = [each for each in missing.parent.iterdir() if each.name[0] != "." and (is_last or each.is_dir())]
+        there = {each.name.lower(): each.name for each in entries}
+        there |= {each.name.partition(".")[0].lower(): each.name for each in entries}
+    what = "does not exist" if missing == path else f"does not exist: there is no {missing}"
+    message = f"{assignment('data.path', typed)} {what} (looked in {missing.parent.absolute()})"
+    if near := get_close_matches(missing.name.lower(), there, 1, _CLOSE):
+        nearest = missing.parent / there[near[0]] / path.relative_to(missing)
+        raise UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
+    raise UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")

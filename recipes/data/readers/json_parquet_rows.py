@@ -1,0 +1,486 @@
+"""Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from serried.configs.errors import UserError
+from serried.recipes.data.readers.files import (
+    COMPRESSED,
+    PIECE_BYTES,
+    Document,
+    SourceFile,
+    Stamp,
+    files_state,
+    hash_files,
+    key_of,
+    kind_of,
+    library,
+    open_plain,
+    opened,
+    skip,
+    unchanged,
+    unreadable,
+)
+from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.source import AtRow, Content, Place, Row, Source, Unit
+
+_UNIT_BYTES = 32 << 20
+"""Bytes of a .jsonl file that one unit reads."""
+
+_BATCH_ROWS = 256
+_SHOWN_CHARACTERS = 60
+_LONGEST_LINE = 16 << 20
+"""Bytes of the first line of a file that are read to see whether it holds rows."""
+
+_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
+"""Columns of common data sets of questions and answers, such as Alpaca."""
+_HISTORY = "history"
+_BESIDE = ("input", "system", _HISTORY)
+"""Columns that they may have beside these."""
+_TOOLS = "tools"
+"""Column of the tools that a conversation may call, as JSON schemas."""
+_SHARED = "conversations"
+"""The column of a conversation, as ShareGPT calls it."""
+_SIDES = ("chosen", "rejected")
+_PROMPTS = ("prompt", "question", "instruction")
+"""Columns of pairs of answers, and one of which may be beside them."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The column that holds the document of a row."""
+
+    name: str
+    format: Literal["text", "chat", "preference"]
+
+    @classmethod
+    def of(cls, section: Any) -> "Column":
+        """Return the column that the section of a source names."""
+        if section.format == "preference":
+            return cls("chosen", section.format)
+        is_chat = section.format == "chat"
+        return cls(section.messages_column if is_chat else section.text_column, section.format)
+
+    @property
+    def key(self) -> str:
+        """The config key that names it."""
+        return "data.messages_column" if self.format == "chat" else "data.text_column"
+
+    def found(self, names: Collection[str]) -> list[str]:
+        """Return which of the columns ``names`` hold the document: this one, or for a conversation a question and its
+        answer, or two, and its tools; [] if none do."""
+        if self.format == "text":
+            return [self.name] if self.name in names else []
+        beside: Sequence[str] = ()
+        if self.format == "preference":
+            held: Sequence[str] = _SIDES if {*_SIDES} <= {*names} else ()
+            beside = (*[name for name in _PROMPTS if name in names][:1], "system")
+        elif self.name in names:
+            held = (self.name,)
+        elif self.name == "messages" and _SHARED in names:
+            held = (_SHARED,)
+        else:
+            held, beside = next((pair for pair in _PAIRS if {*pair} <= {*names}), ()), _BESIDE
+        return [*held, *(name for name in (*beside, _TOOLS) if held and name in names)]
+
+    def check(self, names: Sequence[str], where: str) -> list[str]:
+        """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do, or two have one
+        name, as joins write them."""
+        if found := self.found(names):
+            if twice := [name for name in found if names.count(name) > 1]:
+                raise UserError(
+                    f"{where} has {names.count(twice[0])} columns named {twice[0]!r}; write it with one of them, or "
+                    "under two names"
+                )
+            return found
+        there = f"its columns are {', '.join(names)}" if names else "it has no columns"
+        if self.format == "preference":
+            missing = [name for name in _SIDES if name not in names]
+            raise UserError(
+                f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; name them so: "
+                '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+            )
+        use = f"use {self.key}={names[0] if names else 'NAME'}"
+        if self.format == "chat":
+            use += ' if it holds messages, as in [{"role": "user", "content": "..."}, ...]'
+            use += "; for plain text data.format=text" * ("text" in names)
+        elif Column("messages", "chat").found(names):
+            use = f"to train on conversations use data.format=chat, and for text {self.key}=NAME"
+        raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
+
+    def content_of(self, row: Mapping[str, Any]) -> Content:
+        """Return the document of ``row``. Raises ``UserError`` if it has none, as ``content``."""
+        names = self.found(row) or self.check(list(row), "")
+        return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names})
+
+    def content(self, value: Any) -> Content:
+        """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is neither;
+        its message begins behind the row's place."""
+        if value is None:
+            return ""
+        if self.format == "preference":
+            return _pair(value)
+        if self.format == "chat":
+            tools: list[dict[str, Any]] = []
+            if isinstance(value, dict):
+                tools, value = _tools(value.get(_TOOLS)), self._conversation(value)
+            if value is None:
+                return ""
+            if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+                return {"messages": value, _TOOLS: tools} if tools and value else value
+            wanted = "a list of messages such as {role: user, content: ...}"
+        else:
+            if isinstance(value, str | bytes):
+                return value
+            wanted = "text"
+            if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+                raise UserError(
+                    f": column {self.name!r} is {_described(value)}, not text; to train on conversations use "
+                    f"data.format=chat data.messages_column={self.name}"
+                )
+        raise UserError(
+            f": column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
+            f"column: {self.key}=NAME"
+        )
+
+    def _conversation(self, row: Mapping[str, Any]) -> Any:
+        """Return the messages of a row: its column, or a question and its answer, each a text or a list of messages."""
+        for name in (self.name, _SHARED):
+            if name in row:
+                return row[name]
+        pair = next((pair for pair in _PAIRS if {*pair} <= row.keys()), None)
+        if pair is None:
+            return row
+        asked, said = (row[name] for name in pair)
+        if isinstance(asked, str) and row.get("input"):
+            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
+        parts = [("system", row.get("system") or [])]
+        for each in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
+            if not isinstance(each, list) or [type(text) for text in each] != [str, str]:
+                raise UserError(
+                    f": column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
+                    "and its answer; fix the row, or give the column another name"
+                )
+            parts += [("user", each[0]), ("assistant", each[1])]
+        parts += [("user", asked), ("assistant", said)]
+        messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
+        return [message for each in messages for message in each]
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return the tools in a column, a list or its JSON text; [] if it is empty. Raises ``UserError`` for all else."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value or "[]")
+        except (ValueError, RecursionError):
+            found = value
+    if found is None or found == []:
+        return []
+    if not _is_conversation(found):
+        raise UserError(
+            f": column {_TOOLS!r} is {_described(value)}, not a list of JSON schemas; fix the row, or "
+            "give the column another name"
+        )
+    return without_nulls(found)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return plain data without the keys that are null: columns of tables are never absent."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the messages of ``prompt``, and of each side after it."""
+    prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
+    for name in _SIDES:
+        if not isinstance(row[name], str) and not _is_conversation(row[name]):
+            raise UserError(
+                f": column {name!r} is {_described(row[name])}, not text or a list of messages such as "
+                "{role: assistant, content: ...}; fix or remove the row"
+            )
+    if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+        raise UserError(": one of 'chosen' and 'rejected' is text and the other messages; fix the row")
+    sides = {name: _as_messages("assistant", row[name]) for name in _SIDES}
+    asked: list[dict[str, Any]] = []
+    if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # the whole conversation, twice
+        shared = zip(*sides.values(), strict=False)
+        asked = [first for first, _ in takewhile(lambda both: both[0] == both[1], shared)]
+        sides = {name: messages[len(asked) :] for name, messages in sides.items()}
+    if not asked and isinstance(prompt, str | list) and (isinstance(prompt, str) or _is_conversation(prompt)):
+        asked = _as_messages("user", prompt)
+    if not asked:
+        need = f"give what both reply to in the column {_PROMPTS[0]!r}"
+        if prompt is not None:
+            reason = f"what these answers reply to is {_described(prompt)}, not text or a list of messages"
+        elif isinstance(row["chosen"], str):
+            reason, need = "it has two answers and no prompt", f"{need}, apart from the answers"
+        else:
+            reason = "chosen and rejected begin with different messages"
+        raise UserError(f": {reason}; {need}")
+    system, tools = row.get("system"), _tools(row.get(_TOOLS))
+    prompted = {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
+    return {**prompted, _TOOLS: tools} if tools else prompted
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _as_messages(role: str, said: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "null"
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    return f"{kinds.get(type(value), type(value).__name__)} ({shown})"
+
+
+def _lines_from(path: Path | str) -> str:
+    """The command that writes one line for each object of a JSON array, or of objects over several lines."""
+    quoted = shlex.quote(str(path))
+    return f"jq -c 'if type == \"array\" then .[] else . end' {quoted} > lines.jsonl"
+
+
+def holds_rows(path: Path, column: Column) -> bool:
+    """Return whether a file of JSON, which may be one document of text, has a row in each line. Raises ``UserError`` if
+    it has rows in another form."""
+    with open_plain(path) as stream:
+        line = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
+        first = line.decode("utf-8-sig", "replace").strip()
+        if not first.startswith(("{", "[")):
+            return False
+        try:
+            row = json.loads(first)
+            following = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
+        except (ValueError, RecursionError):  # over several lines
+            row, following = None, stream.read(PIECE_BYTES)
+    if isinstance(row, dict):
+        return _is_row(row, column) or _is_object(following)
+    begun = f"{first}\n{following.decode('utf-8', 'replace')}" if row is None else first
+    try:
+        row, _ = json.JSONDecoder().raw_decode(begun.removeprefix("[").lstrip())
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(row, dict) or not _is_row(row, column):
+        return False
+    raise UserError(
+        f"{path} holds rows that are not one a line; to make lines of it: {_lines_from(path)}; then use "
+        "data.path=lines.jsonl (a copy that ends in .txt is read as one document of text)"
+    )
+
+
+def _is_row(row: dict[str, Any], column: Column) -> bool:
+    """Return whether the document of ``row`` can be found, in the format of ``column`` or in another."""
+    return any(each.found(row) for each in (column, Column("text", "text"), Column("messages", "chat"))) or (
+        {*_SIDES} <= row.keys()
+    )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(Unit):
+    """The lines of a file that start at byte ``start_bytes`` or after, and before ``stop_bytes``."""
+
+    path: Path | str
+    column: Column
+    start_bytes: int = 0
+    stop_bytes: int | None = None
+    """None: to the end."""
+    stamp: Stamp | None = None
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
+            if self.start_bytes:  # a line belongs to the unit that has its first byte
+                skip(stream, self.start_bytes - 1)
+            position = self.start_bytes - 1 + len(stream.readline()) if self.start_bytes else 0
+            number = 0
+            while (self.stop_bytes is None or position < self.stop_bytes) and (line := stream.readline()):
+                if number >= first and line.strip():
+                    place = Place(str(self.path), position, "line")
+                    yield row_of(number, place, (line, position), lambda found: self._content(*found))
+                position += len(line)
+                number += 1
+
+    def _content(self, line: bytes, position: int) -> Any:
+        try:
+            row = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f" is not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                f"{position + error.start} of the file ({error.reason}); fix or remove the line"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            remedy = "the file may be cut off: create it again, or remove the line"
+            if line.strip() in (b"[", b"{"):
+                remedy = f"each line is one object; to make lines of the file: {_lines_from(self.path)}"
+            raise UserError(f" is not JSON: {reason}; {remedy}") from error
+        if not isinstance(row, dict):
+            remedy = f"; to make lines of a JSON array: {_lines_from(self.path)}" if isinstance(row, list) else ""
+            raise UserError(f" is {_described(row)}, not an object with a column per name{remedy}")
+        return self.column.content_of(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetRows(Unit):
+    """Row group ``group`` of a parquet file; None: all of them, one after the other."""
+
+    path: Path | str
+    column: Column
+    group: int | None = None
+    stamp: Stamp | None = None
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        with unchanged(self.path, self.stamp), open_parquet(self.path) as file:
+            self.column.check(file.schema_arrow.names, str(self.path))
+            lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            groups = range(len(lengths)) if self.group is None else [self.group]
+            before, number = sum(lengths[: groups[0]]) if groups else 0, 0
+            for group in groups:
+                if number + lengths[group] > first:
+                    for row in self._group(file, group, before + number):
+                        if row.number - before >= first:
+                            yield row._replace(number=row.number - before)
+                number += lengths[group]
+
+    def _group(self, file: Any, group: int, number: int) -> Iterator[Row]:
+        """Rows of one row group, by their numbers in the file, of which the first is ``number``."""
+        arrow = library("pyarrow", f"reading {Path(self.path).name}")
+        names = self.column.found(file.schema_arrow.names)
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (arrow.ArrowException, OSError) as error:
+                raise UserError(
+                    f"{self.path} cannot be read from row {number + 1:,} on (row group {group + 1}): {error}; "
+                    "create it again, or leave it out with data.path=..."
+                ) from error
+            if batch is None:
+                return
+            yield from rows_of(documents_of(batch), self.column, number, str(self.path))
+            number += len(batch)
+
+
+def documents_of(batch: Any) -> Any:
+    """Return the documents of an Arrow table as one array: its column, or a struct of several."""
+    return batch.column(0) if batch.num_columns == 1 else batch.to_struct_array()
+
+
+def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]:
+    """Rows of an Arrow array; the first has the number ``first``."""
+    try:
+        contents = values.to_pylist()
+    except UnicodeDecodeError:
+        contents = [_text_or_error(value) for value in values]
+    except ValueError as error:  # of Arrow: fields of one name within a column
+        raise UserError(
+            f"{Place(name, first, 'row')} or a later one cannot be read: {error}; write the file again"
+        ) from None
+    for number, content in enumerate(contents, first):
+        place = Place(name, number, "row")
+        yield row_of(number, place, content, column.content)
+
+
+def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Content]) -> Row:
+    """Return the row whose ``content`` is that of what was ``found``, or with why it has none."""
+    try:
+        if isinstance(found, UserError):
+            raise found
+        return Row(number, content(found), place=place)
+    except UserError as error:
+        return Row(number, "", place=place, error=UserError(AtRow(place, str(error))))
+
+
+def _text_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return UserError(
+            f" is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
+            f"({error.reason}); fix or remove the row"
+        )
+
+
+@contextmanager
+def open_parquet(path: Path | str) -> Iterator[Any]:
+    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is not one, or not
+    complete."""
+    arrow = library("pyarrow", f"reading {Path(path).name}")
+    parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
+    with ExitStack() as stack:
+        try:
+            file = parquet.ParquetFile(opened(path, stack), pre_buffer=False)
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise unreadable(path, error) from error
+            raise UserError(
+                f"{path} is not a complete parquet file: {error}; it may be cut off: create it "
+                "again, or leave it out with data.path=..."
+            ) from error
+        yield file
+
+
+class RowFiles(Source):
+    """Files of rows as a source. A document goes to a split by its content."""
+
+    def __init__(self, files: Sequence[SourceFile], column: Column) -> None:
+        self._files, self._column = files, column
+        self._hashed: list[Document] = []
+
+    def identity(self) -> list[str]:
+        return [os.path.commonpath([file.path.absolute() for file in self._files]), self._column.name]
+
+    def state(self) -> str | None:
+        return files_state(self._files)
+
+    def fingerprint(self, progress: Progress) -> bytes:
+        self._hashed = hash_files(self._files, progress)
+        return hashlib.sha256(key_of(self._hashed) + self._column.name.encode()).digest()
+
+    def units(self) -> list[Unit]:
+        return [
+            unit
+            for file in self._hashed
+            for unit in units_of_file(file.path, self._column, file.size_bytes, file.stamp)
+        ]
+
+
+def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | None) -> Iterator[Unit]:
+    """Yield a unit for each row group, for each 32 MiB of lines, or for a compressed file."""
+    if kind_of(path) == ".parquet":
+        with open_parquet(path) as file:
+            column.check(file.schema_arrow.names, str(path))
+            for group in range(file.metadata.num_row_groups):
+                name, size = f"{path} row group {group + 1}", file.metadata.row_group(group).total_byte_size
+                yield ParquetRows(name=name, size_bytes=size, path=path, column=column, group=group, stamp=stamp)
+        return
+    step = size_bytes if path.suffix.lower() in COMPRESSED else _UNIT_BYTES
+    for start in range(0, size_bytes, step):
+        stop = start + step if start + step < size_bytes else None
+        yield JsonLines(
+            name=f"{path} from byte {start:,}" if start else str(path), size_bytes=min(step, size_bytes - start),
+            path=path, column=column, start_bytes=start, stop_bytes=stop, stamp=stamp,
+        )  # fmt: skip

@@ -1,0 +1,169 @@
+"""A source of documents, its units, which are read from front to back, and their rows."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import DataSection, sources
+from serried.recipes.data.readers.files import PIECE_BYTES, open_plain
+from serried.recipes.data.readers.progress import Progress
+
+SPLITS = ("train", "validation")
+
+Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
+"""A document: text; the messages of a conversation, as ``messages`` beside ``tools`` if it may call any; or those of
+``prompt``, ``chosen`` and ``rejected``, and such ``tools``."""
+
+
+class Place(NamedTuple):
+    """Where a row is, for messages."""
+
+    path: str
+    """A file, or the name of a dataset."""
+    number: int
+    """Of the row from 0; of a line, the byte that it begins with."""
+    noun: Literal["line", "row"]
+
+    def __str__(self) -> str:
+        """``chats.jsonl line 12``, counted from 1. Reads a file up to the line."""
+        if self.noun == "row":
+            return f"{self.path} row {self.number + 1:,}"
+        lines, position = 1, self.number
+        with open_plain(self.path if "://" in self.path else Path(self.path)) as stream:
+            while position and (block := stream.read(min(position, PIECE_BYTES))):
+                lines += block.count(b"\n")
+                position -= len(block)
+        return f"{self.path} line {lines:,}"
+
+
+class AtRow(NamedTuple):
+    """A mistake in a row, as an argument of ``UserError``. The row's place, which may take a while to find, is found
+    only if the message is shown."""
+
+    where: Place | str
+    said: str
+    """What follows the place, with a blank, comma or colon before it."""
+
+    def __str__(self) -> str:
+        return f"{self.where}{self.said}"
+
+
+class Row(NamedTuple):
+    """One document, or a piece of one that is too long for memory."""
+
+    number: int
+    """Place of the document within its unit, from 0."""
+    content: Content
+    begins: bool = True
+    """Whether it has the document's start. Only files of plain text come in pieces, one after the other."""
+    ends: bool = True
+    """Whether it has the document's end."""
+    offset_bytes: int = 0
+    """Start within its file, for messages; 0 if it is not known."""
+    before: bytes = b""
+    """Of a piece: text right before it, whole characters."""
+    after: bytes = b""
+    place: Place | None = None
+    """Of a row of a table; None: it is the whole of its unit, or counted in it."""
+    error: UserError | None = None
+    """Why it is no document; its content is then empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit(ABC):
+    """A part of a source that one reader reads from front to back: a file, a row group, a range of rows.
+
+    Units and their rows are functions of the source alone, not of the process that reads them.
+    """
+
+    name: str
+    """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
+    size_bytes: int
+    """Approximate, for progress."""
+    split: str | None = None
+    """The split of all its documents; None: each document's content decides."""
+
+    @abstractmethod
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        """Yield rows from number ``first`` on, in order, including empty ones, and those with an ``error``. Raises
+        ``UserError`` if it cannot be read, or has changed; names the unit."""
+
+    def rows(self, first: int = 0) -> Iterator[Row]:
+        """Yield rows that are not empty. Those with an error are left out: what prepares all rows reports them."""
+        return (row for row in self.all_rows(first) if row.content)
+
+
+class Source(ABC):
+    """Documents in a fixed order."""
+
+    noun: ClassVar[str] = "document"
+    """Name of a document: ``file`` or ``document``."""
+    validation_split: str | None = None
+    """Name of the part of the source that is all of validation; None: a fraction of its documents is."""
+
+    @abstractmethod
+    def identity(self) -> list[str]:
+        """Return what identifies the source on this machine, without reading it."""
+
+    def state(self) -> str | None:
+        """Return a text that changes whenever the content may have, without reading it; None: there is no such text,
+        and the source is read at each start."""
+        return None
+
+    @abstractmethod
+    def fingerprint(self, progress: Progress) -> bytes:
+        """Return a hash of the content alone, equal on every machine. Reads everything. Raises ``UserError`` if a part
+        of it cannot be read, or it is empty."""
+
+    @abstractmethod
+    def units(self) -> Sequence[Unit]:
+        """Return all units, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Yielded(Unit):
+    """The documents that a function yields."""
+
+    read: Callable[[], Iterable[Content]]
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        for number, content in enumerate(self.read()):
+            if number >= first:
+                yield Row(number, content)
+
+
+class Documents(Source):
+    """The documents that a registered function yields, as a source of one unit."""
+
+    def __init__(self, section: DataSection, read: Callable[[], Iterable[Content]]) -> None:
+        self._section = section
+        self._unit = _Yielded(name=f"data={section.name}", size_bytes=0, read=read)
+
+    def identity(self) -> list[str]:
+        return [self._section.model_dump_json()]
+
+    def fingerprint(self, progress: Progress) -> bytes:
+        sha256, size_bytes = hashlib.sha256(), 0
+        for row in self._unit.all_rows():
+            content = row.content if isinstance(row.content, bytes) else json.dumps(row.content).encode()
+            sha256.update(len(content).to_bytes(8, "little") + content)
+            size_bytes += len(content)
+            progress.done(len(content))
+        self._unit = replace(self._unit, size_bytes=size_bytes)
+        return sha256.digest()
+
+    def units(self) -> list[Unit]:
+        return [self._unit]
+
+
+def open_source(section: DataSection) -> Source:
+    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document. Raises
+    ``UserError`` if there is no such source, or it is not available."""
+    read = sources.get(section.name).load()
+    opened = read(section)
+    return opened if isinstance(opened, Source) else Documents(section, lambda: read(section))

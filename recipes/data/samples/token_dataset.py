@@ -1,0 +1,285 @@
+"""Samples by number: windows of a memory-mapped stream of tokens, or packed whole documents."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import DataSection
+from serried.recipes.data.prepared.prepare import Prepared
+from serried.recipes.data.prepared.token_shards import TokenStream
+from serried.recipes.data.prepared.tokenize import SHOWN_ROWS
+from serried.recipes.data.readers.source import SPLITS
+from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces
+from serried.recipes.models.layers.lm_head import IGNORE
+
+_SHORTEST_USEFUL = 16
+"""Tokens; below this, a shorter sequence does not help against too little text."""
+
+_QUOTED_CHARACTERS = 60
+
+
+class Sample(NamedTuple):
+    """One sequence. ``targets[t]`` is the token that follows ``tokens[t]``."""
+
+    tokens: np.ndarray
+    """[sequence], int64"""
+    targets: np.ndarray
+    """[sequence], int64; ``IGNORE`` if there is none"""
+    positions: np.ndarray | None = None
+    """[sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
+
+
+class Batch(NamedTuple):
+    """Sequences of one forward pass."""
+
+    tokens: Tensor
+    """[batch, sequence], int64"""
+    targets: Tensor
+    """[batch, sequence], int64; ``IGNORE`` if there is none"""
+    sample_ids: Tensor
+    """[batch], int64; below 0: padding, which has no targets"""
+    positions: Tensor | None = None
+    """[batch, sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
+
+
+class TokenDataset:
+    """Split of prepared text as windows: sample i is tokens [i x S, i x S + S], the targets shifted by one.
+
+    Windows share their border token only, as the last target of one and the first input of the next. The tokens left
+    over at the end, fewer than S + 1, are not used, unless the dataset is ``to_end``: then they are a last window,
+    filled up with padding. ``dataset[i]`` is a pure function of i and may be called from any number of threads.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        split: str,
+        sequence_length: int,
+        *,
+        isolate_documents: bool = False,
+        to_end: bool = False,
+    ) -> None:
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` if it has less than one window."""
+        self._stream = prepared.stream(split)
+        if self._stream.tokens <= (1 if to_end else sequence_length):
+            raise _nothing_to_predict("data") if to_end else _too_short(prepared, split, sequence_length)
+        self._length = (self._stream.tokens - 1) // sequence_length
+        if to_end:
+            self._length = -(-(self._stream.tokens - 1) // sequence_length)
+        self._sequence_length = sequence_length
+        self._isolate = isolate_documents
+        self._all_learned = not self._stream.is_supervised
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}{'-isolated' if isolate_documents else ''}"
+        """Equal for equal samples, on any machine."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        start = index * self._sequence_length
+        stop = min(start + self._sequence_length + 1, self._stream.tokens)
+        window = self._stream.read(start, stop).astype(np.int64)
+        if missing := self._sequence_length + 1 - len(window):
+            window = np.pad(window, (0, missing))
+        tokens, targets = window[:-1], window[1:]
+        if self._all_learned and not self._isolate and not missing:
+            return Sample(tokens, targets)
+        targets = targets.copy()
+        targets[len(targets) - missing :] = IGNORE
+        if not self._all_learned:
+            targets[: stop - start - 1][self._stream.supervised(start + 1, stop) == 0] = IGNORE
+        if not self._isolate:
+            return Sample(tokens, targets)
+        begins = self._stream.document_starts(start + 1, stop) - start
+        targets[begins - 1] = IGNORE
+        return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
+
+    def describe(self) -> str:
+        """Return how documents become sequences, for the plan; empty for the default."""
+        return "documents isolated" if self._isolate else ""
+
+
+class PackedDataset:
+    """Split of prepared text as sequences of whole documents, each as full as can be, the rest padding.
+
+    Longer documents are split; conversations, which mean nothing without their beginning, are truncated. All tokens of
+    a document but its first are targets. ``dataset[i]`` is a pure function of i and may be called from any number of
+    threads. Every process holds 24 bytes a document.
+    """
+
+    def __init__(
+        self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool, skips: bool = False
+    ) -> None:
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` if nothing in it can be learned. ``skips``:
+        leave out conversations that truncation leaves nothing to train on, which are refused otherwise."""
+        self._stream = prepared.stream(split)
+        self._sequence_length = sequence_length
+        self._isolate = isolate_documents
+        pieces = find_pieces(self._stream, sequence_length, truncate=self._stream.is_supervised)
+        if not len(pieces.starts):
+            raise _nothing_to_predict(f"{split} split")
+        starts, lengths = pieces.starts, pieces.lengths
+        self._cut_documents, self._longest, self._left_out = 0, pieces.longest, 0
+        if self._stream.is_supervised and pieces.cut_documents:
+            self._cut_documents = pieces.cut_documents
+            is_empty = _without_targets(self._stream, pieces, sequence_length)
+            if is_empty.all() or (is_empty.any() and not skips):
+                raise _cut_off(prepared, sequence_length, may_skip=not skips)
+            starts, lengths, self._left_out = starts[~is_empty], lengths[~is_empty], int(is_empty.sum())
+        self._kept_share = float(lengths.sum() / self._stream.tokens)
+        packing = best_fit(lengths, sequence_length + 1)
+        self._starts, self._lengths = starts[packing.order], lengths[packing.order]
+        self._bounds = packing.bounds
+        isolated = "-isolated" if isolate_documents else ""
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-best_fit{isolated}"
+        """Equal for equal samples, on any machine."""
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first, last = self._bounds[index], self._bounds[index + 1]
+        window = np.zeros(self._sequence_length + 1, np.int64)
+        is_target = np.zeros(self._sequence_length + 1, bool)
+        begins = np.empty(last - first + 1, np.int64)
+        filled = 0
+        for place, piece in enumerate(range(first, last)):
+            start, length = int(self._starts[piece]), int(self._lengths[piece])
+            begins[place] = filled
+            window[filled : filled + length] = self._stream.read(start, start + length)
+            # Not the first: it would be predicted from another document.
+            is_target[filled + 1 : filled + length] = (
+                self._stream.supervised(start + 1, start + length) if self._stream.is_supervised else True
+            )
+            filled += length
+        begins[-1] = filled  # the padding counts as a document, which nothing is learned from
+        targets = np.where(is_target[1:], window[1:], IGNORE)
+        if not self._isolate:
+            return Sample(window[:-1], targets)
+        positions = positions_in_documents(begins[1:], self._sequence_length)
+        return Sample(window[:-1], targets, positions)
+
+    def describe(self) -> str:
+        """Return how documents become sequences, for the plan."""
+        used = np.minimum(np.add.reduceat(self._lengths, self._bounds[:-1]), self._sequence_length).sum()
+        share = used / (len(self) * self._sequence_length)
+        text = f"{len(self):,} sequences of whole documents, {100 * share:.1f} % filled"
+        text += ", isolated" if self._isolate else ""
+        if self._cut_documents:
+            text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
+        if self._left_out:
+            text += f", {self._left_out:,} of them left out: nothing to train on is left"
+        return text
+
+    def truncation(self, name: str = "data") -> str:
+        """Return a warning if truncation removes most tokens; empty if not. ``name``: of what, in keys."""
+        if not self._cut_documents or self._kept_share >= 0.5:
+            return ""
+        return removed(
+            f"{_count(self._cut_documents, 'conversation')} of {name}", 1 - self._kept_share, self._sequence_length,
+            self._longest,
+        )  # fmt: skip
+
+
+def open_dataset(
+    prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
+) -> TokenDataset | PackedDataset:
+    """Return the split ``train`` or ``validation`` as a dataset, as ``data.packing`` and ``data.isolate_documents``
+    say. ``to_end``: without packing no token is left over, as in measuring a text, whose sequences need not be full."""
+    length, isolate = section.sequence_length, section.isolate_documents
+    if section.packing == "best_fit":
+        return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=section.bad_rows == "skip")
+    return TokenDataset(prepared, split, length, isolate_documents=isolate, to_end=to_end)
+
+
+def positions_in_documents(begins: np.ndarray, length: int) -> np.ndarray:
+    """Positions [length], int64, that restart at each of ``begins``, ascending; those at or past the end do nothing."""
+    begins = np.concatenate(([0], begins[begins < length]))
+    return np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
+
+
+def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
+    """Stack samples; ``ids`` [batch] are their numbers, and a row whose id is below 0 loses all its targets."""
+    targets = np.stack([sample.targets for sample in samples])
+    targets[ids < 0] = IGNORE
+    tokens = np.stack([sample.tokens for sample in samples])
+    rows = [sample.positions for sample in samples if sample.positions is not None]
+    positions = torch.from_numpy(np.stack(rows)) if rows else None
+    sample_ids = torch.from_numpy(ids.astype(np.int64))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions)
+
+
+def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:
+    """Return which pieces truncation leaves nothing to train on, [pieces], bool."""
+    is_empty = np.zeros(len(pieces.starts), bool)
+    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # with those that just fit, which pass
+        start = int(pieces.starts[piece])
+        is_empty[piece] = not stream.supervised(start + 1, start + sequence_length + 1).any()
+    return is_empty
+
+
+def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> UserError:
+    """Return the error for conversations of both splits that truncation leaves nothing to train on."""
+    shown, count, longest = list[str](), 0, 0
+    for split in (split for split in SPLITS if prepared.shards[split]):
+        stream = prepared.stream(split)
+        pieces, starts = find_pieces(stream, sequence_length, truncate=True), stream.all_document_starts()
+        for start in pieces.starts[_without_targets(stream, pieces, sequence_length)].tolist():
+            document = int(np.searchsorted(starts, start))
+            stop = int(starts[document + 1]) if document + 1 < len(starts) else stream.tokens
+            count, longest = count + 1, max(longest, stop - start)
+            if len(shown) < SHOWN_ROWS:
+                place = prepared.place(split, document)
+                text = prepared.tokenizer.decode(stream.read(start, min(stop, start + sequence_length + 1)).tolist())
+                quoted = f"the conversation that begins {' '.join(text.split())[:_QUOTED_CHARACTERS]!r}"
+                shown.append(
+                    f"{quoted if place is None else place} has {stop - start:,} tokens and nothing to train on in the "
+                    f"first {sequence_length:,}"
+                )
+    cure = f"use data.sequence_length={longest - 1}" + ", or leave them out with data.bad_rows=skip" * may_skip
+    why = f"data.sequence_length={sequence_length} cuts off what the assistant says"
+    if count == 1:
+        return UserError(f"{shown[0]}: {why}; {cure.replace('them', 'it')}")
+    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+    return UserError(*shown, *more, head=f"{count:,} conversations have nothing to train on: {why}; {cure}")
+
+
+def removed(what: str, share: float, sequence_length: int, longest: int) -> str:
+    """Return a warning that truncation removes most tokens."""
+    return (
+        f"data.sequence_length={sequence_length} truncates {what} and removes {100 * share:.0f} % of all tokens; "
+        f"the longest has {longest:,}: data.sequence_length={longest - 1}"
+    )
+
+
+def _nothing_to_predict(what: str) -> UserError:
+    return UserError(
+        f"the {what} has no document of two tokens or more, so there is nothing to predict; give more text in data.path"
+    )
+
+
+def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:
+    """Return the error for too little text, with the longest sequence that works, if that is long enough."""
+    has = prepared.splits[split]
+    what = "training" if split == "train" else "validation"
+    message = (
+        f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
+        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
+    )
+    longest = min(each.tokens for each in prepared.splits.values()) - 1
+    if longest < _SHORTEST_USEFUL:
+        would_do = f"data.sequence_length={longest}, too short to learn from" if longest > 0 else "no length at all"
+        return UserError(f"{message}; use more text in data.path; this is enough for {would_do}")
+    return UserError(f"{message}; use more text, or at most data.sequence_length={longest}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

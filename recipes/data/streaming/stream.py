@@ -1,0 +1,150 @@
+"""Data that is read during training: opening it, and preparing its validation set."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import read_regular
+from serried.recipes.data.prepared.atomic_folder import make_folder
+from serried.recipes.data.prepared.prepare import (
+    Prepared,
+    cache_folder,
+    is_intact,
+    open_prepared,
+    write_json,
+    write_summary,
+)
+from serried.recipes.data.prepared.token_shards import ShardWriter
+from serried.recipes.data.prepared.tokenize import Counts, place_of
+from serried.recipes.data.readers.hugging_face_dataset import streamed_units
+from serried.recipes.data.readers.progress import Progress, Show
+from serried.recipes.data.readers.source import Row, Unit
+from serried.recipes.data.streaming.lanes import Deal, StreamDataset
+from serried.recipes.data.tokenizers.encode_rows import TextEncoder
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
+from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
+
+_FORMAT = 3
+"""Version of the prepared files of a stream; 4 if the pieces of long documents are joined."""
+
+_HELD_OUT = "held-out.json"
+"""Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
+
+_ROWS_AT_ONCE = 64
+_REMEMBERED_STEPS = 64
+"""Steps to remember: a rollback returns to before the spike, which may have been noticed some fifty steps later."""
+
+
+def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Prepared:
+    """Tokenise enough documents for ``sequences`` sequences of validation, of those that come first, or find them done.
+
+    They are those of ``data.validation_split``, else those whose content's hash is below ``data.validation_fraction``:
+    of all that pass it, whether they are in the validation set or not, none is trained on. For that the whole of a
+    ``data.validation_split`` is read. If none is kept, there are no documents.
+
+    Raises ``UserError`` if the source cannot be read, or has too little for one sequence.
+    """
+    tokenizer = _tokenizer(section)
+    units = [] if section.keeps_none else streamed_units(section, section.validation_split or section.split)
+    wanted = sequences * section.sequence_length + 1
+    names = [[unit.name, unit.size_bytes] for unit in units]
+    version = _FORMAT if tokenizer.splits_anywhere else _FORMAT + 1
+    identity = [version, _identity(section, tokenizer), names, wanted, section.validation_split]
+    folder = cache_folder(section) / f"stream-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}"
+    with Progress(show, 1) as progress:
+
+        def write(partial: Path) -> None:
+            progress.say("reading documents for validation")
+            _write(partial, section, units, tokenizer, wanted)
+
+        make_folder(folder, write, lambda: is_intact(folder) and (folder / _HELD_OUT).is_file(), progress)
+    return open_prepared(folder)
+
+
+def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
+    """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made. Raises ``UserError`` if
+    there is no such dataset, subset or split, or it cannot be had."""
+    tokenizer = _tokenizer(section)
+    places = read_regular(prepared.folder / _HELD_OUT)
+    held_out = frozenset(json.loads(places))
+    fraction = 0.0 if section.validation_split else section.validation_fraction
+
+    def is_training(row: Row, unit: str) -> bool:
+        place = place_of(row, unit)
+        return place >= fraction and place not in held_out
+
+    units = streamed_units(section, section.split)
+    return StreamDataset(
+        units,
+        TextEncoder(tokenizer, section.tokenizer),
+        is_training,
+        Deal(len(units), lanes, seed),
+        sequence_length=section.sequence_length,
+        isolate_documents=section.isolate_documents,
+        # The loader reads two steps ahead, or one for each of its threads.
+        remembered=_REMEMBERED_STEPS + workers,
+        identity=json.dumps([_identity(section, tokenizer), hashlib.sha256(places).hexdigest()]),
+    )
+
+
+def _tokenizer(section: Any) -> Tokenizer:
+    tokenizer = named_tokenizer(section)
+    assert tokenizer is not None, "the schema refuses those that are learned from the text"
+    return tokenizer
+
+
+def _identity(section: Any, tokenizer: Tokenizer) -> str:
+    """What the tokens of a document, and the split it goes to, depend on."""
+    spec = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
+    return json.dumps([spec, section.text_column, section.validation_fraction])
+
+
+def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokenizer, wanted: int) -> None:
+    counts, held_out = Counts(), set[float]()
+    encoder = TextEncoder(tokenizer, section.tokenizer)
+    with ShardWriter(folder, "validation-00000", token_dtype(tokenizer.vocab_size)) as writer:
+        for unit, rows in _held_out_rows(section, units):
+            if section.validation_split:  # all of it, however much an evaluation takes: that may change
+                held_out.update(place_of(row, unit.name) for row in rows)
+            elif writer.tokens >= wanted:
+                break
+            if writer.tokens >= wanted:
+                continue
+            for encoded in encoder(rows, unit.name):
+                if isinstance(encoded, UserError):
+                    raise encoded
+                if writer.tokens >= wanted:
+                    break
+                writer.add(encoded, begins=True)
+                counts.validation.documents += 1
+        counts.validation.tokens = writer.tokens
+    if counts.validation.tokens <= section.sequence_length and not section.keeps_none:
+        keep = f"data.validation_fraction={section.validation_fraction:g}"
+        raise UserError(
+            f"the documents for validation ({section.validation_split or keep}) of {section.path} have "
+            f"{counts.validation.tokens:,} tokens, and data.sequence_length={section.sequence_length} needs "
+            f"{section.sequence_length + 1:,}; keep more of them, or use shorter sequences"
+        )
+    write_json(folder / _HELD_OUT, sorted(held_out))
+    shards = {"validation": [writer.shard()]} if writer.tokens else {}
+    write_summary(folder, counts, shards, "document", tokenizer)
+
+
+def _held_out_rows(section: Any, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Row]]]:
+    """Documents for validation, some at a time, in order."""
+    for unit in units:
+        chosen = []
+        for row in unit.all_rows():
+            if row.error is not None:
+                raise row.error
+            if not row.content:
+                continue
+            if section.validation_split or place_of(row, unit.name) < section.validation_fraction:
+                chosen.append(row)
+            if len(chosen) == _ROWS_AT_ONCE:
+                yield unit, chosen
+                chosen = []
+        yield unit, chosen

@@ -1,0 +1,281 @@
+"""Chat templates: Jinja, as ``transformers`` compiles it, in a sandbox that bounds what a template may do."""
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.recipes.data.readers.files import library
+
+Message = dict[str, Any]
+
+_NOW = datetime(2024, 7, 26)
+"""The date given to templates that ask for it: tokens must not depend on the day."""
+
+_MOST_CHARACTERS = 2**26
+"""That a template may write for one conversation, or hold in one text."""
+
+_MOST_STEPS = 3_000_000
+"""Passes through loops and macros, and calls, for one conversation: some seconds. A count and not a time, so that the
+same rows pass on every machine."""
+
+_STEPS_OF_A_CALL = 5
+"""A call takes so many times as long as a pass through a loop."""
+
+_MOST_PARTS = 2**20
+"""Of a list or an object that becomes text."""
+
+_GROWING = ("join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate")
+"""Filters, and methods of texts, whose result may be much longer than what they are given."""
+
+_CURE = "use another template, data.chat_template=FILE, or fix the row"
+
+
+class Unlearnable(Exception):
+    """A conversation cannot be rendered, or its replies cannot be found. The message is for users."""
+
+
+class TooMuch(UserError):
+    """A template does not end, or writes without end: it would do so for every row."""
+
+
+class Template:
+    """A Jinja template, run in a sandbox: templates are untrusted code."""
+
+    def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
+        """``special_tokens``: variables of the template, such as ``bos_token``."""
+        self.text, self.name, self._special_tokens = text, name, special_tokens
+        self._spent = _Spent()
+        self._compiled = _compile(text, name, self._spent)
+
+    def render(
+        self, messages: Sequence[Message], *, ask_for_reply: bool = False, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """The text of ``messages``; with ``ask_for_reply``, and of what comes before a reply of the assistant.
+        ``tools``: what it may call.
+
+        Raises:
+            Unlearnable: the template refuses them, or fails.
+            TooMuch: it does not end.
+        """
+        import jinja2
+
+        self._spent.steps = 0
+        try:
+            pieces = self._compiled.generate(
+                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=ask_for_reply,
+                **self._special_tokens,
+            )  # fmt: skip
+            return _joined(pieces)
+        except _Excess as error:
+            raise TooMuch(f"{self.name} {error}; use another template: data.chat_template=FILE") from error
+        except jinja2.TemplateError as error:
+            raise Unlearnable(f"{self.name} refuses it: {error}; {_CURE}") from error
+        except Exception as error:  # a template can fail in any way
+            reason = f"{type(error).__name__}: {error}"
+            raise Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
+
+
+class _Excess(Exception):
+    """What a template did too much of."""
+
+
+class _Spent(threading.local):
+    """Steps of the conversation that this thread renders."""
+
+    steps = 0
+
+    def step(self, steps: int = 1) -> None:
+        self.steps += steps
+        if self.steps > _MOST_STEPS:
+            raise _Excess(f"takes more than {_MOST_STEPS:,} steps for one conversation")
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    text, length = [], 0
+    for piece in pieces:
+        length += len(piece)
+        if length > _MOST_CHARACTERS:
+            raise _Excess(f"writes more than {_MOST_CHARACTERS:,} characters for one conversation")
+        text.append(piece)
+    return "".join(text)
+
+
+def _check_length(length: int, what: str) -> None:
+    if length > _MOST_CHARACTERS:
+        raise _Excess(f"makes a text or list of more than {_MOST_CHARACTERS:,} characters or items ({what})")
+
+
+def _check_parts(value: Any) -> Any:
+    """Return ``value``; lists in lists may be small in memory and endless as text."""
+    waiting, parts = [value], 0
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list | tuple | dict):
+            parts += len(each)
+            if parts > _MOST_PARTS:
+                raise _Excess(f"writes a list of more than {_MOST_PARTS:,} parts")
+            waiting += [*each, *each.values()] if isinstance(each, dict) else each
+    return value
+
+
+def _check_growth(name: str, given: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Refuse a call of one of ``_GROWING`` whose result may be too long: at most the product of what it is given."""
+    if name == "replace" and (length := _length_replaced(given, named)) is not None:
+        _check_length(length, name)
+        return
+    given = [*given, *named.values()]
+
+    def size(value: Any) -> int:
+        if isinstance(value, list | tuple):
+            return sum(map(size, value)) + len(value)
+        return len(value) if isinstance(value, str | dict) else abs(value) if isinstance(value, int) else 1
+
+    if name == "format":
+        if any(isinstance(each, str) and re.search(r"\d{7}|\*", each) for each in given[:1]):
+            raise _Excess("formats with too large a width")
+        return
+    _check_length((size(given[0]) + 1) * max(map(size, given[1:]), default=1), name)
+
+
+def _length_replaced(given: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """Return the length of what ``replace`` makes; None if these arguments do not tell."""
+    arguments = {**dict(zip(("text", "old", "new", "count"), given, strict=False)), **named}
+    count = arguments.pop("count", None)
+    if len(arguments) < 3 or not isinstance(count, int | None):
+        return None  # the call itself will fail
+    if any(isinstance(each, list | tuple | dict) or hasattr(each, "__html__") for each in arguments.values()):
+        return None  # may be far longer as text, or be escaped first
+    text, old, new = (str(arguments[each]) for each in ("text", "old", "new"))
+    found = text.count(old)  # an empty one is found before each character and at the end
+    times = found if count is None or count < 0 else min(count, found)
+    return len(text) + times * (len(new) - len(old))
+
+
+def _compile(text: str, name: str, spent: _Spent) -> Any:
+    """As ``transformers`` compiles it; its tests hold templates to the same functions and options."""
+    library("jinja2", "data.format=chat")
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    class Generation(jinja2.ext.Extension):
+        """Accept ``{% generation %}``, which marks replies in a few templates; replies are found without it."""
+
+        tags = {"generation"}  # noqa: RUF012 -- as its base class has it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuse to repeat a text until it fills the memory, and to run without end."""
+
+        intercepted_binops = frozenset(["*", "**", "+", "%"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(each) if isinstance(each, str | list | tuple) else each for each in (left, right)]
+            if operator == "**" and right > 64:
+                raise _Excess("computes ** with too large a result")
+            if operator == "%" and isinstance(left, str):
+                _check_growth("format", [left])
+            if operator == "+" and sizes != [left, right] and all(isinstance(size, int) for size in sizes):
+                _check_length(sizes[0] + sizes[1], "+")
+            if operator == "*" and sizes != [left, right] and all(isinstance(size, int) for size in sizes):
+                _check_length(sizes[0] * sizes[1], "*")
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
+            spent.step(_STEPS_OF_A_CALL)
+            method = getattr(function, "__wrapped__", function)  # the sandbox has a format of its own
+            owner = getattr(method, "__self__", None)
+            if isinstance(owner, str) and method.__name__ in _GROWING:
+                _check_growth(method.__name__, [owner, *arguments], named)
+            result = super().call(context, function, *arguments, **named)
+            return text_of(result) if isinstance(result, str) else result
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # Jinja's own escapes for HTML
+        return json.dumps(_check_parts(value), ensure_ascii=ensure_ascii, **options)
+
+    @jinja2.pass_context  # else the compiler would call it, once
+    def step(_: Any, value: Any) -> Any:
+        spent.step()
+        return value
+
+    def text_of(value: Any) -> Any:
+        _check_length(len(value), "a macro or set block")
+        return value
+
+    def concatenated(values: Sequence[Any]) -> str:
+        texts = [str(_check_parts(value)) for value in values]
+        _check_length(sum(map(len, texts)), "~")
+        return "".join(texts)
+
+    def bounded(filter_name: str, function: Any) -> Any:
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, which some filters take
+
+        @wraps(function)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            given = [_check_parts(each) for each in arguments[first:]]
+            if filter_name in _GROWING and not any(hasattr(each, "__next__") for each in given):
+                _check_growth(filter_name, given, named)
+            return function(*arguments, **named)
+
+        return checked
+
+    class Bounded(NodeTransformer):
+        """Count each pass through a loop or macro, and check the length of what ``~`` makes."""
+
+        def _count(self, node: Any) -> Any:
+            counted = nodes.Filter(nodes.Const(None), "serried step", [], [], None, None, lineno=node.lineno)
+            self.generic_visit(node)
+            node.body = [nodes.ExprStmt(counted, lineno=node.lineno), *node.body]
+            return node
+
+        visit_For = visit_Macro = visit_CallBlock = _count
+
+        def visit_AssignBlock(self, node: Any) -> Any:
+            self.generic_visit(node)
+            node.filter = nodes.Filter(node.filter, "serried text", [], [], None, None, lineno=node.lineno)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            self.generic_visit(node)
+            parts = nodes.List(node.nodes, lineno=node.lineno)
+            return nodes.Filter(parts, "serried join", [], [], None, None, lineno=node.lineno)
+
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], finalize=_check_parts
+    )
+    for each in ("string", "join", "replace", "center", "indent", "format", "upper", "lower", "trim", "pprint"):
+        environment.filters[each] = bounded(each, environment.filters[each])
+    environment.filters["tojson"] = to_json
+    # Names that no template can write.
+    environment.filters |= {"serried step": step, "serried join": concatenated, "serried text": text_of}
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _NOW.strftime
+
+    try:
+        tree = Bounded().visit(environment.parse(text))
+        tree.set_environment(environment)
+        return environment.from_string(tree)
+    except jinja2.TemplateError as error:
+        line = getattr(error, "lineno", None)
+        at = f" in line {line}" if line else ""
+        raise UserError(f"{name} is not a Jinja template{at}: {error}; give another, or leave it out") from error
+    except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which it is compiled to
+        raise UserError(
+            f"{name} is not a Jinja template that can be compiled: it is nested or chained too deeply "
+            f"({type(error).__name__}); give another, or leave it out"
+        ) from error

@@ -1,0 +1,322 @@
+"""Hugging Face tokenizers: found in a file, a folder or on the Hub, or trained here."""
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import parse_json, read_bytes
+from serried.configs.schema.data import DataSection
+from serried.recipes.data.readers.files import assignment, library, quiet
+from serried.recipes.data.tokenizers.tokenizer import (
+    END,
+    REPLACEMENT,
+    TOKENIZER_CONFIG,
+    BytesTokenizer,
+    CharsTokenizer,
+    Tokenizer,
+    chars_tokenizer_of,
+    token_dtype,
+)
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""Files of a tokenizer; only the first is required."""
+
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
+"""End-of-text tokens to look for if no file names one."""
+
+_MOST_BYTES = 2**28
+"""Of a file of a tokenizer; those of the largest vocabularies have 2**25."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """What a ``tokenizer.json`` describes.
+
+    Documents begin as its post-processor has them begin (Llama 3: with ``<|begin_of_text|>``; most: with nothing) and
+    end with its end-of-text token. What else a post-processor adds is left out, and a text that holds the name of a
+    special token cannot end a document: it is text.
+    """
+
+    takes_bytes = False
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """``files``: contents of ``tokenizer.json`` and of those beside it, by name.
+
+        Raises:
+            ValueError: they describe no tokenizer, or none with a token that ends a document.
+        """
+        self._files = {name: files[name] for name in _FILES if name in files}
+        self._tokenizer = _parsed(files["tokenizer.json"])
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        self.end = _end_token(self._files, ids)
+        """Text of the end mark."""
+        self.end_id: int = ids[self.end]
+        bare, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        self.start_ids = tuple(whole[:begin])
+        self._dtype = token_dtype(self.vocab_size)
+        self._known = frozenset(ids.values())
+
+    @functools.cached_property
+    def chat_template(self) -> str | None:
+        """Jinja template of conversations; None if it has none."""
+        if "chat_template.jinja" in self._files:
+            return self._files["chat_template.jinja"]
+        template = _settings(self._files, "tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether its settings name no class and no tokens by which transformers may read it in another way."""
+        settings = _settings(self._files, "tokenizer_config.json")
+        added = settings.get("added_tokens_decoder")
+        marks = [value for key, value in settings.items() if key.endswith("_token")]
+        marks += [*added.values()] if isinstance(added, dict) else []
+        names = [mark.get("content") if isinstance(mark, dict) else mark for mark in marks]
+        texts = [name for name in names if isinstance(name, str)]
+        return (
+            settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+            and not {"add_prefix_space", "add_bos_token", "add_eos_token", "extra_special_tokens"} & settings.keys()
+            and all(self._tokenizer.token_to_id(text) is not None for text in texts)
+        )
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Texts and ids of tokens that were added to the vocabulary, such as marks."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        return frozenset(self.added_tokens.values())
+
+    @functools.cached_property
+    def _with_marks(self) -> Any:
+        tokenizer = _parsed(self._files["tokenizer.json"])
+        tokenizer.post_processor = None  # it adds nothing here, and may leave blanks out of the places of tokens
+        return tokenizer
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        return self.encode_many([text.decode() if isinstance(text, bytes) else text])[0]
+
+    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, self._dtype) for each in found]
+
+    def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        words = [-1 if word is None else word for word in found.word_ids]
+        places = np.array([start for start, _ in found.offsets], np.int64)
+        return np.array(found.ids, self._dtype), places, np.array(words, np.int64)
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._with_marks.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self._dtype), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        pieces, run = [], list[int]()
+        for token in map(int, ids):
+            if token in self._known:
+                run.append(token)
+            else:
+                pieces += [self._tokenizer.decode(run), REPLACEMENT]
+                run = []
+        return "".join([*pieces, self._tokenizer.decode(run)])
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return str(self._with_marks.decode(list(map(int, ids)), skip_special_tokens=False))
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "hugging_face", "files": self._files}
+
+
+def _parsed(content: str) -> Any:
+    tokenizers = library("tokenizers", "a tokenizer.json")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"it is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
+    """The text of the token that ends a document."""
+    settings = {name: _settings(files, name) for name in ("tokenizer_config.json", "special_tokens_map.json")}
+    for name, values in settings.items():
+        entry = values.get("eos_token")
+        token = entry.get("content") if isinstance(entry, dict) else entry
+        if token is not None:
+            if not isinstance(token, str) or token not in ids:
+                raise ValueError(f"{name} calls {token!r} its eos_token, and tokenizer.json has no such token")
+            return token
+    usual = next((token for token in _USUAL_ENDS if token in ids), None)
+    if usual is None:
+        raise ValueError(
+            f"nothing says which token ends a document: put a tokenizer_config.json with an eos_token beside it (none "
+            f"of {', '.join(_USUAL_ENDS)} is in it)"
+        )
+    return usual
+
+
+def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the JSON object in one of the files beside ``tokenizer.json``; empty if there is no such file."""
+    try:
+        settings = parse_json(files.get(name, "{}"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} holds no mapping of names to values")
+    return settings
+
+
+# finding --------------------------------------------------------------------------------------------------------------
+
+
+def named_tokenizer(section: DataSection) -> Tokenizer | None:
+    """Return the tokenizer that ``data.tokenizer`` names; None for those that are made from the text."""
+    if section.tokenizer == "bytes":
+        return BytesTokenizer()
+    return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
+
+
+def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
+    """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub. Raises ``UserError`` if
+    there is none, or it cannot be had."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.exists():
+            raise UserError(
+                f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; transformers writes one: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+    try:
+        files = _files_beside(path) if path.exists() else _files_of_hub(name)
+        return chars_tokenizer_of(files["tokenizer.json"]) or HuggingFaceTokenizer(files)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{assignment('data.tokenizer', name)} is not a tokenizer.json: {error.reason}") from error
+    except ValueError as error:
+        raise UserError(f"{assignment('data.tokenizer', name)}: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+
+
+def _files_beside(path: Path) -> dict[str, str]:
+    others = {name: path.with_name(name) for name in _FILES[1:]}
+    return {"tokenizer.json": _read(path)} | {name: _read(other) for name, other in others.items() if other.exists()}
+
+
+def _read(path: Path) -> str:
+    return read_bytes(path, _MOST_BYTES).decode("utf-8")
+
+
+def _files_of_hub(name: str) -> dict[str, str]:
+    errors = library("huggingface_hub.errors", f"data.tokenizer={name}")
+    library("huggingface_hub.file_download", f"data.tokenizer={name}")  # sets up the log that is to be quiet
+    try:
+        with quiet():
+            try:
+                # What is here is taken as it is: a start needs no network.
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
+            except errors.LocalEntryNotFoundError:
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
+                for file in _FILES[1:]:
+                    with contextlib.suppress(errors.EntryNotFoundError):
+                        _downloaded(name, file)
+            for file in _FILES[1:]:
+                with contextlib.suppress(errors.EntryNotFoundError):
+                    files[file] = _downloaded(name, file, local_files_only=True)
+        return files
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"data.tokenizer={name} is gated: ask for access at https://huggingface.co/{name}, then run "
+            "`hf auth login` (or set HF_TOKEN) and start again; or use another tokenizer, as in "
+            "data.tokenizer=openai-community/gpt2, or your own: data.tokenizer=train"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} is not a file or folder here, and not on the Hugging Face Hub, or private; "
+            "check the name, or run `hf auth login`"
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; transformers writes one: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then data.tokenizer=FOLDER"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(
+            f"{assignment('data.tokenizer', name)} is not a file or folder here, and not a name on the Hub; "
+            "use the path of a tokenizer.json, or OWNER/NAME"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"data.tokenizer={name} is not on this machine, and the Hugging Face Hub cannot be reached "
+            f"({type(error).__name__}); run `serried prepare` with the same overrides on a machine with network and "
+            "share data.cache_dir and HF_HOME with this one, or give a folder with a tokenizer.json: "
+            "data.tokenizer=FOLDER"
+        ) from error
+
+
+def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
+    hub = library("huggingface_hub", f"data.tokenizer={name}")
+    return _read(Path(hub.hf_hub_download(name, file, local_files_only=local_files_only)))
+
+
+# training -------------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
+    """Learn a byte-level byte-pair encoding (as GPT-2's) of ``vocab_size`` ids from ``texts``.
+
+    Deterministic. It has fewer ids if no more pairs occur twice.
+    """
+    tokenizers = library("tokenizers", "data.tokenizer=train")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    smallest = len(level.alphabet()) + 1
+    if vocab_size < smallest:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is below {smallest}: all bytes and an end mark; use data.vocab_size=8192"
+        )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = level
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = json.dumps(TOKENIZER_CONFIG, indent=2) + "\n"
+    return HuggingFaceTokenizer({"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": config})
+
+
+def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer whose ``spec()`` this is.
+
+    Raises:
+        ValueError: this version does not know its kind.
+    """
+    kind = spec.get("kind")
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "chars" and isinstance(spec.get("characters"), str):
+        return CharsTokenizer(spec["characters"])
+    if kind == "hugging_face":
+        return HuggingFaceTokenizer(spec["files"])
+    raise ValueError(f"unknown tokenizer {kind!r}")

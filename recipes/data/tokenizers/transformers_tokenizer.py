@@ -1,0 +1,102 @@
+"""How transformers reads a tokenizer: its class may do something else than ``tokenizer.json`` says."""
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serried.recipes.models.hugging_face.any_causal_lm import import_transformers
+
+_TEXTS = (
+    "a", " a", "The quick brown fox, isn't it?", "  two  blanks\n\n and\n  lines\t\t", "1234567 + 89 = 3.14",
+    "naïve café ﬁ Ａ１ ẞ", "漢字 🜁 привет", "STOP it's WE'LL", "def f(x):\n    return x\r\n",
+)  # fmt: skip
+"""Texts that tokenizers read in different ways: blanks, case, digits, accents, forms of one letter."""
+
+_SHOWN = 8
+
+
+class Sides(NamedTuple):
+    """How transformers makes texts equally long."""
+
+    padding: str = "right"
+    truncation: str = "right"
+    pad_id: int | None = None
+    end_id: int | None = None
+
+
+def opened(name: str) -> Any:
+    """Return the tokenizer that transformers opens for a folder, a file in it or a name, without running code of it;
+    None if it cannot, or transformers is not there."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
+    name = str(path.parent) if path.is_file() else str(path) if path.is_dir() else name
+    try:
+        transformers = import_transformers()
+    except ImportError:
+        return None
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(50)
+    try:
+        for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
+            try:
+                found = kind.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+            except Exception:  # of any kind: the code of hundreds of tokenizers
+                continue
+            if found.is_fast:
+                return found
+        return None
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+
+
+def sides(tokenizer: Any) -> Sides:
+    """Return the settings of a tokenizer that ``opened`` returned."""
+    if tokenizer is None:
+        return Sides()
+    return Sides(
+        tokenizer.padding_side, tokenizer.truncation_side, tokenizer.pad_token_id, tokenizer.eos_token_id
+    )  # fmt: skip
+
+
+def difference(
+    key: str, name: str, theirs: Any, encode: Callable[[str], Sequence[int]], marks: Mapping[str, int], folder: str = ""
+) -> str | None:
+    """Return a line on ids that transformers gives and ``encode`` does not, with how to get them; None: there are none.
+
+    ``encode``: text to ids, with what the tokenizer puts around a text if it does so here. ``marks``: added tokens.
+    ``folder``: what FOLDER, the new value of ``key``, must be before.
+    """
+    if theirs is None:
+        return None
+    kind = type(theirs).__name__
+    found = next(
+        (
+            f"{text!r} is {_shown(there)} there and {_shown(here)} here"
+            for text in _TEXTS
+            if (there := _ids(theirs, text)) != (here := list(encode(text)))
+        ),
+        None,
+    )
+    if found is None:
+        others = [text for text, number in theirs.get_added_vocab().items() if marks.get(text, number) != number]
+        others += [text for text in theirs.get_added_vocab() if text not in marks]
+        if not others:
+            return None
+        found = f"it knows the tokens {', '.join(map(repr, others[:_SHOWN]))}, which tokenizer.json does not"
+    command = f'import transformers; transformers.AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER")'
+    return (
+        f"transformers ({kind}) does not read {key}={name} as its tokenizer.json says: {found}; tokenizer.json is what "
+        f"is used here; to use the ids of transformers: python -c {shlex.quote(command)} and {key}=FOLDER{folder}"
+    )
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    try:
+        return list(tokenizer(text, split_special_tokens=True)["input_ids"])
+    except Exception:  # of any kind
+        return []
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return f"{list(ids[:_SHOWN])}".replace("]", ", ...]" if len(ids) > _SHOWN else "]")

@@ -1,0 +1,130 @@
+"""Gemma 2 (https://arxiv.org/abs/2408.00118) and the text model of Gemma 3 (https://arxiv.org/abs/2503.19786).
+
+Differences from Llama: norms before and after attention and feed-forward, by 1 + weight; a GELU in place of the SiLU;
+an embedding multiplied by sqrt(dim); most blocks attend to a window. Gemma 2 caps scores and logits softly. Gemma 3
+normalises queries and keys instead, and blocks with a window have rotary frequencies of their own.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.schema.models import GemmaSection
+from serried.parallel.plan import Context
+from serried.recipes.models.families.llama import Attention, FeedForward, Llama, RMSNorm, Transformer
+from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
+from serried.recipes.models.layers.kv_cache import LayerCache
+from serried.recipes.models.layers.lm_head import LanguageModelHead
+
+
+class GemmaNorm(RMSNorm):
+    """``RMSNorm`` by 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class GemmaAttention(Attention):
+    """``Attention`` with another scale and capped scores, or with norms of queries and keys."""
+
+    def __init__(self, config: GemmaSection) -> None:
+        super().__init__(config)
+        scale, cap = (config.query_pre_attention_scalar or self.head_dim) ** -0.5, config.score_soft_cap
+        self.context = Context(
+            partial(attend, scale=scale, soft_cap=cap, kernel=config.attention),
+            partial(attend_with_logsumexp, scale=scale, soft_cap=cap),
+        )
+        if config.family == "gemma3_text":
+            self.q_norm, self.k_norm = (GemmaNorm(self.head_dim, config.norm_eps) for _ in range(2))
+
+
+class GemmaFeedForward(FeedForward):
+    """GeGLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
+class GemmaBlock(nn.Module):
+    """Attention and feed-forward, each between two norms and added to the residual stream."""
+
+    def __init__(self, config: GemmaSection) -> None:
+        super().__init__()
+        self.input_layernorm = GemmaNorm(config.dim, config.norm_eps)
+        self.self_attn = GemmaAttention(config)
+        self.post_attention_layernorm = GemmaNorm(config.dim, config.norm_eps)
+        self.pre_feedforward_layernorm = GemmaNorm(config.dim, config.norm_eps)
+        self.mlp = GemmaFeedForward(config.dim, config.hidden_dim)
+        self.post_feedforward_layernorm = GemmaNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, mask, past))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class GemmaTransformer(Transformer):
+    """``Transformer`` of ``GemmaBlock``."""
+
+    config: GemmaSection
+
+    def __init__(self, config: GemmaSection, vocab_size: int) -> None:
+        super().__init__(config, vocab_size)
+        self.norm = GemmaNorm(config.dim, config.norm_eps)
+        self.lm_head = LanguageModelHead(config.dim, vocab_size, config.tie_embeddings, config.logit_soft_cap)
+
+    def block(self, number: int) -> GemmaBlock:
+        del number  # they differ only in what forward passes to them
+        return GemmaBlock(self.config)
+
+    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
+        windows, bases = super().reaches(length)
+        if self.config.score_soft_cap is None:
+            return windows, bases
+        return [window or length for window in windows], bases  # no kernel caps scores without a mask
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        x = super().embedded(tokens)
+        if tokens.is_floating_point():
+            return x
+        # Rounded to the type of the stream, as when the published models were trained.
+        return x * float(torch.tensor(math.sqrt(self.config.dim)).to(x.dtype))
+
+
+class Gemma(Llama):
+    """``model.family=gemma2`` and ``gemma3_text``."""
+
+    section: GemmaSection
+    transformer = GemmaTransformer
+    stream_norms = 4
+
+    def __init__(self, section: GemmaSection, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self.normalizes_heads = section.family == "gemma3_text"
+
+    def initial_std(self, name: str) -> float | None:
+        return 0.0 if name.endswith("norm.weight") else super().initial_std(name)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        model, plain = self.section, super().export_config(end_token)
+        windows = [model.window(layer) for layer in range(model.layers)]
+        plain |= {
+            "model_type": model.family,
+            "query_pre_attn_scalar": model.query_pre_attention_scalar or model.attention_head_dim,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+            "attn_logit_softcapping": model.score_soft_cap,
+            "final_logit_softcapping": model.logit_soft_cap,
+        }
+        if model.family == "gemma2":
+            return plain
+        local = model.local_rope_theta or model.rope_theta
+        rope = plain["rope_parameters"]
+        return plain | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "sliding_window_pattern": model.global_every,
+            "rope_parameters": {"full_attention": rope, "sliding_attention": rope | {"rope_theta": local}},
+            "rope_local_base_freq": local,  # transformers 4
+        }

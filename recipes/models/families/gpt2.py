@@ -1,0 +1,241 @@
+"""GPT-2: learned positions, LayerNorm, biases, GELU, in the form of transformers' ``GPT2LMHeadModel``.
+
+Radford et al., "Language models are unsupervised multitask learners", 2019. Queries, keys and values are three
+parameters here, so that tensor ranks can divide each by heads; a checkpoint has them side by side in ``c_attn``.
+
+Shapes: B batch, S sequence, D dim, H heads, E head_dim, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.schema.models import GPT2Section
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
+from serried.recipes.models.families.llama import Embedding, end_bytes
+from serried.recipes.models.family import BlockBytes, PublishedFamily, bytes_at
+from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
+from serried.recipes.models.layers.kv_cache import Cache, LayerCache
+from serried.recipes.models.layers.lm_head import LanguageModelHead
+
+_QUERY_KEY_VALUE = ("q_attn", "k_attn", "v_attn")
+"""In the order in which ``c_attn`` has them."""
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a weight [inputs, outputs], as transformers calls it and saves it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.T, self.bias)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / standard deviation * weight + bias over the last dim, computed in fp32, returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GPT2Section) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
+        self.q_attn, self.k_attn, self.v_attn = (Conv1D(config.dim, config.dim) for _ in _QUERY_KEY_VALUE)
+        self.c_proj = Conv1D(config.dim, config.dim)
+
+    def forward(self, x: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:  # [B, S, D] -> [B, S, D]
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, E]
+            for projection in (self.q_attn, self.k_attn, self.v_attn)
+        )
+        if past is not None:
+            k, v = past.extend(k, v)
+        return self.c_proj(self.context.attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two layers with a GELU in between."""
+
+    def __init__(self, config: GPT2Section) -> None:
+        super().__init__()
+        self.c_fc = Conv1D(config.dim, config.hidden_dim)
+        self.c_proj = Conv1D(config.hidden_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: GPT2Section) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config.dim, config.norm_eps)
+        self.attn = Attention(config)
+        self.ln_2 = LayerNorm(config.dim, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, past)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2Model(nn.Module):
+    """As ``transformer.Transformer``: tokens in; logits out, or the summed loss if targets are given."""
+
+    def __init__(self, config: GPT2Section, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = Embedding(vocab_size, config.dim)
+        self.wpe = Embedding(config.max_sequence_length, config.dim)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = LayerNorm(config.dim, config.norm_eps)
+        self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self.further_names = {"lm_head.weight": "wte.weight"} if config.tie_embeddings else {}
+        """As those of ``Transformer``."""
+        self.context = Context(attend, attend_with_logsumexp)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+
+        ``positions`` [B, S], those of the whole sequence, restart from 0 with each document and keep documents apart.
+        With a ``cache`` the tokens follow those in it, and the logits are those of the last one alone, [B, 1, V].
+        """
+        first = 0 if cache is None else cache.length
+        length = self.context.whole_length(tokens)
+        make = partial(causal_mask, positions, length, tokens.device, None, self.config.attention)
+        if positions is None:
+            positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
+            # Where ranks divide a text it is padded at the end, past the table maybe; nothing reads it there.
+            positions = positions.clamp(max=self.config.max_sequence_length - 1)
+        x = self.wte(tokens)
+        if not tokens.is_floating_point():  # they are hidden states in the later stages of a pipeline
+            x = x + self.wpe(self.context.part(positions, 1))
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as Transformer does
+        if cache is None:
+            mask = self.context.mask(make, length, tokens.device)  # one for all blocks
+            for block in self.h:
+                x = block(x, mask)
+        else:
+            mask = cache.mask(tokens.shape[1], tokens.device)
+            for block, past in zip(self.h, cache.layers, strict=True):
+                x = block(x, mask, past)
+            cache.length += tokens.shape[1]
+            x = x[:, -1:]
+        return self.lm_head(self.ln_f(x), targets, self.wte.weight if self.config.tie_embeddings else None)
+
+
+class GPT2(PublishedFamily):
+    """``model.family=gpt2``."""
+
+    section: GPT2Section
+
+    def build(self) -> GPT2Model:
+        with torch.device("meta"):
+            return GPT2Model(self.section, self.vocab_size)
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        """Each block alone; the two ends alone, or in no unit if they share a weight."""
+        del model
+        names = tuple(f"h.{index}" for index in range(self.section.layers))
+        blocks, tied = tuple((name,) for name in names), self.section.tie_embeddings
+        return ParallelPlan(
+            units=blocks if tied else (("wte", "wpe"), *blocks, ("ln_f", "lm_head")),
+            blocks=names,
+            tied=("wte.weight",) if tied else (),
+            context=("", "h.*.attn"),
+            roles={
+                "wte": "vocabulary",
+                "wpe": "source",
+                "h.*.attn": "region",
+                "h.*.attn.[qkv]_attn": "conv1d_column",
+                "h.*.attn.c_proj": "conv1d_row",
+                "h.*.mlp": "region",
+                "h.*.mlp.c_fc": "conv1d_column",
+                "h.*.mlp.c_proj": "conv1d_row",
+                "lm_head": "head",
+            },
+        )
+
+    def initial_std(self, name: str) -> float | None:
+        if name.endswith(".bias"):
+            return 0.0
+        if "ln_" in name:
+            return None
+        std = self.section.initializer_std
+        return std / math.sqrt(2 * self.section.layers) if name.endswith("c_proj.weight") else std
+
+    def describe(self) -> str:
+        model = self.section
+        tied = ", embeddings tied" if model.tie_embeddings else ""
+        return f"{model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, heads {model.heads}{tied}"
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        """As ``Llama.flops_per_token``."""
+        model = self.section
+        looked_up = model.max_sequence_length + (0 if model.tie_embeddings else self.vocab_size)
+        return 6.0 * (parameters - looked_up * model.dim) + 12 * model.layers * model.dim * sequence_length
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        """As ``transformer.activation_bytes``."""
+        model, width = self.section, dtype.itemsize
+        tokens = sequences * sequence_length // share.context
+        into = width * model.dim
+        norm = 2 * ((4 * model.dim + 8) / share.sequence + into)  # keeps its input in fp32
+        divided = width * (4 * model.dim + 2 * model.hidden_dim) + 4 * model.heads
+        # Queries, values, the feed-forward's first product; the mix, the scores' log-sum; what other ranks sent.
+        selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
+        selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
+        selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
+        # Of what the activation makes; what it reads takes the place of that. With it what all ranks have.
+        gradients = width * model.hidden_dim / share.tensor + into * (share.tensor > 1)
+        adapted = 6 * width * share.adapters
+        computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as there
+        outputs = width * (3 * model.dim + model.hidden_dim) / share.tensor
+        outputs += (4 * into + 8 * model.dim) / share.sequence  # of both norms in fp32 too
+        each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, outputs, computed)
+        matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
+        # Of weights; autocast keeps those of transposed ones no longer than the block.
+        copies = width * matrices / share.tensor if autocast else 0
+        end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share, autocast=autocast)
+        block = BlockBytes(*(tokens * number for number in each))
+        block = block._replace(all=block.all + copies / model.layers)
+        return bytes_at(share, model.layers, block, end)
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        owner, _, last = name.rpartition(".")
+        attention, _, part = owner.rpartition(".")
+        if part not in _QUERY_KEY_VALUE:
+            return (Fragment.whole(name if part == "lm_head" else f"transformer.{name}", shape),)
+        fused = (*shape[:-1], 3 * shape[-1])
+        start = _QUERY_KEY_VALUE.index(part) * shape[-1]
+        return (Fragment.within(f"transformer.{attention}.c_attn.{last}", fused, len(shape) - 1, start, shape),)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        return super().export_config(end_token) | {"activation_function": "gelu_new", **dropout}

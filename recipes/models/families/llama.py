@@ -1,0 +1,444 @@
+"""A decoder-only transformer in the form of the Llama 3 family, and how it may be cut.
+
+Llama 3: https://arxiv.org/abs/2407.21783. RMSNorm: https://arxiv.org/abs/1910.07467. Rotary embeddings:
+https://arxiv.org/abs/2104.09864. Grouped-query attention: https://arxiv.org/abs/2305.13245. SwiGLU:
+https://arxiv.org/abs/2002.05202. Module names are Hugging Face's (without its leading ``model.``), and rotary pairs are
+(i, i + head_dim/2) as there, so weights pass to and from ``LlamaForCausalLM`` unchanged.
+
+Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.schema.models import LlamaSection, RopeScaling
+from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
+from serried.recipes.models.family import BlockBytes, EndBytes, PublishedFamily, bytes_at
+from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
+from serried.recipes.models.layers.kv_cache import Cache, LayerCache
+from serried.recipes.models.layers.lm_head import LanguageModelHead, chunk_tokens
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Angle per position for each rotary pair, [head_dim / 2], fp32.
+
+    The scaling is Llama 3.1's: wavelengths longer than the original context over ``low_freq_factor`` are divided by
+    ``factor``, those shorter than it over ``high_freq_factor`` are kept, and between the two it is interpolated.
+    """
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)  # turns over the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; result in x's dtype.
+
+    cos, sin [S, E] or, where positions differ between sequences, [B, 1, S, E], fp32. If they are narrower than ``x``,
+    they turn its first numbers and leave the others as they are.
+    """
+    if cos.shape[-1] < x.shape[-1]:
+        turned, rest = x.tensor_split([cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """Without torch's own first weights: ours come later, by name. (On meta they would import all of torch._dynamo.)"""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class RMSNorm(nn.Module):
+    """x / root-mean-square(x) * weight over the last dim, computed in fp32, returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(
+        self, config: LlamaSection, *, bias: bool = False, norm: bool = False, output_bias: bool = False
+    ) -> None:
+        """``bias``: of queries, keys and values. ``norm``: normalise queries and keys, head by head."""
+        super().__init__()
+        self.head_dim = config.attention_head_dim
+        self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
+        self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.q_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
+        self.k_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
+        self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=output_bias)
+
+    def forward(  # [B, S, D] -> [B, S, D]
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None
+    ) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))  # [B, S, heads, E]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past is not None:
+            k, v = past.extend(k, v)
+        mixed = self.context.attend(q, k, v, mask)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dim, hidden_dim, bias=False)
+        self.up_proj = Linear(dim, hidden_dim, bias=False)
+        self.down_proj = Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = feed_forward
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+ROLES = {
+    "embed_tokens": "vocabulary",
+    "layers.*.self_attn": "region",
+    "layers.*.self_attn.[qkv]_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp": "region",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "lm_head": "head",
+}
+"""Of the modules, for the tensor axis."""
+
+
+class Transformer(nn.Module):
+    """Tokens in; logits out, or the summed loss where targets are given.
+
+    Build it under ``torch.device("meta")``; it allocates nothing there. A tied model has no head weight of its own (it
+    reads the embedding's), so there is nothing that sharding or moving could untie.
+    """
+
+    def __init__(self, config: LlamaSection, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(vocab_size, config.dim, config.padding_token)
+        self.layers = nn.ModuleList(self.block(number) for number in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self.further_names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {}
+        """Under which a checkpoint may hold a parameter too."""
+        self.context = Context(attend, attend_with_logsumexp)
+        self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+
+    def block(self, number: int) -> nn.Module:
+        """Make block ``number``; a family whose blocks differ overrides this."""
+        del number
+        config = self.config
+        attention = Attention(config, bias=config.has_bias, norm=config.normalizes_heads)
+        return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+
+        ``positions`` [B, S], which restart from 0 with each document, keep documents apart: none attends to another.
+        Without them a sequence is one document. They are those of the whole sequence even if ``tokens`` and ``targets``
+        are a part of it, as under context parallelism.
+
+        With a ``cache`` the tokens go on where those before them ended, are kept in it, and the logits are those of the
+        last one alone, [B, 1, V]. For generating text, one document at a time.
+        """
+        length = self.context.whole_length(tokens) if cache is None else cache.capacity
+        windows, bases = self.reaches(length)
+        rotations = {base: self._rotation(base, length, tokens, positions, cache) for base in {*bases}}
+        masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
+        x = self.embedded(tokens)
+        for number, block in enumerate(self.layers):
+            (cos, sin), mask = rotations[bases[number]], masks[windows[number]]
+            x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
+        if cache is not None:
+            cache.length += tokens.shape[1]
+            x = x[:, -1:]
+        shared = self.embed_tokens.weight if self.config.tie_embeddings else None
+        return self.lm_head(self.norm(x), targets, shared)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first block reads; in later stages of a pipeline ``tokens`` are hidden states already."""
+        x: Tensor = self.embed_tokens(tokens)
+        # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One residual
+        # stream for both, so that the numbers do not depend on the strategy.
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
+        """Window and rotary base of each block; a window that sequences of ``length`` do not fill is none."""
+        numbers = range(self.config.layers)
+        windows = [self.config.window(number) for number in numbers]
+        windows = [None if window is None or window >= length else window for window in windows]
+        return windows, [self.config.rope_base(number) for number in numbers]
+
+    def _mask(
+        self, window: int | None, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
+    ) -> Any:
+        if cache is not None:
+            return cache.mask(tokens.shape[1], tokens.device, window)
+        make = partial(causal_mask, positions, length, tokens.device, window, self.config.attention)
+        return self.context.mask(make, length, tokens.device)
+
+    def _rotation(
+        self, base: float, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(length, tokens.device, base)
+        if cache is not None:
+            here = slice(cache.length, cache.length + tokens.shape[1])
+            return cos[here], sin[here]
+        if positions is None:
+            return self.context.part(cos, 0), self.context.part(sin, 0)
+        mine = self.context.part(positions, 1)
+        return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
+
+    def keep_rotations(self, length: int) -> None:
+        """Compute the angles of ``length`` tokens now, for a graph to hold as constants."""
+        for base in {*self.reaches(length)[1]}:
+            self._rope(length, self.norm.weight.device, base)
+
+    def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
+        # Kept outside of the buffers: computed when first used, in fp32 on the CPU, so neither meta
+        # construction nor mixed precision can touch them. The longest so far serves all shorter ones: while text is
+        # sampled, every length comes by.
+        key = (device, base)
+        if key not in self._rope_tables or self._rope_tables[key][0].shape[0] < sequence:
+            with torch.autocast(device.type, enabled=False):
+                frequencies = rope_frequencies(self.config.rotary_dim, base, self.config.rope_scaling)
+                angles = torch.outer(torch.arange(sequence).float(), frequencies)
+                angles = torch.cat((angles, angles), dim=-1)  # [S, E]
+                self._rope_tables[key] = (angles.cos().to(device), angles.sin().to(device))
+        cos, sin = self._rope_tables[key]
+        return cos[:sequence], sin[:sequence]
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Each block alone; the two ends alone, or in no unit where they share a weight."""
+        names = tuple(f"layers.{index}" for index in range(self.config.layers))
+        blocks, tied = tuple((name,) for name in names), self.config.tie_embeddings
+        return ParallelPlan(
+            units=blocks if tied else (("embed_tokens",), *blocks, ("norm", "lm_head")),
+            blocks=names,
+            tied=("embed_tokens.weight",) if tied else (),
+            context=("", "layers.*.self_attn"),
+            roles=ROLES,
+        )
+
+
+def activation_bytes(
+    config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
+    share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False, fuses_norms_of_heads: bool = True,
+    more: Sequence[float] = (0, 0, 0, 0, 0, 0),
+) -> int:  # fmt: skip
+    """Bytes that a forward and its backward need at ``share.moment``, beside parameters and their gradients: what the
+    forward keeps for the backward, and the logits of one chunk.
+
+    ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. A block has
+    ``stream_norms`` of the stream, and maybe those of queries and keys; ``more``: what it has beside what is common to
+    all families, as ``BlockBytes``. Attention keeps no scores. Masks that keep
+    documents apart come on top on a CPU (they cost a GPU next to nothing).
+    """
+    tokens, width = sequences * sequence_length // share.context, dtype.itemsize
+    queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
+    stream = width * config.dim / share.sequence
+    # Of a norm: its input in fp32, and for the gradient of its weight the normalised one.
+    of_parts = 8 if share.trains_weights else 4
+    of_norm = 4 if share.fuses_norms else of_parts
+    norm = of_norm * config.dim + 4  # and 1 / root mean square
+    into = width * config.dim  # its output, which the matrices read: of all tokens
+    gathers_keys = share.context > share.keys
+    # q, the mix, the scores' log-sum, k, v
+    attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
+    if normalizes_heads:
+        attention += (of_norm if fuses_norms_of_heads else of_parts) * (queries + keys)
+    feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
+    layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
+    layer += 7 * width * share.adapters  # what passes through adapters of all seven matrices
+    # Queries, values, gate and what leaves the feed-forward; the mix, the scores' log-sum; what other ranks sent.
+    selected = (width * (2 * queries + keys + config.hidden_dim) + 4 * config.heads) / share.tensor + into
+    selected += (2 * into + 2 * stream) * (share.tensor > 1)
+    selected += 2 * width * keys * share.context / share.tensor * gathers_keys
+    product = width * config.hidden_dim / share.tensor
+    gradients = 2 * product  # of both factors
+    if share.tensor > 1:  # or of what all ranks have: what the block adds; or what the factors read, twice and summed
+        gradients = max(gradients, product + into, 3 * into - 2 * product)
+    outputs = width * (queries + 2 * keys + 2 * config.hidden_dim) / share.tensor
+    outputs += 4 * stream + 8 * config.dim / share.sequence  # of both norms in fp32 too
+    # The last product, of all tokens, and what a rank gets of it; the stream, its norm, and what enters the backward.
+    computed = (into + 5 * stream) * (share.tensor > 1)
+    common = (layer, stream, selected, gradients, outputs, computed)
+    block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
+    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # and this batch and the next
+    if gathers_keys:
+        rope += rope // share.context  # its part
+    matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
+    copies = width * config.layers * matrices if autocast else 0
+    end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast, of_norm=of_norm)
+    return rope + bytes_at(share, config.layers, block, end, copies=copies)
+
+
+def end_bytes(
+    dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share, *, autocast: bool, of_norm: int = 8
+) -> EndBytes:
+    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank.
+
+    ``of_norm``: that the norm keeps of each number that it reads.
+    """
+    width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
+    of_weight = 4 * rows * dim if share.trains_weights else 0
+    stream = width * dim * tokens / share.sequence
+    # The norm's, and of the head's forward both gradients.
+    ends = tokens * ((of_norm * dim + 4) / share.sequence + 8) + stream + of_weight
+    has_copies = autocast or dtype == torch.float16
+    copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in both
+    chunk = min(tokens, chunk_tokens(rows))
+    # Logits in fp32, with a copy for the log of their sum; or with their gradient in the low type, and what it gives.
+    logits = 8 * rows * chunk
+    if dtype == torch.float16:  # whose products that give a weight's gradient are in fp32
+        logits = max(logits, (8 + width) * rows * chunk + 4 * dim * chunk)
+    elif width < 4:
+        logits = max(logits, (4 + width) * rows * chunk + max(copy * share.trains_weights, width * dim * chunk))
+    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the norm and of the head
+    inputs += 32 * chunk  # targets, and what is computed of each
+    return EndBytes(
+        ends,
+        logits + inputs + copy * has_copies,
+        of_weight + stream + copy * (share.trains_weights and not has_copies),  # both, times that of the loss
+    )
+
+
+class Llama(PublishedFamily):
+    """``model.family=llama``, and ``mistral``, ``qwen2`` and ``qwen3``, whose sections say what differs.
+
+    Llama 2 and 3; Mistral (https://arxiv.org/abs/2310.06825); Qwen 2 and 2.5 (https://arxiv.org/abs/2412.15115);
+    Qwen 3, dense (https://arxiv.org/abs/2505.09388).
+    """
+
+    transformer: type[Transformer] = Transformer
+    """The class of the model."""
+    stream_norms = 2
+    """Norms of a block."""
+    fuses_norms_of_heads = True
+    """Whether those of queries and keys are ``F.rms_norm``."""
+
+    def __init__(self, section: LlamaSection, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self.normalizes_heads = section.normalizes_heads
+
+    def build(self) -> Transformer:
+        with torch.device("meta"):
+            return self.transformer(self.section, self.vocab_size)
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        assert isinstance(model, Transformer)
+        return model.parallel_plan()
+
+    def initial_std(self, name: str) -> float | None:
+        """Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow
+        with depth (GPT-2, section 2.3)."""
+        if name.endswith("norm.weight"):
+            return None
+        if name.endswith(".bias"):
+            return 0.0
+        std = self.section.initializer_std
+        is_into_stream = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+        return std / math.sqrt(2 * self.section.layers) if is_into_stream else std
+
+    def describe(self) -> str:
+        model = self.section
+        windows = [window for layer in range(model.layers) if (window := model.window(layer))]
+        which = "all" if len(windows) == model.layers else f"{len(windows)} of them"
+        windowed = f", {which} with a window of {windows[0]:,}" if windows else ""
+        return (
+            f"{model.layers} layers{windowed}, dim {model.dim}, feed-forward {model.hidden_dim}, "
+            f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"
+        )
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
+
+        6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of
+        norms are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality
+        not discounted: the products in which a kernel may leave out the masked half count as computed. Those outside of
+        a window do not.
+        """
+        model = self.section
+        lookup = 0 if model.tie_embeddings else self.vocab_size * model.dim
+        seen = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(model.layers))
+        attention = 12 * model.heads * model.attention_head_dim * seen
+        return 6.0 * (parameters - lookup) + attention
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        return activation_bytes(
+            self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share,
+            stream_norms=self.stream_norms, normalizes_heads=self.normalizes_heads,
+            fuses_norms_of_heads=self.fuses_norms_of_heads,
+        )  # fmt: skip
+
+    def export_name(self, name: str) -> str:
+        return name if name.startswith("lm_head.") else f"model.{name}"
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        model = self.section
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if model.rope_scaling:
+            scaled = {model.rope_scaling.names.get(key, key): value for key, value in model.rope_scaling}
+            rope |= {"rope_type": "llama3", **scaled}
+        return super().export_config(end_token) | {
+            **model.plain,
+            "head_dim": model.attention_head_dim,
+            "rope_parameters": rope,  # transformers >= 5
+            "rope_theta": model.rope_theta,  # transformers 4
+            "rope_scaling": rope if model.rope_scaling else None,
+        }

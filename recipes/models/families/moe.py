@@ -1,0 +1,286 @@
+"""Decoder-only transformers with a mixture of experts: Hugging Face's forms glm4_moe, qwen3_moe and mixtral.
+
+A router sends each token to the k best of E small feed-forwards and adds up what they return
+(https://arxiv.org/abs/1701.06538). In the glm4_moe form, scores are sigmoids and a bias keeps the experts equally
+loaded without an auxiliary loss (https://arxiv.org/abs/2408.15664); it moves after each accepted step, see
+``parallel.model``. The other two score by softmax and have no bias; their weights can be read, trained and written.
+Attention, norms and the first, dense layers are those of ``transformer``.
+
+Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.schema.models import MoESection
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.plan import ALL_OF_IT, Dispatch, ParallelPlan, Share
+from serried.recipes.models.families.llama import (
+    ROLES,
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    Transformer,
+    activation_bytes,
+)
+
+_GROUPED_ALIGNMENT = 16
+"""Bytes that a row must be a multiple of for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
+_GROUPED_CAPABILITY = (8, 0)
+_MOST_GROUPED_NUMBERS = 2**31 - 1
+"""In a factor or a result: with more, torch's kernel for GPUs leaves their memory
+(https://github.com/pytorch/torchtitan/issues/1932)."""
+_BLACKWELL = 10
+"""Major compute capability whose kernel leaves the gradient of an expert without tokens unwritten
+(https://github.com/pytorch/pytorch/issues/172439)."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, in fp32: a rounding error must not change the choice.
+
+    ``loads`` counts the tokens sent to each expert while ``is_counting``, see ``parallel.plan.Router``.
+    """
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.normalizes, self.scale = config.normalize_weights, config.routed_scale
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.balance_rate = config.balance_rate
+        self.e_score_correction_bias: Tensor | None
+        # On the CPU with its value, also where parameters are on meta. The name is Hugging Face's.
+        bias = torch.zeros(config.experts, device="cpu") if config.has_router_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.is_counting = False
+        self.loads: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, D] -> experts of each token [T, k], their weights [T, k] in fp32, tokens of each expert [E]."""
+        with torch.autocast(rows.device.type, enabled=False):
+            # The weight in the type of the tokens first: sharded mixed precision gathers it in that type anyway. Not in
+            # fp16, which the weight's gradient, a sum over tokens, can be too large for.
+            weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
+            logits = F.linear(rows.float(), weight.float())
+        bias = self.e_score_correction_bias
+        scores = logits.softmax(dim=1) if bias is None else logits.sigmoid()
+        ranking = scores.detach() if bias is None else scores.detach() + bias
+        # A stable sort, so that of equal scores the first expert wins on every device; topk leaves it open.
+        chosen = ranking.sort(dim=1, descending=True, stable=True).indices[:, : self.experts_per_token]
+        weights = scores.gather(1, chosen)
+        if self.normalizes:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        counts = torch.zeros(len(self.weight), dtype=torch.int64, device=rows.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        if self.is_counting:
+            self.loads = counts if self.loads is None else self.loads + counts
+        return chosen, weights * self.scale, counts
+
+    def balance(self, loads: Tensor, accepted: Tensor) -> None:
+        """Raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by ``balance_rate``, lower that of
+        the others, if ``accepted``."""
+        bias = self.e_score_correction_bias
+        if bias is not None and self.weight.requires_grad:  # a frozen router stays as it is
+            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: whole numbers
+            bias += (self.balance_rate * moves).to(bias.dtype)
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, stacked; all experts of the layer, or those that this rank holds."""
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        wide, narrow = (config.experts, config.expert_hidden_dim, config.dim), (config.dim, config.expert_hidden_dim)
+        self.gate_proj = nn.Parameter(torch.empty(wide))
+        self.up_proj = nn.Parameter(torch.empty(wide))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [N, D], those of the first expert first, ``counts`` of them for each -> [N, D]."""
+        if rows.dtype == torch.float16:
+            # A weight's gradient is a sum over tokens, which leaves fp16's range the earlier the more are together.
+            with torch.autocast(rows.device.type, enabled=False):
+                return self._products(rows.float(), counts).half()
+        return self._products(rows, counts)
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate, up, down = (weight.to(rows.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        if can_group(rows, gate):
+            offsets = counts.cumsum(0).to(torch.int32)
+            hidden = F.silu(_grouped(rows, gate, offsets)) * _grouped(rows, up, offsets)
+            return _grouped(hidden, down, offsets)
+        pieces = [
+            F.linear(F.silu(F.linear(piece, gate[expert])) * F.linear(piece, up[expert]), down[expert])
+            for expert, piece in enumerate(rows.split(counts.tolist()))
+        ]
+        return torch.cat(pieces)
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether ``grouped_mm`` takes ``rows`` [N, D] and ``weight`` [E, I, D]; the alternative is a loop over experts."""
+    if any(size * rows.element_size() % _GROUPED_ALIGNMENT for size in weight.shape[1:]):
+        return False
+    if rows.device.type != "cuda":
+        return True
+    if rows.dtype != torch.bfloat16 or len(rows) * max(weight.shape[1:]) > _MOST_GROUPED_NUMBERS:
+        return False
+    capability = torch.cuda.get_device_capability(rows.device)
+    return capability >= _GROUPED_CAPABILITY and capability[0] != _BLACKWELL
+
+
+def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+
+
+class _Permuted(torch.autograd.Function):
+    """rows[index], whose backward gathers as well: the one of indexing would add in an order that varies on a GPU."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """``index`` [N] has each row of ``rows`` [T, D] N/T times; ``inverse`` [N] is where they are, by row."""
+        ctx.save_for_backward(inverse)
+        ctx.rows = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].unflatten(0, (ctx.rows, -1)).sum(1), None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward of a block: routed experts, and shared ones that every token passes."""
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.dispatch = Dispatch()
+        width = config.shared_experts * config.expert_hidden_dim
+        self.shared_experts = FeedForward(config.dim, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self._routed(x.flatten(0, 1)).view(x.shape)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def _routed(self, tokens: Tensor) -> Tensor:
+        chosen, weights, counts = self.gate(tokens)
+        order = chosen.flatten().argsort(stable=True)  # by expert, then by token
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        rows = _Permuted.apply(tokens, order // chosen.shape[1], place)
+        rows = self.dispatch.run(rows, counts, self.experts)
+        rows = _Permuted.apply(rows, place, order).view(*chosen.shape, -1)  # [T, k, D]
+        return (rows * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
+
+
+class MoETransformer(Transformer):
+    """``Transformer`` with a mixture of experts in every block after the first, dense ones."""
+
+    config: MoESection
+
+    def block(self, number: int) -> Block:
+        config = self.config
+        attention = Attention(config, bias=config.attention_bias, norm=config.qk_norm, output_bias=config.output_bias)
+        if number < config.dense_layers:
+            return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
+        return Block(config, attention, MixtureOfExperts(config))
+
+    def parallel_plan(self) -> ParallelPlan:
+        first, layers = self.config.dense_layers, self.config.layers
+        # A mixture takes each rank's part of the stream; only its shared experts are a region.
+        regions = [f"layers.{number}.mlp" for number in range(first)] + ["layers.*.mlp.shared_experts"]
+        kept = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"}
+        shared = {name.replace(".mlp.", ".mlp.shared_experts."): kept[name] for name in kept if ".mlp." in name}
+        return replace(
+            super().parallel_plan(),
+            roles=kept | shared | dict.fromkeys(regions, "region"),
+            mixtures=tuple(f"layers.{number}.mlp" for number in range(first, layers)),
+        )
+
+
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+class MoE(Llama):
+    """GLM-4.5 (``model.family=glm4_moe``), Qwen3-MoE (``qwen3_moe``) and Mixtral (``mixtral``)."""
+
+    section: MoESection
+    transformer = MoETransformer
+
+    def describe(self) -> str:
+        model, shared = self.section, self.section.shared_experts
+        return (
+            f"{super().describe()}; {model.experts} experts of {model.expert_hidden_dim} in "
+            f"{model.layers - model.dense_layers} layers, {model.experts_per_token} per token"
+            f"{f', and {shared} shared' if shared else ''}"
+        )
+
+    def active_parameters(self, parameters: int) -> int:
+        """Return how many of all ``parameters`` a token passes."""
+        model = self.section
+        idle = (model.layers - model.dense_layers) * (model.experts - model.experts_per_token)
+        return parameters - idle * 3 * model.dim * model.expert_hidden_dim
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        return super().flops_per_token(self.active_parameters(parameters), sequence_length)
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        model, width = self.section, dtype.itemsize
+        mixtures, rows = model.layers - model.dense_layers, model.experts_per_token
+        shared = model.shared_experts * model.expert_hidden_dim
+        mean = (model.dense_layers * model.hidden_dim + mixtures * shared) // model.layers
+        # What an expert reads, gate, its SiLU, up, their product and the result; where the row goes, and comes from.
+        row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32
+        router = 4 * model.dim + 12 * model.experts  # its input and its scores
+        tokens = sequences * sequence_length / share.context / share.sequence * mixtures / model.layers
+        product = width * model.expert_hidden_dim
+        selected = rows * product + 16 * model.experts
+        outputs = rows * (2 * product + width * model.dim)
+        of_experts = [tokens * each for each in (rows * row + router, 0, selected, 2 * rows * product, outputs, 0)]
+        if autocast:  # which does not keep them beyond the block
+            weights = 3 * width * model.experts * model.dim * model.expert_hidden_dim
+            of_experts[0] += weights * mixtures / model.layers
+        return activation_bytes(
+            model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
+            autocast=autocast, share=share, normalizes_heads=model.qk_norm, more=of_experts,
+        )  # fmt: skip
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        names = self.checkpoint_names(name)
+        if len(names) == 1:
+            return (Fragment.whole(names[0], shape),)
+        return tuple(Fragment.entry(each, shape, index) for index, each in enumerate(names))
+
+    def checkpoint_names(self, name: str) -> list[str]:
+        """The name in a Hugging Face checkpoint of parameter ``name``; of stacked experts, one for each expert."""
+        owner, _, last = name.rpartition(".")
+        is_mixtral = self.section.family == "mixtral"
+        if is_mixtral and ".mlp." in owner + ".":
+            owner = owner.replace(".mlp", ".block_sparse_moe")
+        if not owner.endswith(".experts"):
+            return [self.export_name(f"{owner}.{last}")]
+        last = _MIXTRAL_NAMES[last] if is_mixtral else last
+        return [self.export_name(f"{owner}.{expert}.{last}.weight") for expert in range(self.section.experts)]
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        config, plain = self.section, super().export_config(end_token) | {"model_type": self.section.family}
+        if config.family == "mixtral":
+            return plain | {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
+        if config.family == "qwen3_moe":
+            own = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
+            return plain | {"architectures": ["Qwen3MoeForCausalLM"], **own}
+        return plain | {
+            "architectures": ["Glm4MoeForCausalLM"],
+            "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+        }

@@ -1,0 +1,370 @@
+"""Any decoder-only language model that transformers has, computed by transformers' own code.
+
+Parameters keep their names. Code beside a model (``trust_remote_code``) is never run: a folder may come from strangers.
+
+Shapes: B batch, S sequence, D dim, V vocabulary.
+"""
+
+import importlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.model_folder import architecture_of, without_code
+from serried.configs.schema.models import DIVIDED_MODELS, HuggingFaceSection
+from serried.configs.schema.registry import models
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.precision.low_precision_linear import import_torchao
+from serried.recipes.models.family import LossFamily
+from serried.recipes.models.layers.attention import causal_mask
+from serried.recipes.models.layers.lm_head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Keys of models that compute masks of their own in some layers."""
+
+
+_ROLES = {"colwise": "column", "rowwise": "row"}
+"""Styles of transformers' ``base_model_tp_plan``, and what they are here."""
+_WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
+"""Styles of what every rank has whole within a region, such as norms of each head."""
+
+
+class HuggingFaceModel(LossFamily):
+    """``model=hf``."""
+
+    opens_in = "transformers"
+    section: HuggingFaceSection
+
+    def __init__(self, section: HuggingFaceSection, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self._drawn: dict[str, Any] = {}
+        """Name of a parameter -> the standard deviation that transformers draws it with, or None: ones. A text:
+        otherwise."""
+        self._fragments: dict[str, tuple[Fragment, ...]] = {}
+        """Where parameters lie in the tensors of a checkpoint."""
+        self._description = ""
+        self._config: Any = None
+        self._layers = self._dim = 0
+
+    def build(self) -> nn.Module:
+        if find_spec("transformers.core_model_loading" if find_spec("transformers") else "transformers") is None:
+            raise UserError("model=hf needs the library transformers, 5 or newer; use: pip install 'transformers>=5'")
+        draws = _Draws()
+        with draws, _EmptyOnMeta():
+            model = self._of_transformers()
+        self._drawn = {name: draws.last(parameter) for name, parameter in model.named_parameters()}
+        self._fragments = fragments_of(model)
+        if not self.section.pretrained:
+            self._check_initial_values()
+        model.forward = _Forward(model)
+        return model
+
+    def _of_transformers(self) -> Any:
+        transformers = import_transformers()
+        path, found = self.section.path, self.section.architecture
+        kind = str(found.get("model_type"))
+        try:
+            self._config = transformers.AutoConfig.for_model(**without_code(found))
+            self._config.use_cache = False
+            model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
+        except Exception as error:  # of any kind: the code of hundreds of models reads a file of anyone's
+            reason = " ".join(str(error).split())[:200]
+            if kind not in transformers.CONFIG_MAPPING:
+                own = "; it comes with code of its own, which is never run (trust_remote_code)"
+                reason = f"transformers {transformers.__version__} has no such model{own * ('auto_map' in found)}"
+            elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+                reason = "transformers has no causal language model of it"
+            raise UserError(f"model.path={path} is of model_type {kind}: {reason}; use another model") from None
+        named = found.get("architectures")
+        if isinstance(named, list) and named and type(model).__name__ not in named:
+            is_masked = architecture_of(found).endswith("ForMaskedLM")
+            instead = f"task=masked_lm task.model={path}" if is_masked else "a folder of that one"
+            raise UserError(
+                f"model.path={path} holds a {architecture_of(found)}, and model=hf trains causal language models: here "
+                f"a {type(model).__name__}, which has other weights or another attention; use {instead}"
+            )
+        head = model.get_output_embeddings()
+        is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+        tied = ", embeddings tied" if is_tied else ""
+        self._layers, self._dim = (
+            getattr(self._config, key, None) or 0 for key in ("num_hidden_layers", "hidden_size")
+        )
+        self._description = (
+            f"{type(model).__name__} of transformers {transformers.__version__}, {self._layers} layers, dim "
+            f"{self._dim}{tied}"
+        )
+        return model
+
+    def _check_initial_values(self) -> None:
+        for name, drawn in self._drawn.items():
+            if isinstance(drawn, str):
+                raise UserError(
+                    f"model.pretrained=false: {name} is initialized with {drawn}, and only normal distributions around "
+                    "zero are drawn here; let transformers save a new model, and use model.path=FOLDER of that one"
+                )
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        """Name the repeated blocks, and what tensor ranks divide. With units FSDP2 would gather parameters in low
+        precision, for which code that was written for autocast is not made."""
+        lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        longest = max(outer, key=lists.__getitem__, default="")
+        blocks = tuple(f"{longest}.{index}" for index in range(lists.get(longest, 0)))
+        return ParallelPlan(blocks=blocks, roles=_roles_of(model))
+
+    def initial_std(self, name: str) -> float | None:
+        return self._drawn.get(name, 0.0)
+
+    def describe(self) -> str:
+        return self._description or "a model of transformers"
+
+    def notes(self) -> list[str]:
+        kind = self.section.architecture.get("model_type")
+        native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
+        return [
+            "model=hf runs transformers' own code; slower than a native family: fp32 weights "
+            "are gathered whatever the precision, packed documents need a mask of the whole sequence, text is "
+            f"generated without a cache; {native}"
+        ]
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        """6 for each weight of a matrix product, and attention."""
+        looked_up = 0 if getattr(self._config, "tie_word_embeddings", False) else self.vocab_size * self._dim
+        return 6.0 * (parameters - looked_up) + 12 * self._layers * self._dim * sequence_length
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        return self._fragments.get(name) or super().exported(name, shape)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        del end_token  # the folder's own stays
+        own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
+        return without_code(self.section.architecture) | own
+
+
+def import_transformers() -> Any:
+    """Import transformers, without what torchao, which it imports too, prints of GPU kernels that are not there."""
+    if find_spec("torchao"):
+        with suppress(ImportError, AttributeError):  # of another version: it is not needed here
+            import_torchao()
+    return importlib.import_module("transformers")
+
+
+def _roles_of(model: Any) -> dict[str, str]:
+    """Return the roles of modules by transformers' own plan for tensor parallelism; empty if tests do not cover it.
+
+    A style that is not a role here remains in the plan, and is refused when tensor ranks would need it.
+    """
+    if model.config.model_type not in DIVIDED_MODELS:
+        return {}
+    roles = {}
+    for glob, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+        if style not in _WHOLE_IN_REGIONS:
+            roles[f"{model.base_model_prefix}.{glob}"] = _ROLES.get(style, style)
+    inner = [glob for glob, role in roles.items() if role in _ROLES.values()]
+    return roles | {region: "region" for glob in inner if (region := glob.rpartition(".")[0]) not in roles}
+
+
+class _Forward:
+    """The forward of a model of transformers, as that of a family: tokens in; logits out, or the summed loss."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._forward = model, model.forward
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._head = _Head(model.get_output_embeddings())
+        self._gives_loss: bool | None = None
+        """Whether the head may compute the loss; None: not tried yet."""
+        self._keep_apart: Callable[[Tensor], dict[str, Tensor]] | None = None
+        """positions [B, S] -> arguments with which documents do not see each other; None: not tried yet."""
+
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+
+        ``positions`` [B, S] restart from 0 with each document and keep documents apart.
+        """
+        named: Mapping[str, Tensor] = {}
+        if positions is not None:
+            self._keep_apart = self._keep_apart or self._way_to_keep_apart(tokens)
+            named = self._keep_apart(positions)
+        if targets is None:
+            return self._logits(tokens, **named)
+        if self._gives_loss is None:
+            self._gives_loss = self._may_give_loss(tokens)
+        if self._gives_loss:
+            with self._head.computing_loss(targets):
+                return self._logits(tokens, **named)
+        logits = self._logits(tokens, **named).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _logits(self, tokens: Tensor, **named: Tensor) -> Tensor:
+        logits: Tensor = self._forward(tokens, **named).logits
+        return logits
+
+    def _may_give_loss(self, tokens: Tensor) -> bool:
+        """Whether the head is a plain product, and the model returns what it returned: no cap, no scale."""
+        with self._trying(tokens.device):
+            return self._head.is_product and self._logits(tokens[:1, :2]) is self._head.returned()
+
+    def _way_to_keep_apart(self, tokens: Tensor) -> Callable[[Tensor], dict[str, Tensor]]:
+        """Try on a few tokens whether two documents are computed as each is alone. Raises ``UserError`` if the model
+        sees one document from the other."""
+        config = self._model.config
+        few = torch.arange(7, 91, 7, device=tokens.device).unsqueeze(0) % config.vocab_size  # the same on all ranks
+        positions = torch.cat((torch.arange(5), torch.arange(7))).to(tokens.device).unsqueeze(0)
+        ways = [self._by_positions] if self._takes_positions else []
+        if not any(getattr(config, key, None) for key in _WINDOWS):
+            ways.append(self._by_mask)
+        with self._trying(tokens.device):
+            alone, together = self._logits(few[:, 5:]), self._logits(few)[:, 5:]
+            seen = (together - alone).abs().max()
+            for way in ways:
+                with suppress(Exception):  # some take no masks of their own
+                    if (self._logits(few, **way(positions))[:, 5:] - alone).abs().max() <= seen / 100:
+                        return way
+        raise UserError(
+            f"data.isolate_documents=true: transformers' {type(self._model).__name__} cannot keep the documents of a "
+            "sequence apart; use data.isolate_documents=false"
+        )
+
+    def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:
+        """transformers makes its masks of them."""
+        return {"position_ids": positions}
+
+    def _by_mask(self, positions: Tensor) -> dict[str, Tensor]:
+        sees = causal_mask(positions, positions.shape[1], positions.device, kernel="sdpa")
+        assert isinstance(sees, Tensor)
+        mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, torch.finfo(torch.float32).min)
+        return {"attention_mask": mask} | (self._by_positions(positions) if self._takes_positions else {})
+
+    @contextmanager
+    def _trying(self, device: torch.device) -> Iterator[None]:
+        """In evaluation mode, in fp32, without gradients: nothing is drawn, and nothing changes."""
+        training = [module for module in self._model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+class _Head:
+    """The forward of the output projection, which computes the loss in place of logits if asked."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._targets: Tensor | None = None
+        self._passes = EAGER
+        self.returned: Callable[[], Tensor | None] = lambda: None
+        """The logits that the last forward returned, if anyone holds them."""
+        self._is_linear = type(module) is nn.Linear and module.bias is None
+        if self._is_linear:
+            self._forward = module.forward
+            module.forward, module.compile_parts = self, self._compile_parts
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product with its weight and nothing else: an adapter adds to that."""
+        return self._is_linear and not hasattr(self._module, "adapter")
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets."""
+        if self._targets is not None:
+            if torch.is_autocast_enabled(hidden.device.type):
+                hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+            return linear_cross_entropy_sum(
+                hidden.flatten(0, 1), self._module.weight, self._targets, passes=self._passes
+            )
+        logits: Tensor = self._forward(hidden)
+        self.returned = weakref.ref(logits)
+        return logits
+
+    def _compile_parts(self) -> None:
+        self._passes = compiled_passes()
+
+    @contextmanager
+    def computing_loss(self, targets: Tensor) -> Iterator[None]:
+        """Inside this context, forward returns the loss."""
+        self._targets = targets
+        try:
+            yield
+        finally:
+            self._targets = None
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Inside this context, parameters take no memory, and buffers have their values: what is to be filled later begins
+    with ``torch.empty``, what is computed does not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        return func(*args, **(named | {"device": "meta"} if func is torch.empty else named))
+
+
+class _Views(TorchFunctionMode):
+    """Inside this context, parts of a tensor remain views of it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+class _Draws(TorchDispatchMode):
+    """Records which initial values tensors are given, while a model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[int, tuple[Tensor, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, _, _ = func.__name__.partition(".")
+        if kind.endswith("_") and isinstance(args[0], Tensor):
+            self._last[id(args[0])] = args[0], _drawn(kind, args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def last(self, parameter: Tensor) -> Any:
+        """Return the standard deviation of the normal distribution around zero that ``parameter`` was last filled with;
+        None: ones. A text: with something else."""
+        return self._last.get(id(parameter), (parameter, "values of its own"))[1]
+
+
+def _drawn(kind: str, values: Sequence[Any]) -> Any:
+    if kind == "normal_":
+        mean, std = values[0] if values else 0.0, values[1] if len(values) > 1 else 1.0
+        return std if mean == 0 else f"a mean of {mean}"
+    constant = 0.0 if kind == "zero_" else values[0] if kind == "fill_" else None
+    return {0.0: 0.0, 1.0: None}.get(constant, kind) if isinstance(constant, int | float) else kind
+
+
+def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
+    """Return where the elements of parameters lie in the tensors that transformers would save.
+
+    Since version 5 it renames some, and divides stacked experts: what it does to tensors without values shows how.
+
+    Raises ``UserError`` if a tensor would hold more than one parameter.
+    """
+    from transformers.core_model_loading import revert_weight_conversion  # save_pretrained calls it
+
+    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    name_of = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
+    found: dict[str, list[Fragment]] = {}
+    with _Views():
+        saved = revert_weight_conversion(model, dict(parameters))
+    for name, tensor in saved.items():
+        ours = name_of.get(tensor.untyped_storage()._cdata, "")
+        if not ours or tensor.stride() != parameters[ours].stride()[-tensor.ndim :]:
+            raise UserError(f"transformers saves {name} of a {type(model).__name__} in a way that is not read here")
+        part = Fragment.view(name, tensor.shape, int(tensor.storage_offset()), parameters[ours].shape)
+        found.setdefault(ours, []).append(part)
+    return {name: tuple(fragments) for name, fragments in found.items()}

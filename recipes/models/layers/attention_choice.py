@@ -1,0 +1,77 @@
+"""Which attention a run computes, in words, and why it cannot compute another."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import TextRunConfig
+from serried.recipes.models.layers.attention import CAPABILITY, has_flex
+
+FLEX = "FlexAttention"
+_LEAST_WIDTH = 16
+"""Numbers of a head in torch's kernel (2.11, 2.13)."""
+_SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
+
+
+def describe_attention(config: TextRunConfig, device: str) -> str:
+    """Return the attention of a run on a device of this type, for the plan; empty if the model chooses it. Raises
+    ``UserError`` if ``model.attention`` is a kernel that cannot compute it."""
+    model = config.model
+    kernel = getattr(model, "attention", None)
+    if kernel is None:
+        return ""
+    if kernel in ("flex", "varlen") and (reason := _refused(config, device)):
+        raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
+    window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
+    is_masked = config.data.isolate_documents or cap or (window and window < config.data.sequence_length)
+    is_cpu, is_divided = device == "cpu", config.parallel.context != 1  # -1: what is left
+    if not is_masked and not is_divided:
+        is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")
+        return _ROWS if is_by_rows else _SDPA
+    if is_divided:
+        kernel = "sdpa" if is_cpu else "auto"
+    if kernel == "varlen":
+        return "varlen_attn"
+    if kernel != "sdpa" and is_cpu:
+        return _ROWS
+    if kernel != "sdpa" and (not torch.cuda.is_available() or has_flex(torch.device("cuda"))):
+        _check_width(model, "launch.device=cpu" if is_divided else "model.attention=sdpa")
+        return FLEX
+    return f"{_SDPA} with a mask of queries x keys" if not cap else "attention that holds all scores"
+
+
+def _check_width(model: Any, instead: str) -> None:
+    """Raise ``UserError`` if the heads of ``model`` are too narrow for FlexAttention."""
+    width = getattr(model, "attention_head_dim", model.dim // model.heads)
+    if width < _LEAST_WIDTH:
+        raise UserError(
+            f"heads of {width} numbers (model.dim={model.dim}, model.heads={model.heads}) with {FLEX}, which takes "
+            f"{_LEAST_WIDTH} or more and which this run needs on a GPU; use fewer model.heads, or {instead}"
+        )
+
+
+def _refused(config: TextRunConfig, device: str) -> str:
+    """Why ``model.attention=flex`` or ``varlen`` cannot be; empty: it can."""
+    model, is_varlen = config.model, config.model.attention == "varlen"
+    if device == "cpu":
+        return " needs a GPU (to plan for one: launch.device=cuda)"
+    if torch.cuda.is_available() and not has_flex(torch.device("cuda")):
+        return f" needs Triton, a C compiler and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher"
+    if is_varlen and config.precision.name == "fp32":
+        return " with precision=fp32, which FlashAttention does not take, as it does precision=bf16"
+    if is_varlen and (cap := getattr(model, "score_soft_cap", None)):
+        return f" with model.score_soft_cap={cap:g}, which only FlexAttention computes"
+    if is_varlen and config.parallel.context != 1:
+        return f" with parallel.context={config.parallel.context}, whose ranks have parts of documents"
+    is_grouped = getattr(model, "kv_heads", model.heads) != model.heads
+    if is_varlen and is_grouped and not _takes_groups():
+        return f" with model.kv_heads={model.kv_heads} of model.heads={model.heads} needs torch 2.12 or newer"
+    return ""
+
+
+def _takes_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

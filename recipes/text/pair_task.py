@@ -1,0 +1,93 @@
+"""What tasks on pairs of answers have in common: data sets, batches, and how much work a pair is."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serried.configs.schema.sections import WHOLE, RunConfig
+from serried.parallel.plan import ALL_OF_IT, LossTerms, Share
+from serried.recipes.data.prepared.summary import marked_lines
+from serried.recipes.data.samples.mixture import mistakes_of
+from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
+from serried.recipes.models.layers.attention_choice import FLEX
+from serried.recipes.models.layers.lm_head import IGNORE
+from serried.recipes.text.causal_lm import CausalLM
+
+
+class PairTask(CausalLM):
+    """A model that is trained on pairs of answers, one of which is preferred."""
+
+    unit: ClassVar[str] = "pairs"
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        self._pairs: dict[str, PairDataset] = {}
+
+    def dataset(self, split: str) -> Any:
+        assert self._prepared is not None, "open_data comes first"
+        if self._keeps_none(split):
+            return None
+        if split not in self._pairs:
+            prepared, name = self._held_out.get(split, self._prepared), split
+            if split in self._held_out or split == WHOLE:
+                prepared, name = prepared.whole(), "validation"
+            with mistakes_of(f"data.validation.{split}" if split in self._held_out else "data"):
+                self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
+        return self._pairs[split]
+
+    def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
+        return collate_pairs(samples, ids, self._data.sequence_length, whole=self._needs_one_shape)
+
+    @functools.cached_property
+    def _needs_one_shape(self) -> bool:
+        """Whether all batches have the length of the longest: in a pipeline, and where each new shape is compiled."""
+        if self.run.parallel.pipeline != 1 or self.run.trainer.compile:
+            return True
+        is_on_gpu = self.run.launch.device != "cpu" and torch.cuda.is_available()
+        return is_on_gpu and self.describe_kernels("cuda") == FLEX
+
+    def example_batch(self, samples: int) -> PairBatch:
+        tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)
+        reference = torch.zeros(samples, 2, dtype=torch.float64)
+        return PairBatch(tokens, tokens, tokens[:samples, 0], reference)
+
+    def weight_per_sample(self) -> int:
+        return 1
+
+    def describe_data(self) -> str:
+        return super().describe_data().replace("a sequence", "an answer with its prompt", 1)
+
+    def describe_sample(self) -> list[str]:
+        pair: Pair = self.dataset("train")[0]
+        lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
+        for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
+            is_learned = np.concatenate(([False], targets != IGNORE))
+            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._tokenizer().end_id)
+            lines += [*(["  ---"] if number else []), *marked_lines(self._tokenizer(), whole, is_learned)]
+        return lines
+
+    def flops_per_sample(self, parameters: int) -> float:
+        length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
+        return length * self._family().flops_per_token(parameters, self._data.sequence_length)
+
+    def activation_bytes(
+        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int | None:
+        return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)
+
+
+def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:
+    """Return the sums of ``losses`` [pairs], and of what shows how well ``rewards`` [pairs, 2] tell answers apart;
+    ``more``: further metrics [pairs]. Padding has no part in them."""
+    is_pair, margins = batch.sample_ids >= 0, rewards[:, 0] - rewards[:, 1]
+    metrics = {
+        "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
+        "chosen_reward": rewards[:, 0], "rejected_reward": rewards[:, 1], **more,
+    }  # fmt: skip
+    pairs = is_pair.sum()
+    sums = {name: (values.detach().where(is_pair, 0).sum(), pairs) for name, values in metrics.items()}
+    return LossTerms(losses.where(is_pair, 0).sum().float(), pairs, sums)

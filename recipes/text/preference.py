@@ -1,0 +1,146 @@
+"""Preference training: of two answers to a prompt, make the chosen one more likely than the rejected one.
+
+DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the model at the start; ORPO
+(https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) do without. The loss is a sum over pairs
+and never a mean over a batch, so it does not depend on how pairs are grouped.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.model_folder import ANY_FAMILY
+from serried.configs.schema.sections import RunConfig
+from serried.configs.schema.tasks import PreferenceSection
+from serried.parallel.lora import without_adapters
+from serried.parallel.plan import Inputs, LossTerms
+from serried.recipes.data.prepared.prepare import cache_folder
+from serried.recipes.data.samples.pair_dataset import PairBatch
+from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
+from serried.recipes.text.pair_task import PairTask, pair_terms
+from serried.trainer.task import Reference
+
+_FOLDER = "reference"
+
+
+class Preference(PairTask):
+    """A language model that learns which of two answers is preferred."""
+
+    Config = PreferenceSection
+
+    config: PreferenceSection
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        if self.config.loss == "dpo" and not (self._model.path and self._model.pretrained):
+            raise UserError(
+                "task.loss=dpo compares with the initial model of the run, and random weights are not worth comparing "
+                f"with; use {'model.pretrained=true' if self._model.path else 'model.path=FOLDER_OR_NAME'}"
+            )
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for module in model.modules():
+            if isinstance(module, LanguageModelHead):
+                module.loss = token_losses
+        return model
+
+    def flops_per_sample(self, parameters: int) -> float:
+        passes = 4 / 3 if self._compares_with_base else 1  # the reference is a forward more
+        return passes * super().flops_per_sample(parameters)
+
+    # loss -----------------------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: Any) -> Inputs:
+        inputs = self._family().inputs(batch)
+        if self._model.family != ANY_FAMILY:
+            return inputs
+        # Its loss is a sum over all answers: that of each is computed from logits.
+        return inputs._replace(named={name: each for name, each in inputs.named.items() if name != "targets"})
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
+        if self._compares_with_base:
+            inputs = self.inputs(batch)
+            with without_adapters(model):
+                batch = batch._replace(reference=log_probs(model(inputs.stream, **inputs.named), batch)[0])
+        return super().loss(model, batch)
+
+    def terms(self, output: Tensor, batch: Any) -> LossTerms:
+        sums, lengths = log_probs(output, batch)
+        is_dpo, beta = self.config.loss == "dpo", self.config.scale
+        rewards = beta * (sums - batch.reference) if is_dpo else beta * sums / lengths
+        if self.config.loss == "orpo":
+            losses = orpo_losses(sums / lengths, beta)
+        else:
+            losses = margin_losses(rewards, 0.0 if is_dpo else self.config.target_margin)
+        return pair_terms(losses, rewards, batch, chosen_log_prob=sums[:, 0], rejected_log_prob=sums[:, 1])
+
+    # reference ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _compares_with_base(self) -> bool:
+        """Whether the reference is the base model of adapters, computed in each step."""
+        return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.run.parallel.pipeline == 1
+
+    def reference_numbers(self) -> Reference | None:
+        if self.config.loss != "dpo" or self._compares_with_base:
+            return None
+        return Reference(
+            columns=2, folder=cache_folder(self._data) / _FOLDER, settings=self.reference_settings(),
+            numbers=lambda output, batch: (batch.sample_ids, log_probs(output, batch)[0]), use=self._take_reference,
+        )  # fmt: skip
+
+    def describe_reference(self) -> str:
+        if self.config.loss != "dpo":
+            return f"none: {self.config.loss} needs none"
+        if self._compares_with_base:
+            return "the model without its adapters, one forward more in each step; no second model"
+        return (
+            f"log-probabilities by {self._model.path}, computed once before the first step on this layout and kept in "
+            f"{cache_folder(self._data) / _FOLDER}; no second model"
+        )
+
+    def _take_reference(self, split: str, numbers: np.ndarray) -> None:
+        """Compare the pairs of ``split`` with these log-probabilities, [pairs, 2]."""
+        self.dataset(split).reference = numbers
+
+    def reference_settings(self) -> Mapping[str, Any]:
+        """Return what log-probabilities depend on beside the weights and the pairs."""
+        model, adapter = self._model.model_dump(mode="json", exclude={"path", "name"}), self.run.adapter
+        # A frozen model is held in fewer bits than one that is trained.
+        frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
+        return {"model": model, "precision": self.run.precision.name, "frozen": frozen}
+
+
+def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each answer and its tokens, [batch, 2], fp64 and int64.
+
+    ``output``: of the model, logits [2 x batch, S, V] or the loss of each token [2 x batch, S].
+    """
+    targets = batch.targets
+    if output.dim() == 3:
+        losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        output = losses.view(targets.shape)
+    # Two long sums are compared: in fp32 they would lose digits that the loss needs.
+    return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
+
+
+def margin_losses(rewards: Tensor, margin: float) -> Tensor:
+    """Loss of each pair, from the rewards of both answers, [pairs, 2]. These are beta x the log-ratio to the
+    reference for DPO, whose ``margin`` is 0, and beta x the mean log-probability of a token for SimPO."""
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
+
+
+def orpo_losses(means: Tensor, beta: float) -> Tensor:
+    """Loss of each pair: that of the chosen answer and ``beta`` x the odds ratio's, from the mean log-probability of a
+    token of both answers, [pairs, 2]."""
+    # log(p / (1 - p)); expm1 near p = 1 and log1p near p = 0, where the other loses digits.
+    means = means.clamp(max=-1e-12)
+    rest = torch.where(means > -0.6931471805599453, torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
+    odds = means - rest
+    return -means[:, 0] - beta * F.logsigmoid(odds[:, 0] - odds[:, 1])

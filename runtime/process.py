@@ -1,0 +1,195 @@
+"""Which process this is, of how many, and what it computes on."""
+
+import ctypes
+import os
+import resource
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.formats import printable
+from serried.configs.schema.sections import LaunchSection
+from serried.runtime.import_signals import LAUNCHER
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_FILES = 2**16
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+
+
+def speaks() -> bool:
+    """Return whether this process prints for the user: rank 0, or one that nothing started with others."""
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or not all(map(os.environ.get, _TORCHRUN))
+    return os.environ.get("RANK", "0") == "0" or is_alone
+
+
+def say(text: str) -> int:
+    """Print ``text`` from rank 0, for a command that only prints. Returns the exit code."""
+    if speaks():
+        with suppress(OSError, ValueError):  # nobody reads it any more, such as a pager that was left
+            print(printable(text.rstrip("\n")), flush=True)
+    return EXIT_FINISHED
+
+
+def host_name() -> str:
+    """Return the name of this machine; under Slurm, Slurm's name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sleep_while_waiting(load: float) -> None:
+    """Let OpenMP's threads sleep soon when they wait for each other, if a ``load`` of other work takes the cores.
+
+    Threads that spin would take them from the threads they wait for. libgomp reads the variable when torch is imported.
+    """
+    if load > usable_cores() and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def threads_per_process(section: LaunchSection, local_world: int) -> int:
+    """Return the number of threads for one process: ``launch.threads``, the user's ``OMP_NUM_THREADS``, or its share
+    of the cores.
+
+    torchrun sets ``OMP_NUM_THREADS=1`` if it is not set, so under torchrun 1 may not be the user's choice.
+    """
+    if section.threads is not None:
+        return section.threads
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
+    if given.isdecimal() and 0 < int(given) < 10**5 and not is_torchruns:
+        return int(given)
+    return max(1, usable_cores() // local_world)
+
+
+def torchrun_says() -> tuple[int, int, int, int]:
+    """Return rank, local rank, world size and local world size from torchrun's variables; those of a single process
+    without them. Raises ``UserError`` if some of the variables are missing, or they contradict each other."""
+    env, wanted = os.environ, _TORCHRUN[:4]
+    if env.get("WORLD_SIZE", "1") != "1":
+        missing = [name for name in _TORCHRUN if not env.get(name)]
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but not {', '.join(missing)}; start with torchrun, "
+                "which sets them all, or unset WORLD_SIZE for one process"
+            )
+    values = [env.get(name) or default for name, default in zip(wanted, "0011", strict=True)]
+    given = [f"{name}={value}" for name, value in zip(wanted, values, strict=True)]
+    wrong = [text for text, value in zip(given, values, strict=True) if not _is_number(value)]
+    if env.get("WORLD_SIZE", "1") != "1" and not _is_number(port := env["MASTER_PORT"]):
+        wrong.append(f"MASTER_PORT={port}")
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun, which sets it")
+    rank, local_rank, world, local_world = map(int, values)
+    if not (local_rank <= rank < world and local_rank < local_world <= world):
+        raise UserError(
+            f"{', '.join(given)} contradict each other; start with torchrun, which sets them, or unset them"
+        )
+    return rank, local_rank, world, local_world
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
+
+
+def is_started() -> bool:
+    """Return whether torchrun or our launcher started this process: then it trains, and starts no other."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
+
+
+def processes_per_node(section: LaunchSection) -> int:
+    """Return how many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
+    if section.processes is not None:
+        return section.processes
+    return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
+
+
+def may_use_gpus(section: LaunchSection) -> bool:
+    """Return whether the processes may compute on GPUs. Needs no torch."""
+    return section.device != "cpu" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists())  # the latter of AMD
+
+
+def _gpus_of_the_system() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    with suppress(OSError):
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    return 0
+
+
+def planned_processes(section: LaunchSection, dry_run: bool) -> int:
+    """Return the number of processes that the run has, will have once they are started, or would have in a dry run.
+    Raises ``UserError`` if ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's
+    variables are there in part only."""
+    _, _, started, per_node = torchrun_says()
+    if section.name == "local" and (section.nodes or 1) > 1:
+        raise UserError(
+            f"launch.nodes={section.nodes} with launch=local, which starts processes on this machine alone; use "
+            "launch=slurm, or torchrun on each node"
+        )
+    if started == 1 and (dry_run or (section.name != "torchrun" and not is_started())):
+        return processes_per_node(section) * (section.nodes or 1)
+    for key, asked, actual in (
+        ("processes", section.processes, per_node),
+        ("nodes", section.nodes, started // per_node),
+    ):
+        if asked is not None and asked != actual:
+            nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
+            raise UserError(
+                f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or launch=local, or "
+                "plan: dry_run=true"
+            )
+    return started
+
+
+def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
+    import torch
+
+    gpus = torch.cuda.device_count() if section.device != "cpu" else 0
+    if section.device == "cuda" and gpus == 0:
+        raise UserError("launch.device=cuda but this machine shows no GPU to torch; use launch.device=cpu")
+    if gpus and local_world > gpus:
+        raise UserError(
+            f"{local_world} processes on this machine but {gpus} GPU{'s' if gpus > 1 else ''} visible; use "
+            f"--nproc_per_node={gpus}, or launch.device=cpu"
+        )
+    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+def make_sums_repeatable() -> None:
+    """Let the libraries of a GPU add up in the same order in every run. They read this when they are first used: NCCL
+    when the processes join.
+
+    The sums of an NVLink switch (NVLS) have no fixed order, so torch turns them off for deterministic algorithms, but
+    too late for a group that exists (https://github.com/pytorch/pytorch/pull/156381).
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def allow_open_files() -> None:
+    """Raise the limit on open files of this process as far as it may: a Gloo group has a socket to each of its ranks,
+    and torchrun's agent on the first node two or three for each rank."""
+    limit = resource.RLIMIT_NOFILE
+    allowed, most = resource.getrlimit(limit)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(limit, (wanted, most))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next step: returned, it is paged in again, 10,000 pages a step."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):
+            libc.mallopt(option, value)

@@ -1,0 +1,127 @@
+"""Long-lived ranks on this machine, given to each distributed test in turn."""
+
+import contextlib
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testing.forked_runs import FORKS, torchruns_variables
+from testing.forked_runs import ROOT as ROOT
+from testing.worker import serve
+
+SPAWNED = multiprocessing.get_context("spawn")
+"""Interpreters of their own: CUDA cannot be used in a fork of a process that has looked for GPUs."""
+_NOT_DONE = {"error": "not done in time"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank returned and printed."""
+
+    value: Any
+    printed: str
+
+
+class Cluster:
+    """Up to ``ranks`` processes, which meet as torchrun's workers do: in a store of the parent's, a prefix a run."""
+
+    def __init__(
+        self, ranks: int, context: Any = FORKS, variables: Callable[..., dict[str, str]] = torchruns_variables
+    ) -> None:
+        """``context``: of multiprocessing; ``variables``: as ``torchruns_variables``."""
+        from torch.distributed import TCPStore
+
+        self._context, self._variables = context, variables
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
+        self._folder = tempfile.TemporaryDirectory(prefix="serried-tests-")
+        self._runs = 0
+        self._workers: list[_Worker] = []
+        self._start(ranks)
+
+    def run(self, world_size: int, function: str, timeout_seconds: float = 120, **arguments: Any) -> list[Answer]:
+        """Call ``module:function`` with ``arguments`` on ``world_size`` ranks at once.
+
+        Raises:
+            AssertionError: a rank raised, died or was not done in time; the text says what each printed.
+        """
+        self._runs += 1
+        self._start(world_size)
+        outputs = [Path(self._folder.name) / f"run{self._runs}-rank{rank}" for rank in range(world_size)]
+        for rank, (worker, output) in enumerate(zip(self._workers, outputs, strict=False)):
+            environment = self._variables(rank, world_size, self._store.port, self._runs)
+            worker.send(
+                function=function, arguments=arguments, output=str(output),
+                environment=environment if world_size > 1 else {},
+            )  # fmt: skip
+        deadline = time.monotonic() + timeout_seconds
+        answers = self._answers(world_size, deadline)
+        printed = [output.read_text() if output.exists() else "" for output in outputs]
+        errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
+        if errors:
+            self.stop()  # whoever is still inside a collective would disturb the next test
+            texts = [f"rank {rank} printed:\n{text}" for rank, text in enumerate(printed) if text]
+            raise AssertionError("\n".join([*errors, *texts]))
+        return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
+
+    def _answers(self, world_size: int, deadline: float) -> list[dict[str, Any]]:
+        """One answer per rank. Once a rank has died, the others, which may wait for it for ever, get a moment more."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < world_size:
+            for rank, worker in enumerate(self._workers[:world_size]):
+                until = min(deadline, time.monotonic() + 0.05) if len(answers) < world_size - 1 else deadline
+                if rank in answers or ((answer := worker.answer(until)) == _NOT_DONE and until < deadline):
+                    continue
+                answers[rank] = answer
+                if worker.is_dead:
+                    deadline = min(deadline, time.monotonic() + 2)
+        return [answers[rank] for rank in range(world_size)]
+
+    def stop(self) -> None:
+        """End all processes; the next run starts those it needs."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _start(self, count: int) -> None:
+        """Have ``count`` processes at least."""
+        new = [_Worker(self._context) for _ in range(count - len(self._workers))]
+        deadline = time.monotonic() + 120
+        for worker in new:
+            assert "ready" in worker.answer(deadline)
+        self._workers += new
+
+
+class _Worker:
+    def __init__(self, context: Any) -> None:
+        self._pipe, its_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(its_end,))
+        self._process.start()
+        its_end.close()  # so that the pipe ends where the process does
+
+    def send(self, **task: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it died between two tests, which answer() tells
+            self._pipe.send(json.dumps(task))
+
+    def answer(self, deadline: float) -> dict[str, Any]:
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            return _NOT_DONE
+        try:
+            return json.loads(self._pipe.recv())
+        except (EOFError, ConnectionError):
+            self._process.join()
+            return {"error": f"the process ended with {self._process.exitcode}"}
+
+    @property
+    def is_dead(self) -> bool:
+        return not self._process.is_alive()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()

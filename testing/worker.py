@@ -1,0 +1,43 @@
+"""A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from testing.forked_runs import settle, torchruns_variables
+
+
+def serve(pipe: Connection) -> None:
+    """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
+    settle()
+    faulthandler.enable()  # a crash shows where, in the file of the task
+    pipe.send(json.dumps({"ready": os.getpid()}))
+    while True:
+        try:
+            task = json.loads(pipe.recv())
+        except EOFError:
+            return
+        pipe.send(json.dumps(run(task)))
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    for key in torchruns_variables(0, 1, 0):
+        os.environ.pop(key, None)
+    os.environ |= task["environment"]
+    with Path(task["output"]).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            module, _, name = task["function"].partition(":")
+            return {"value": getattr(importlib.import_module(module), name)(**task["arguments"])}
+        except BaseException:
+            return {"error": traceback.format_exc()}
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()

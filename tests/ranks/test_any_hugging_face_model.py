@@ -1,0 +1,329 @@
+"""``model=hf``: models of transformers without a family here, computed by their own code."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from serried import cli
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.configs.schema.models import DIVIDED_MODELS
+from serried.parallel.layout.checks import check_layout
+from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.program import main
+from serried.recipes.models.hugging_face.any_causal_lm import HuggingFaceModel
+from serried.recipes.text.causal_lm import CausalLM
+from testing import runs
+from testing.cluster import Cluster
+from testing.runs import losses
+from tests.ranks.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
+from tests.runs.test_sft import write_chats
+
+ROWS = 257
+SIZES = {
+    "vocab_size": ROWS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {},  # its head has another name in files
+    "phi": {},  # its head has a bias
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 64, "dropout": 0.0},  # tied, positions in a table, no packing
+    "falcon": {},  # a linear layer of its own
+    "bloom": {"n_layer": 3, "n_head": 4},  # cannot keep documents apart
+    "granite": {"logits_scaling": 4.0},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # stacked experts, which files hold one by one
+}
+GIVES_LOSS = {"gpt_neox", "opt", "falcon", "bloom", "olmoe"}
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Any:
+    """A random model of transformers, saved in ``folder``; norms and biases are random too."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **SIZES | MODELS.get(name, {}) | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_transformers_trains_it(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    theirs = saved(name, tmp_path / "theirs")
+    family, ours = opened(tmp_path / "theirs", "hf")
+    batches = torch.randint(ROWS, (3, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(batches[0]).logits
+        assert expected.std() > 0.1, "a flat output would compare equal to anything"
+        torch.testing.assert_close(ours(batches[0]), expected, rtol=0, atol=1e-5)
+    there, back = load_file(tmp_path / "theirs/model.safetensors"), written(family, ours, tmp_path / "back")
+    assert back.keys() == there.keys()
+    assert all(back[key].equal(there[key]) for key in there)
+
+    # Three steps on packed documents, which transformers sees one by one.
+    borders, positions = (BORDERS, POSITIONS.expand(2, -1)) if name != "bloom" else ((0, LENGTH), None)
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    for batch in batches:
+        targets = batch.roll(-1, 1)
+        targets[:, [border - 1 for border in borders[1:]]] = -100
+        loss = ours(batch, targets, positions) / (targets >= 0).sum()
+        pieces = [each for row in batch for each in (documents(row) if positions is not None else [row])]
+        logits = torch.cat([theirs(piece[None]).logits[0, :-1] for piece in pieces])
+        reference = F.cross_entropy(logits, torch.cat([piece[1:] for piece in pieces]))
+        torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)
+        for optimizer, each in ((mine, loss), (other, reference)):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+    assert ours.forward._gives_loss is (name in GIVES_LOSS)
+
+    written(family, ours, tmp_path / "trained")
+    again, loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
+    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(batches[0]).logits, ours.eval()(batches[0]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "choice"), [("bloom", "hf"), ("gpt2", "auto")])
+def test_folder_that_was_saved_without_a_head_is_read(name: str, choice: str, tmp_path: Path) -> None:
+    """As GPT-2 and Bloom are on the Hub: names lack ``transformer.``, and there are masks."""
+    theirs = saved(name, tmp_path, n_embd=64, n_layer=2, n_head=4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(4, 4)} if name == "gpt2" else bare, tmp_path / "model.safetensors")
+    ours, tokens = opened(tmp_path, choice)[1], torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_documents_that_would_see_each_other_are_refused(tmp_path: Path) -> None:
+    saved("bloom", tmp_path)
+    model = opened(tmp_path, "hf")[1]
+    tokens = torch.arange(LENGTH).expand(2, -1)
+    with pytest.raises(UserError, match=r"BloomForCausalLM cannot keep .*; use data.isolate_documents=false"):
+        model(tokens, tokens, POSITIONS.expand(2, -1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose embeddings are tied, and conversations."""
+    folder = tmp_path_factory.mktemp("models")
+    saved("opt", folder / "opt")
+    write_chats(folder / "chats.jsonl", 60)
+    return folder
+
+
+def sft(folder: Path, run_dir: Path, *more: str) -> list[str]:
+    given = [
+        "recipe=sft", "model=hf", f"model.path={folder / 'opt'}", f"data.path={folder / 'chats.jsonl'}",
+        "data.tokenizer=bytes", f"data.cache_dir={folder / 'cache'}", f"run.dir={run_dir}",
+        "data.sequence_length=128", "trainer.steps=4", "trainer.global_batch=6", "trainer.micro_batch=3",
+        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.001", "schedule=constant",
+        "schedule.warmup_steps=0", "checkpoint.every=2", *more,
+    ]  # fmt: skip
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
+
+
+def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    ended = runs.run_here(sft(folder, tmp_path / "single"))
+    assert ended.code == 0, ended.printed
+    assert ended.printed.count("WARNING    model=hf runs transformers' own code") == 1
+    wanted = losses(tmp_path / "single")
+    assert wanted[-1] < wanted[0] - 0.1
+
+    for ranks, name, more in (
+        (2, "ddp", ["trainer.stop_at=2"]),
+        (2, "fsdp", ["parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.activation_memory_budget=0.6"]),
+    ):
+        argv = sft(folder, tmp_path / name, *more)
+        answers = cluster.run(ranks, "testing.runs:train_reported", argv=argv)
+        assert {answer.value for answer in answers} <= {0, 75}, answers[0].printed
+    argv = sft(folder, tmp_path / "ddp", "parallel=fsdp")
+    assert [answer.value for answer in cluster.run(2, "testing.runs:train_reported", argv=argv)] == [0, 0]
+    for name in ("ddp", "fsdp"):
+        assert losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
+
+    import transformers
+
+    cli.export([f"run.dir={tmp_path / 'fsdp'}", f"out={tmp_path / 'model'}"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    cli.generate([str(tmp_path / "model"), "prompt=Hello", "tokens=2"])
+
+
+def test_adapters_of_linear_layers_train_sharded_and_merge(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    more = ["recipe=lora", "precision=fp32", "adapter.modules=[q_proj,fc1]", "adapter.rank=4", "optim.lr=0.01"]
+    assert runs.run_here(sft(folder, tmp_path / "single", *more)).code == 0
+    cluster.run(2, "testing.runs:train_reported", argv=sft(folder, tmp_path / "fsdp", *more, "parallel=fsdp"))
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+    adapters = runs.weights(tmp_path / "fsdp", "adapter_model")
+    assert "base_model.model.model.decoder.layers.0.self_attn.q_proj.lora_B.weight" in adapters
+    assert len(adapters) == 2 * 2 * 3
+    cli.export([f"run.dir={tmp_path / 'fsdp'}", f"out={tmp_path / 'model'}", "merge=true"])
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_random_weights_are_drawn_as_transformers_draws_them(folder: Path) -> None:
+    config = compose(sft(folder, folder / "run", "model.pretrained=false"))
+    task = CausalLM(config)
+    assert task.pretrained() is None
+    model = task.build_model()
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.ndim > 1)
+    drawn = {name: task.initial_std(name) for name, _ in model.named_parameters()}
+    kinds = [nn.Embedding, nn.Linear, nn.LayerNorm]
+    for name, module in model.named_modules():
+        if isinstance(module, tuple(kinds)) and f"{name}.weight" in drawn:
+            assert drawn[f"{name}.weight"] == (None if isinstance(module, nn.LayerNorm) else 0.02)
+            assert drawn.get(f"{name}.bias", 0.0) == 0.0
+
+
+def test_plan_needs_neither_weights_nor_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved("phi", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    wide = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 8192, "intermediate_size": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    words = ["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes", "data.sequence_length=128"]
+    assert main([*words, "parallel=fsdp", "launch.processes=2", "dry_run=true"]) == 0
+    plan = capsys.readouterr().out
+    assert "PhiForCausalLM of transformers" in plan
+    assert "WARNING    model=hf runs transformers' own code" in plan
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "is of an encoder-decoder model; only"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "only plain float weights"),
+    "of code of its own": (
+        {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "new.New"}},
+        "no such model; it comes with code of its own, which is never run .trust_remote_code",
+    ),
+    "for masks": (
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        "holds a BertForMaskedLM, and model=hf .* use task=masked_lm task.model=",
+    ),
+    "of images": ({"model_type": "vit", "vocab_size": ...}, "of model_type vit and names no vocab_size, so it is no"),
+    "of a kind that is no text": ({"model_type": []}, "is of model_type .., which no model family reads|no such model"),
+    "malformed": ({"num_attention_heads": "four"}, "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_folder_of_another_kind_of_model_is_refused(kind: str, tmp_path: Path) -> None:
+    changes, message = CHANGES[kind]
+    config = {"model_type": "phi", **SIZES, **changes}
+    (tmp_path / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not ...}))
+    with pytest.raises(UserError, match=message) as error:
+        CausalLM(compose(["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes"])).build_model()
+    assert "\n" not in str(error.value)
+
+
+def test_architectures_that_are_no_list_name_no_class(tmp_path: Path) -> None:
+    config = {"model_type": "phi", **SIZES, "architectures": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = CausalLM(compose(["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes"]))
+    with torch.device("meta"):
+        assert type(task.build_model()).__name__ == "PhiForCausalLM"
+
+
+def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model=hf needs .*model\.path=FOLDER_OR_NAME"):
+        compose(["model=hf"])
+    with pytest.raises(UserError, match=r"cannot read .*config\.json"):
+        compose(["model=hf", f"model.path={tmp_path}"])
+    (tmp_path / "config.json").write_bytes((folder / "opt/config.json").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    ended = runs.run_here(sft(folder, tmp_path / "run", f"model.path={tmp_path}"))
+    assert ended.code == 78
+    assert "'pytorch_model.bin' is a pickle, which is never loaded" in ended.printed.splitlines()[-1]
+    with pytest.raises(UserError, match=r"opt, which no model family reads; .*; model=hf trains it"):
+        compose([f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=r"exceeds the 256 positions that config.json .* with data.sequence_length=256"):
+        compose(["model=hf", f"model.path={tmp_path}", "model.max_sequence_length=300"])
+
+
+LORA = ("recipe=lora", "adapter.modules=[q_proj,o_proj]", "adapter.rank=4", "optim.lr=0.01")
+
+
+@pytest.mark.parametrize(
+    ("name", "of_run"),
+    [
+        pytest.param(name, LORA if name == "granite" else (), marks=[pytest.mark.slow] * (name != "phi"))
+        for name in DIVIDED_MODELS
+    ],
+)
+def test_tensor_ranks_divide_a_model_by_its_own_plan(
+    name: str, of_run: tuple[str, ...], cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """Biases; fused queries, keys and values; adapters; norms of heads."""
+    saved(name, tmp_path / "model")
+    more = [f"model.path={tmp_path / 'model'}", "precision=fp32", "trainer.steps=3", *of_run]
+    assert runs.run_here(sft(folder, tmp_path / "single", *more)).code == 0
+    more += ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]
+    argv = sft(folder, tmp_path / "divided", *more)
+    answers = cluster.run(4 if name == "gpt_neox" else 2, "testing.runs:train_reported", argv=argv)
+    assert {answer.value for answer in answers} == {0}, answers[0].printed
+    assert losses(tmp_path / "divided") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+    stem = "adapter_model" if of_run else "model"
+    whole, divided = (runs.weights(tmp_path / run, stem) for run in ("single", "divided"))
+    assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in divided.items()}
+
+
+def refusal(path: Path, axis: str) -> str:
+    config = compose(["model=hf", f"model.path={path}", "parallel=fsdp", f"parallel.{axis}=2"])
+    layout = resolve_layout(config.parallel, 2)
+    with pytest.raises(UserError) as error:
+        check_layout(config, layout, gradient_accumulation(config.trainer, layout))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "cohere", "olmoe", "opt"])
+def test_tensor_ranks_are_refused_for_a_model_that_no_test_divides(name: str, tmp_path: Path) -> None:
+    """Plain columns and rows, in the first two, around code that needs the whole width."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": ROWS}))
+    known = ", ".join(DIVIDED_MODELS)
+    assert refusal(tmp_path, "tensor") == (
+        f"parallel.tensor=2 with model=hf divides only {known}, and this model is a {name}; use parallel.tensor=1 with "
+        "parallel=fsdp"
+    )
+
+
+@pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
+def test_axes_that_divide_a_model_are_refused(axis: str, folder: Path, tmp_path: Path) -> None:
+    assert refusal(folder / "opt", axis).endswith(f"use parallel.{axis}=1 with parallel=fsdp")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": ROWS}))
+    assert "use model=auto, which reads llama natively" in refusal(tmp_path, axis)
+
+
+def test_keys_that_name_code_are_not_followed(folder: Path) -> None:
+    section = compose(["model=hf", f"model.path={folder / 'opt'}", "data.tokenizer=bytes"]).model
+    harmful = {"auto_map": {"AutoModel": "x"}, "_attn_implementation": "someone/kernels", "attn_implementation": "a/b"}
+    harmful["task_specific_params"] = dict(harmful)
+    section = section.model_copy(update={"architecture": section.architecture | harmful})
+    family = HuggingFaceModel(section, ROWS)
+    assert family.build().config._attn_implementation == "sdpa"
+    exported = family.export_config(None)
+    assert harmful.keys() & exported.keys() == {"task_specific_params"}
+    assert exported["task_specific_params"] == {}
+
+
+def test_preferences_are_computed_from_logits(folder: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{number}?", "chosen": f"{number}.", "rejected": "No."} for number in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = ["recipe=dpo", "precision=fp32", f"data.path={tmp_path / 'pairs.jsonl'}", "trainer.steps=2"]
+    assert main(sft(folder, tmp_path / "run", *words)) == 0
+    first, second = losses(tmp_path / "run")
+    assert first == pytest.approx(math.log(2)), "the model is the reference"
+    assert second < first

@@ -1,0 +1,305 @@
+"""trainer.compile: a step has the bits of one that is not compiled, with the compiler's graphs run as they are."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+from torch._inductor import config as inductor
+from torch._inductor.runtime import cache_dir_utils
+
+from serried.configs.errors import EXIT_STOPPED, UserError
+from serried.configs.requirements import compilers
+from serried.parallel.activation_checkpoint import checkpoint_blocks
+from serried.parallel.compile import check_blocks, compile_blocks
+from serried.parallel.lora import Adapter, attach
+from serried.parallel.nf4 import quantize
+from serried.parallel.plan import ParallelPlan
+from serried.recipes.models.layers.attention import has_flex
+from serried.records.status import Status, read_status
+from serried.runtime.console import Console
+from serried.trainer import compilation
+from serried.trainer.compilation import Compilation, check_compiler, explained, is_of_a_network
+from testing.cluster import Cluster
+from testing.runs import losses, run_here, tiny_overrides
+from tests.ranks.test_activations import EXPERTS, MODEL, step
+
+LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
+    "single": (1, ["parallel=single"], ["full"]),
+    "ddp": (2, ["parallel=ddp"], ["none"]),
+    "fsdp": (2, ["parallel=fsdp"], ["selective"]),
+    "tensor": (2, ["parallel=fsdp", "parallel.tensor=2"], ["none"]),
+    "context": (2, ["parallel=fsdp", "parallel.context=2"], ["none"]),
+    "1f1b": (2, ["parallel=fsdp", "parallel.pipeline=2"], ["none"]),
+    "expert": (2, ["parallel=fsdp", "parallel.expert=2"], ["none"]),
+}
+OF_THE_LOSS = ("measure", "derive")
+"""Graphs on the rank that has the head."""
+
+
+@pytest.fixture(autouse=True)
+def _without_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Graphs are made and run, but no program is generated, which takes half a minute."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        yield
+    torch._dynamo.reset()
+
+
+def differing(argv: list[str], modes: list[str]) -> dict[str, Any]:
+    """What of a compiled step has other bits, and the number of graphs of blocks, by what these keep."""
+    expected, found = step(argv, "none"), {}
+    for mode in modes:
+        torch._dynamo.reset()
+        clear_compilation_metrics()
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            ours = step(argv, mode, compiled=True)
+        graphs = [each for each in get_compilation_metrics() if each.co_name not in (None, *OF_THE_LOSS)]
+        other = [name for name, tensor in expected.items() if not tensor.equal(ours[name])]
+        found[mode] = [other, len(graphs)]
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp", "tensor", "context", "expert")))
+        for name in LAYOUTS
+    ],
+)
+def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: str, cluster: Cluster) -> None:
+    ranks, how, modes = LAYOUTS[name]
+    model, graphs = (
+        (EXPERTS, 4) if name == "expert" else (MODEL, 1)
+    )  # a dense block; parts around experts and their dropout
+    answers = cluster.run(ranks, "tests.ranks.test_compile:differing", argv=[*how, *model], modes=modes)
+    assert [answer.value for answer in answers] == [{mode: [[], graphs] for mode in modes}] * ranks
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.relu_()
+        h = self.second(h).mul_(2.0)
+        h.sigmoid_()
+        return h + x
+
+
+def adapted() -> nn.Module:
+    """A block in 4 bits with an adapter that drops inputs."""
+    block = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False)
+    attach(block[0], 4, Adapter(scale=2.0, dropout=0.2, is_conv1d=False), is_dora=False, shared=None)
+    quantize(block[0])
+    for parameter in block.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    return block
+
+
+@pytest.mark.parametrize("make", [InPlace, adapted])
+def test_own_blocks_have_the_same_bits_with_selective_checkpointing_too(
+    make: Callable[[], nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, plan = [], ParallelPlan(blocks=("0", "1"))
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model, x = nn.Sequential(make(), make()), torch.randn(4, 64, requires_grad=True)
+        checkpoint_blocks(model, plan, "selective" if compiles else "none")
+        if compiles:
+            compile_blocks(model, plan)
+        torch.manual_seed(2)
+        model(x).square().sum().backward()
+        found.append([x.grad, *(each.grad for each in model.parameters() if each.requires_grad)])
+    assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+    assert not capfd.readouterr().err
+
+
+def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: Path, tmp_path: Path) -> None:
+    more = ["model.layers=2", "trainer.eval_every=2", "trainer.sample_tokens=6"]
+    plain = run_here(tiny_overrides(text, tmp_path / "plain", *more))
+    run_here(tiny_overrides(text, tmp_path / "run", *more, "trainer.stop_at=2"))
+    resumed = run_here(tiny_overrides(text, tmp_path / "run", *more, "trainer.compile=true"))
+    assert plain.code == resumed.code == 0, resumed.printed
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    assert "changed since the checkpoint: trainer.compile false -> true" in resumed.printed
+    assert "compiling  2 blocks in the first step" in resumed.printed
+    assert re.search(r"^compiled   2 blocks in [\d.]+ s: 3 graphs$", resumed.printed, re.MULTILINE), resumed.printed
+    assert "WARNING" not in resumed.printed
+    assert "precision  fp32; blocks compiled" in resumed.printed
+
+
+@pytest.mark.parametrize("chosen", ["/tmp/mine", None])
+def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen or cache_dir_utils.default_cache_dir())
+    Compilation(Console(True, 0)).announce()
+    assert f"kept in {chosen or tmp_path / 'serried' / 'compiled' / torch.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["several nodes", "a home on a network"])
+def test_programs_are_kept_on_a_disk_of_the_machine_where_many_would_use_one_of_the_network(
+    why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    home, temporary = tmp_path / "home of all", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())
+    mounts = tmp_path / "mountinfo"
+    kind = "nfs4" if why == "a home on a network" else "ext4"
+    shared = str(home).replace(" ", r"\040")
+    mounts.write_text(
+        f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 22 0:40 / {shared} rw,relatime shared:9 - {kind} server:/home rw\n"
+    )
+    monkeypatch.setattr(compilation, "_MOUNTS", mounts)
+    assert is_of_a_network(home / "a") == (kind == "nfs4")
+    assert not is_of_a_network(temporary)
+    Compilation(Console(True, 0), is_on_one_node=why != "several nodes").announce()
+    own = temporary / f"serried-{os.geteuid()}"
+    assert f"kept in {own / 'compiled' / torch.__version__}" in capsys.readouterr().out
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())
+    with pytest.raises(UserError, match=r"is not a folder of this user alone .*; remove it, or use TORCHINDUCTOR_"):
+        Compilation(Console(True, 0), is_on_one_node=why != "several nodes")
+
+
+def test_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(inductor, "compile_threads", 32)
+    monkeypatch.setattr(compilation, "usable_cores", lambda: 64)
+    Compilation(Console(True, 0))
+    assert inductor.compile_threads == 32, "torch's own rule"
+    Compilation(Console(True, 0), 8)
+    assert inductor.compile_threads == 4
+    Compilation(Console(True, 0), 64)
+    assert inductor.compile_threads == 1
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "7")
+    Compilation(Console(True, 0), 8)
+    assert inductor.compile_threads == 1, "the user's choice is not ours to change"
+
+
+def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    compilation = Compilation(Console(True, 0))
+    compilation.blocks = compile_blocks(model, ParallelPlan(blocks=("0", "1")))
+    for number, rows in enumerate((8, 8, 6), start=1):
+        model(torch.randn(rows, 4, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            model(torch.randn(rows + 7, 4))
+        compilation.report(number)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("compiled   2 blocks in")
+    assert lines[1].startswith("WARNING    step 3 compiled a block again, number 1 (")
+    assert "size mismatch at index 0. expected 8, actual 6" in lines[1]
+
+
+def test_what_an_evaluation_compiles_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    compilation, compiled = Compilation(Console(True, 0)), torch.compile(torch.relu, dynamic=False)
+    compiled(torch.ones(3))
+    compilation.report(1)
+    with compilation.unreported():
+        compiled(torch.ones(4))
+    compilation.report(2)
+    compiled(torch.ones(5))
+    compilation.report(3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["compiled", "WARNING"]
+    assert "step 3 compiled a block again, number 1" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("trainer.activation_checkpoint=offload", "use trainer.activation_checkpoint=selective, or"),
+        (
+            "launch.processes=2 parallel=fsdp parallel.pipeline=2 parallel.schedule=zbv trainer.micro_batch=1",
+            "trainer.compile=true with parallel.schedule=zbv, which runs the backward of a block twice; use",
+        ),
+        (
+            "launch.processes=2 parallel=fsdp parallel.context=2 parallel.context_method=ring "
+            "trainer.activation_checkpoint=full",
+            "use parallel.context_method=gather, trainer.activation_checkpoint=none, or trainer.compile=false",
+        ),
+        ("model=moe_tiny trainer.activation_checkpoint=selective", "and a mixture of experts, which cannot"),
+    ],
+)
+def test_settings_that_cannot_be_compiled_are_refused_in_one_line(
+    more: str, told: str, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "trainer.compile=true", "model.layers=4", "dry_run=true")
+    assert told in run_here([*argv, *more.split()]).error
+
+
+def test_a_model_without_blocks_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"trainer\.compile=true: the model has no repeated blocks to compile"):
+        check_blocks(nn.Linear(2, 2), ParallelPlan())
+
+
+def test_blocks_with_buffers_are_not_compiled_and_computed_again() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\), which a forward"):
+        check_blocks(model, ParallelPlan(blocks=("0",)), ("trainer.activation_checkpoint=full", "none"))
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no no-such-compiler; install one"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_a_gpu_needs_a_c_compiler_of_any_name_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compilers, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "clang" else None)
+    with pytest.raises(UserError, match=r"needs Triton on a GPU; pip install triton, or use trainer\.compile=false"):
+        check_compiler(torch.device("cuda"))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UserError, match=r"needs a C compiler, and there is no gcc; install one, .* \(CC=gcc"):
+        check_compiler(torch.device("cuda"))
+    assert not has_flex(torch.device("cuda", 0))  # whose kernels Triton makes too
+
+
+def test_a_compiler_that_fails_is_one_line() -> None:
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("ld: cannot find -lgomp")
+
+    compiled = torch._dynamo.optimize(backend)(torch.sin)
+    with torch.compiler.set_stance("default"), pytest.raises(Exception, match="lgomp") as caught:
+        compiled(torch.ones(2))
+    told = str(explained(caught.value, None))
+    assert told.startswith("torch could not compile a block (BackendCompilerFailed: ")
+    assert "use trainer.compile=false" in told
+    assert explained(ValueError("x"), None).args == ("x",)
+
+
+@pytest.mark.slow  # generates a program
+def test_a_signal_that_ends_the_compiler_too_stops_the_run(text: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *.cpp*) kill -TERM $PPID $$;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    argv = tiny_overrides(text, tmp_path / "run", "trainer.compile=true")
+    more = {"CXX": str(compiler), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # in this process, its parent
+    command = [sys.executable, "train.py", *argv]  # torch reads CXX when it is imported
+    ended = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == EXIT_STOPPED, ended.stdout + ended.stderr
+    assert "stopped: SIGTERM before the first step; run the same command to resume" in ended.stderr
+    assert read_status(tmp_path / "run") == Status("stopped", 0, "SIGTERM before the first step", EXIT_STOPPED)

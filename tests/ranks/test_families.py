@@ -1,0 +1,346 @@
+"""Families that transformers has too: the same weights bit for bit, the same logits, the same losses."""
+
+import itertools
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from benchmarks.parity import CUTS, TOLERANCES, compare, run
+from serried.configs.compose import FOLDER, compose
+from serried.configs.errors import UserError
+from serried.configs.schema.registry import models
+from serried.configs.schema.sections import ParallelSection
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.parallelize import parallelize
+from serried.recipes.models.family import ModelFamily, family_of
+from serried.recipes.models.layers.kv_cache import Cache
+from serried.trainer.checkpoint.tensors import load_weights
+from testing.cluster import ROOT, Cluster
+from tools.key_tables import families
+
+WINDOW, LENGTH, ROWS, PADDING = 8, 30, 131, 7
+BORDERS = (0, 4, 21, LENGTH)
+"""Where documents begin in a sequence, and its end: one is shorter than the window."""
+SIZES = {
+    "vocab_size": ROWS, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": PADDING,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": GPT2,
+    "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "qwen3_moe, biased": EXPERTS | {"num_experts": 4, "attention_bias": True},
+    "qwen3_moe, plain": EXPERTS | {"num_experts": 4, "mlp_only_layers": [0], "norm_topk_prob": False},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "use_qk_norm": True},
+    "glm4_moe, more": EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.5,
+    },
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "phi3": {"sliding_window": WINDOW},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+}
+
+
+def saved(name: str, folder: Path) -> Any:
+    """A random model of transformers, saved in ``folder``; norms, biases and corrections of routers are random too."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name.partition(",")[0], **deepcopy(SIZES | FAMILIES[name]))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        corrections = (each for name, each in model.named_buffers() if name.endswith("correction_bias"))
+        for tensor in (*model.parameters(), *corrections):
+            tensor += 0.1 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def opened(folder: Path, choice: str = "auto") -> tuple[ModelFamily, nn.Module]:
+    """What ``model=auto model.path=folder`` trains."""
+    section = compose([f"model={choice}", f"model.path={folder}", f"data.sequence_length={LENGTH}"]).model
+    family = family_of(models.get(section.family).load(), section, section.vocab_size)
+    model = family.build()
+    parallel = parallelize(
+        model, family.parallel_plan(model), None, seed=0, layout=Layout("single"),
+        section=ParallelSection(strategy="single"), low_dtype=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    load_weights(folder, parallel, family.exported)
+    return family, parallel.module
+
+
+def written(family: ModelFamily, model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in ``folder`` of ``model``."""
+    state: dict[str, Tensor] = {}
+    kept = model.state_dict()
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # which names tied ones once
+        if (tensor := kept.get(name)) is None:
+            continue
+        for fragment in family.exported(name, tensor.shape):
+            whole = state.setdefault(fragment.name, torch.full(fragment.shape, float("nan")))
+            whole[fragment.theirs.indices()] = tensor[fragment.ours.indices()]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(family.export_config(0)))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return state
+
+
+def documents(row: Tensor) -> list[Tensor]:
+    return [row[start:stop] for start, stop in itertools.pairwise(BORDERS)]
+
+
+POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    theirs = saved(name, tmp_path / "theirs")
+    family, ours = opened(tmp_path / "theirs")
+    assert family.section.family == name.partition(",")[0]
+    batches = torch.randint(ROWS, (3, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batches[..., ::5] = PADDING  # whose row of the embedding has no gradient, but that of a tied head
+
+    # Logits, and the same bits back.
+    with torch.no_grad():
+        expected = theirs(batches[0]).logits
+        assert expected.std() > 0.1, "a flat output would compare equal to anything"
+        torch.testing.assert_close(ours(batches[0]), expected, rtol=0, atol=1e-5)
+    there, back = load_file(tmp_path / "theirs/model.safetensors"), written(family, ours, tmp_path / "back")
+    assert back.keys() == there.keys()
+    assert all(back[key].equal(there[key]) for key in there)
+
+    # Three steps on packed documents, which transformers sees one by one.
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    for batch in batches:
+        targets = batch.roll(-1, 1)
+        targets[:, [border - 1 for border in BORDERS[1:]]] = -100
+        loss = ours(batch, targets, POSITIONS.expand(2, -1)) / (targets >= 0).sum()
+        logits = [theirs(document[None]).logits[0, :-1] for row in batch for document in documents(row)]
+        labels = [document[1:] for row in batch for document in documents(row)]
+        reference = F.cross_entropy(torch.cat(logits), torch.cat(labels))
+        torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)
+        for optimizer, each in ((mine, loss), (other, reference)):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+
+    # Transformers opens the result, and a cache changes nothing.
+    written(family, ours, tmp_path / "trained")
+    again, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "trained", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
+    assert type(again) is type(theirs)
+    with torch.no_grad():
+        whole, cache = ours(batches[0]), Cache(family.cached_layers, LENGTH)
+        torch.testing.assert_close(again.eval()(batches[0]).logits, whole, rtol=0, atol=1e-5)
+        pieces = [ours(piece, cache=cache) for piece in batches[0].split([13, 2, *[1] * (LENGTH - 15)], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), whole[:, [12, *range(14, LENGTH)]], rtol=0, atol=1e-5)
+
+
+def test_layer_of_glm_for_speculative_decoding_is_left_out(tmp_path: Path) -> None:
+    theirs, file = saved("glm4_moe", tmp_path), tmp_path / "model.safetensors"
+    drafts = {f"model.layers.4.{each}.weight": torch.ones(2) for each in ("eh_proj", "input_layernorm")}
+    save_file(load_file(file) | drafts, file, {"format": "pt"})
+    tokens = torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(tmp_path)[1](tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("mistral7b", 7_241_732_096),
+        ("qwen25_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_600m", 596_049_920),
+        ("olmo2_7b", 7_298_617_344),
+        ("phi3_mini", 3_821_079_552),
+        ("gemma2_9b", 9_241_705_984),
+        ("gemma3_1b", 999_885_952),
+    ],
+)
+def test_presets_have_their_published_number_of_parameters(preset: str, count: int) -> None:
+    section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
+    family = family_of(models.get(section.family).load(), section, section.vocab_size)
+    assert sum(parameter.numel() for parameter in family.build().parameters()) == count
+    assert ("with a window of" in family.describe()) == (section.window(0) is not None)
+    assert f"{count:,}" in (FOLDER / "model" / f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistral7b": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "qwen25_7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False,
+        "tie_word_embeddings": False, "vocab_size": 152064,
+    },
+    "qwen3_600m": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "phi3_mini": {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096, "rope_scaling": None, "rope_theta": 10000.0,
+        "sliding_window": 2047, "tie_word_embeddings": False, "vocab_size": 32064,
+    },
+    "gemma2_9b": {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096, "vocab_size": 256000,
+    },
+    "gemma3_1b": {
+        "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+}  # fmt: skip
+"""What the ``config.json`` of published models says, as transformers 4 wrote it."""
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_say_what_published_models_do(preset: str) -> None:
+    section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
+    found = type(section).keys_from(PUBLISHED[preset])
+    assert found.pop("head_dim") == section.attention_head_dim
+    found.pop("padding_token")  # of their own tokenizer
+    assert {key: getattr(section, key) for key in found} == found
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "reason"),
+    [
+        ("qwen25_7b", {"use_sliding_window": True}, "has use_sliding_window True; only False can be taken over"),
+        ("phi3_mini", {"rope_scaling": {"type": "longrope"}}, "has rope_type longrope; only default and llama3"),
+        ("gemma2_9b", {"layer_types": ["full_attention"] * 2}, "has 2 layer_types and num_hidden_layers 42"),
+        (
+            "gemma2_9b",
+            {"layer_types": ["full_attention", *["sliding_attention"] * 41]},
+            "has layer_types of which not each n-th is full",
+        ),
+        ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None can be taken"),
+        ("gemma3_1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "has rope_type linear; only default"),
+    ],
+)
+def test_a_model_that_a_family_would_compute_otherwise_is_refused(
+    preset: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset] | changes))
+    with pytest.raises(UserError, match=reason):
+        compose(["model=auto", f"model.path={tmp_path}"])
+
+
+def test_the_table_of_families_is_up_to_date() -> None:
+    page = (ROOT / "docs/families.md").read_text()
+    committed = page.partition("<!-- python -m tools.key_tables families -->\n")[2].partition("\n<!-- end -->")[0]
+    assert committed == families(), "put the output of `python -m tools.key_tables families` into docs/families.md"
+
+
+SMALL = {
+    "model.vocab_size": "null", "model.vocab_multiple": "1", "model.head_dim": "null",
+    "model.max_sequence_length": "64", "data.isolate_documents": "true", "model.padding_token": f"{ord('e')}",
+}  # fmt: skip
+CAPPED = {"model.query_pre_attention_scalar": "3", "model.global_every": "2", "model.logit_soft_cap": "3"}
+ON_LAYOUTS = {
+    "mistral7b": {"model.sliding_window": "6"},
+    "qwen25_7b": {"model.tie_embeddings": "true"},
+    "qwen3_8b": {},
+    "olmo2_7b": {},
+    "phi3_mini": {"model.sliding_window": "6"},
+    "gemma2_9b": CAPPED | {"model.sliding_window": "6", "model.score_soft_cap": "0.5"},
+    "gemma3_1b": CAPPED | {"model.sliding_window": "6", "model.tie_embeddings": "true"},
+}
+"""Of 24 tokens, what differs from one block or document to the next is seen."""
+OF_EXPERTS = {
+    "model": "moe_tiny", "model.shared_experts": "0", "model.dense_layers": "0", "model.rotary_fraction": "1",
+    "model.expert_hidden_dim": "24",
+}  # fmt: skip
+ON_LAYOUTS["mixtral"] = OF_EXPERTS | {"model.family": "mixtral"}
+ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {
+    "model.family": "qwen3_moe",
+    "model.qk_norm": "true",
+    "model.attention_bias": "true",
+}
+LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
+"""The last two where attention differs from that of llama, which test_parity.py trains on all."""
+DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "layouts", "checkpointing"),
+    [
+        *((preset, layouts, "selective") for preset, layouts in DAILY.items()),
+        *(
+            pytest.param(
+                preset, LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2], "none", marks=pytest.mark.slow
+            )
+            for preset, changes in ON_LAYOUTS.items()
+        ),
+    ],
+)
+def test_a_family_trains_alike_on_every_layout(
+    preset: str, layouts: tuple[str, ...], checkpointing: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    changes = [f"{key}={value}" for key, value in {"model": preset, **SMALL, **ON_LAYOUTS[preset]}.items()]
+    reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *changes, steps=3)
+    changes.append(f"trainer.activation_checkpoint={checkpointing}")
+    for number, cut in enumerate(cut for cut in CUTS if cut.name in layouts):
+        curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / str(number), *changes, steps=3)
+        difference = compare(curve, reference)
+        assert difference.same_samples, cut
+        assert difference.loss < TOLERANCES["fp32"], cut
+        assert difference.grad_norm < TOLERANCES["fp32"], cut

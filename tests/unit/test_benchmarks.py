@@ -1,0 +1,43 @@
+"""The benchmarks still run: their figures can be made again."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.step_overhead import MODELS
+from testing.cluster import Cluster
+from testing.runs import overrides
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("single", 1), ("fsdp", 2)))],
+)
+def test_trainer_races_hand_written_loop(
+    layout: str, processes: int, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = overrides(text, tmp_path / "run", f"parallel={layout}", "trainer.steps=1000", *MODELS["almost no compute"])
+    answer = cluster.run(
+        processes, "benchmarks.step_overhead:race", argv=[*argv, "checkpoint.every=0"], turns=2, steps_in_a_turn=2
+    )
+    seconds = answer[0].value
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "hand-written"))
+
+
+@pytest.mark.slow
+def test_the_trainer_races_itself_with_other_attention(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+    argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
+    answer = cluster.run(2, "benchmarks.step_overhead:race", argv=argv, turns=2, steps_in_a_turn=2, against="sdpa")
+    seconds = answer[0].value
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "sdpa"))
+
+
+@pytest.mark.slow
+def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+    argv = overrides(text, tmp_path / "run", "parallel=ddp", "trainer.steps=1000", *MODELS["almost no compute"])
+    answers = cluster.run(
+        2, "benchmarks.step_overhead:share_of_numbers", argv=[*argv, "checkpoint.every=0"], steps_profiled=20
+    )
+    for answer in answers:
+        whole, numbers = answer.value
+        assert 0 < numbers < whole

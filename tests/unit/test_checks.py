@@ -1,0 +1,133 @@
+"""Layouts that do not fit the model or the batch: one line with the equation and a value that works."""
+
+import re
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.parallel.layout import checks
+from serried.parallel.layout.checks import check_layout, check_zero_bubble
+from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+
+TINY = [
+    "recipe=tiny",
+    "parallel=fsdp",
+    "model.layers=4",
+    "model.heads=8",
+    "model.kv_heads=4",
+    "data.sequence_length=64",
+]
+
+
+def check(arguments: list[str], processes: int) -> None:
+    config = compose(["run.name=checks", *TINY, *arguments])
+    layout = resolve_layout(config.parallel, processes)
+    check_layout(config, layout, gradient_accumulation(config.trainer, layout))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "says", "mended"),
+    [
+        ("parallel.tensor=3 model.hidden_dim=384", 3, "parallel.tensor=3 does not divide model.heads=8", ""),
+        ("parallel.tensor=8", 8, "parallel.tensor=8 does not divide model.kv_heads=4; use parallel.tensor=4", ""),
+        (
+            "parallel.context=2 data.sequence_length=66",
+            2,
+            "data.sequence_length=66 is not a multiple of 4 = 2 x parallel.context 2",
+            "data.sequence_length=64",
+        ),
+        (
+            "parallel.tensor=4 data.sequence_length=30",
+            4,
+            "parallel.tensor=4 does not divide data.sequence_length=30",
+            "parallel.sequence=false",
+        ),
+        ("parallel.pipeline=5", 5, "model.layers=4 are fewer than 5 pipeline stages", ""),
+        (
+            "parallel.pipeline=2 parallel.layers_of_stages=[2,3]",
+            2,
+            "parallel.layers_of_stages=[2, 3] sums to 5, and the model has model.layers=4",
+            "",
+        ),
+        (
+            "parallel.pipeline=4 trainer.global_batch=8 trainer.micro_batch=4",
+            4,
+            "accumulation 2 = global_batch 8 / (micro_batch 4 x 1 data ranks) are fewer micro-batches",
+            "trainer.micro_batch=2",
+        ),
+        (
+            "parallel.pipeline=2 parallel.schedule=interleaved trainer.global_batch=5 trainer.micro_batch=1",
+            2,
+            "cannot be dealt to parallel.schedule=interleaved in rounds of 2",
+            "parallel.schedule=gpipe",
+        ),
+        ("parallel.expert=2", 2, "parallel.expert=2: the model has no experts", "parallel.expert=1"),
+        ("parallel=ddp parallel.pipeline=2", 4, "parallel.pipeline=2 with parallel=ddp", "parallel=fsdp"),
+        ("parallel=ddp parallel.sync_every_micro_batch=true", 2, "only costs communication", "parallel=fsdp"),
+        (
+            "parallel.pipeline=2 parallel.sync_every_micro_batch=true",
+            2,
+            "with a pipeline",
+            "parallel.sync_every_micro_batch=false",
+        ),
+        (
+            "parallel.pipeline=2 parallel.schedule=zbv parallel.reshard_after_forward=true trainer.micro_batch=1",
+            2,
+            "when FSDP has freed them",
+            "parallel.reshard_after_forward=false",
+        ),
+        ("adapter.rank=4", 1, "adapter.rank=4 has no effect with adapter.method=none", "adapter=lora"),
+        ("adapter.modules=[q_proj]", 1, "adapter.modules=[q_proj] has no effect", "adapter=lora"),
+        ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights held in bf16", "precision=bf16"),
+        ("optim=adamw_bf16 precision=bf16 adapter=lora", 2, "adapter.method=lora: the base model", "optim=adamw"),
+        ("optim=adamw_bf16 precision=bf16 trainer.ema_decay=0.9", 2, "would not change", "trainer.ema_decay=0"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_why_and_what_would(
+    arguments: str, processes: int, says: str, mended: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        check(arguments.split(), processes)
+    message = str(caught.value)
+    assert says in message
+    assert "\n" not in message
+    fixes = re.findall(r"[a-z]+(?:\.[a-z_]+)?=[\w.]+", message[message.rindex("use ") :]) if "use " in message else []
+    assert mended in fixes if mended else True
+    if mended:
+        check([*arguments.split(), mended], processes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        ("parallel.tensor=2 parallel.pipeline=2", 8),
+        ("parallel.context=2 parallel.tensor=2", 4),
+        ("parallel.pipeline=2 parallel.schedule=zbv trainer.global_batch=16 trainer.micro_batch=2", 4),
+    ],
+)
+def test_layouts_that_fit_are_taken(arguments: str, processes: int) -> None:
+    check(arguments.split(), processes)
+
+
+def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
+    for version in ("2.12.0", "2.15.0+cu132", "3.0.0a0+git1234567"):
+        check_zero_bubble("zbv", version)
+    with pytest.raises(
+        UserError, match=r"^parallel\.schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use "
+    ):
+        check_zero_bubble("zbv", "2.11.0+cu130")
+
+
+def test_a_login_node_does_not_judge_the_torch_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have none."""
+
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "_version_of", none)
+    words = ["parallel.pipeline=2", "parallel.schedule=zbv", "trainer.micro_batch=1"]
+    check([*words, "launch=slurm"], 2)
+    with pytest.raises(PackageNotFoundError):
+        check(words, 2)

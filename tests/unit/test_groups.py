@@ -1,0 +1,117 @@
+"""Groups within the world: those of mesh axes are as impatient as the world's own."""
+
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, Cut
+from serried.configs.compose import compose
+from serried.configs.schema.sections import LaunchSection, ParallelSection
+from serried.parallel.layout.mesh import Layout, resolve_layout
+from serried.parallel.layout.process_groups import Groups
+from serried.parallel.parallelize import parallelize
+from serried.parallel.plan import ParallelPlan
+from serried.runtime.session import open_session
+from testing.cluster import Cluster
+from tests.support.slurm import wait_for
+
+
+def wait_on_each_axis_for_a_silent_peer(folder: str) -> float:
+    """On a mesh of 2x2 rank 3 falls silent: rank 1 waits for it along ``replicate``, rank 2 along ``fsdp``."""
+    with open_session(LaunchSection(start_timeout_seconds=100, step_timeout_seconds=2)) as session:
+        mesh = Groups(Layout("hsdp", replicate=2, shard=2), "cpu").fsdp
+        for axis in ("replicate", "fsdp"):
+            assert mesh.get_group(axis) is not dist.group.WORLD
+            dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+        session.first_step_done()
+        axis = {1: "replicate", 2: "fsdp"}.get(session.rank)
+        if axis is None:
+            for other in ("replicate", "fsdp"):
+                wait_for((Path(folder) / other).exists, "the others to lose their patience", 90)
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+        (Path(folder) / axis).touch()
+        return time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_patience_is_short_in_the_groups_of_mesh_axes_too(cluster: Cluster, tmp_path: Path) -> None:
+    """Guards the private list of groups in Session.first_step_done: what it misses would wait for 100 seconds."""
+    answers = cluster.run(4, "tests.unit.test_groups:wait_on_each_axis_for_a_silent_peer", folder=str(tmp_path))
+    assert [answer.value < 60 for answer in answers] == [True] * 4
+
+
+class NormalizedAtFirst(nn.Module):
+    """Two blocks, of which only the first has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)])
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_stage_without_buffers_has_the_group_that_shares_them(rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        parallel = parallelize(
+            NormalizedAtFirst(), ParallelPlan(blocks=("blocks.0", "blocks.1")), None, seed=1,
+            layout=Layout("fsdp", pipeline=2, shard=2, stages=2), section=ParallelSection(strategy="fsdp"),
+            low_dtype=None, device=torch.device("cpu"),
+        )  # fmt: skip
+        assert len(parallel.buffers) == (3 if rank < 2 else 0)
+        assert "stage" in parallel.groups.names().values()
+    finally:
+        dist.destroy_process_group()
+
+
+def groups_made(layout: Layout) -> tuple[list[list[int]], Groups]:
+    """Return the ranks of each group that this rank makes, in order."""
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def recorded(ranks: list[int], **options: object) -> object:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    with patch.object(dist, "new_group", recorded):
+        groups = Groups(layout, "cpu")
+        groups.make(ties_ends=True)
+    return made, groups
+
+
+SHARDED = [
+    pytest.param(cut, MIXTURE if cut in EXPERT_CUTS else (), id=cut.name)
+    for cut in dict.fromkeys((*CUTS, *EXPERT_CUTS))
+    if cut.processes > 1 and "compiled" not in cut.name
+]
+
+
+@pytest.mark.parametrize(("cut", "model"), SHARDED)
+def test_groups_are_made_in_one_order_on_all_ranks_and_none_afterwards(cut: Cut, model: tuple[str, ...]) -> None:
+    """A rank in another order, or without one of the calls, would make NCCL wait forever."""
+    layout = resolve_layout(compose(["model.layers=4", *model, *cut.overrides]).parallel, cut.processes)
+    orders = []
+    for rank in range(cut.processes):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cut.processes)
+        try:
+            made, groups = groups_made(layout)
+            orders.append(made)
+            with pytest.raises(AssertionError, match="made in a step"):
+                groups._group([[0, 1]])
+        finally:
+            dist.destroy_process_group()
+    assert orders == [orders[0]] * cut.processes
+
+
+def test_a_process_alone_has_no_groups_on_a_gpu() -> None:
+    groups = Groups(Layout("single"), "cuda")
+    groups.make(ties_ends=True)
+    assert [groups.tensor, groups.context, groups.pipeline, groups.expert, groups.stage, groups.ends] == [None] * 6

@@ -1,0 +1,38 @@
+"""Metrics that ranks name differently are refused before anything is added up."""
+
+import torch
+
+from serried.configs.errors import UserError
+from serried.parallel.model import same_sums_everywhere
+from serried.parallel.plan import LossTerms
+from testing.cluster import Cluster
+
+
+def compare(names: list[list[str] | None]) -> str:
+    import os
+
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    from serried.configs.schema.sections import LaunchSection
+    from serried.runtime.session import open_session
+
+    with open_session(LaunchSection(device="cpu")):
+        assert dist.is_initialized()
+        one = torch.ones(())
+        try:
+            mine = names[rank]
+            terms = None if mine is None else LossTerms(one, 1, dict.fromkeys(mine, (one, one)))
+            return " ".join(same_sums_everywhere(terms)[0])
+        except UserError as error:
+            return str(error)
+
+
+def test_ranks_that_name_other_metrics_are_refused_on_every_rank(cluster: Cluster) -> None:
+    same = cluster.run(2, "tests.unit.test_metric_names:compare", names=[["a", "b"], ["a", "b"]])
+    assert [answer.value for answer in same] == ["a b", "a b"]
+    learned = cluster.run(2, "tests.unit.test_metric_names:compare", names=[None, ["a", "b"]])
+    assert [answer.value for answer in learned] == ["a b", "a b"], "of a pipeline's first stage, which has no loss"
+    for names in ([["a", "b"], ["b", "a"]], [["a"], []]):
+        found = cluster.run(2, "tests.unit.test_metric_names:compare", names=names)
+        assert all("return the same names, in the same order, from every batch" in answer.value for answer in found)

@@ -1,0 +1,181 @@
+"""Mixtures of experts: the arithmetic of routers and experts; test_families.py compares whole models."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from serried.configs.compose import compose
+from serried.configs.schema.models import MoESection
+from serried.parallel.axes.model_axes import shard_specs
+from serried.parallel.initialize import initialize
+from serried.parallel.layout.local_shards import held_parameters
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.recipes.models.families.moe import Experts, MixtureOfExperts, MoE, Router, can_group
+
+GLM = {"shared_experts": 1, "dense_layers": 1, "qk_norm": True, "routed_scale": 1.5}
+
+
+def section(**changes: Any) -> MoESection:
+    values: dict[str, Any] = {
+        "name": "small", "family": "glm4_moe", "dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "hidden_dim": 80,
+        "experts": 6, "experts_per_token": 2, "expert_hidden_dim": 36, "vocab_size": 131, "max_sequence_length": 512,
+    }  # fmt: skip
+    return MoESection(**{**values, **changes})
+
+
+def build(config: MoESection) -> torch.nn.Module:
+    family = MoE(config, config.vocab_size or 0)
+    model = family.build()
+    buffers = dict(model.named_buffers())
+    model.to_empty(device="cpu")
+
+    def std(name: str) -> float | None:  # wide, so that a wrong choice of experts shows far above rounding
+        usual = family.initial_std(name)
+        return 0.1 if usual == 0 else None if usual is None else 4 * usual
+
+    specs = shard_specs(model, ParallelPlan(), Layout("single"))
+    initialize(held_parameters([model], specs, Layout("single")), std, seed=0)
+    for number, (name, buffer) in enumerate(buffers.items()):
+        torch.nn.init.normal_(buffer, std=0.1, generator=torch.Generator().manual_seed(number))
+        model.get_buffer(name).copy_(buffer)
+    return model
+
+
+@pytest.mark.parametrize("width", [36, 35])
+def test_experts_grouped_and_looped_equal_a_loop_over_tokens(width: int) -> None:
+    config = section(expert_hidden_dim=width)  # rows of 140 bytes are refused by grouped_mm
+    experts = Experts(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    rows = torch.randn(20, 48, generator=generator, requires_grad=True)
+    counts = torch.tensor([5, 0, 7, 1, 0, 7])
+
+    found = experts(rows, counts)
+    (found * rows.detach().cos()).sum().backward()
+    gradients = [each.grad.clone() for each in (rows, *experts.parameters())]
+    rows.grad = None
+    experts.zero_grad()
+    gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
+    expected = torch.stack(
+        [
+            down[expert] @ (torch.nn.functional.silu(gate[expert] @ row) * (up[expert] @ row))
+            for row, expert in zip(rows, torch.arange(6).repeat_interleave(counts), strict=True)
+        ]
+    )
+    torch.testing.assert_close(found, expected)
+    (expected * rows.detach().cos()).sum().backward()
+    for each, gradient in zip((rows, *experts.parameters()), gradients, strict=True):
+        torch.testing.assert_close(gradient, each.grad)
+
+
+def test_router_counts_on_request_and_prefers_the_first_of_equal_experts() -> None:
+    router = Router(section(experts_per_token=3))
+    torch.nn.init.zeros_(router.weight)
+    chosen, weights, counts = router(torch.randn(5, 48))
+    assert chosen.tolist() == [[0, 1, 2]] * 5
+    assert counts.tolist() == [5, 5, 5, 0, 0, 0]
+    assert weights.sum(1).tolist() == pytest.approx([1] * 5)
+    assert router.loads is None
+    router.is_counting = True
+    router.e_score_correction_bias += torch.tensor([0, 0, 0, 0, 1, 0])
+    router(torch.randn(4, 48))
+    router(torch.randn(2, 48))
+    assert router.loads.tolist() == [6, 6, 0, 0, 6, 0]
+
+
+def test_gradients_of_a_router_in_fp16_may_be_larger_than_fp16_holds() -> None:
+    torch.manual_seed(1)
+    router = Router(section())
+    torch.nn.init.normal_(router.weight)
+    rows, gradients = torch.randn(5, 48).half(), []
+    for each in (rows.float(), rows):
+        _, weights, _ = router(each)
+        (weights[:, 0].sum() * 1e8).backward()
+        gradients.append(router.weight.grad)
+        router.weight.grad = None
+    assert gradients[0].abs().max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
+    model = build(section(**GLM))
+    mixture = model.get_submodule("layers.1.mlp")
+    assert isinstance(mixture, MixtureOfExperts)
+    x = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(3), requires_grad=True)
+
+    def dense(x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        chosen, weights, _ = mixture.gate(tokens)
+        table = torch.zeros(14, 6).scatter(1, chosen, weights)
+        experts = mixture.experts
+        hidden = torch.nn.functional.silu(torch.einsum("td,eid->tei", tokens, experts.gate_proj))
+        hidden = hidden * torch.einsum("td,eid->tei", tokens, experts.up_proj)
+        routed = torch.einsum("tei,edi,te->td", hidden, experts.down_proj, table)
+        return routed.view(x.shape) + mixture.shared_experts(x)
+
+    gradients = []
+    for forward in (mixture, dense):
+        x.grad = None
+        mixture.zero_grad()
+        forward(x).cos().sum().backward()
+        gradients.append([each.grad.clone() for each in (x, *mixture.parameters())])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({"experts_per_token": 7}, "model.experts_per_token=7 exceeds model.experts=6; use model.experts_per_token=6"),
+        ({"dense_layers": 4}, "model.dense_layers=4 exceeds model.layers=3; use model.dense_layers=2"),
+        ({"rotary_fraction": 0.3}, "use model.rotary_fraction=1"),
+        ({"family": "qwen3_moe"}, "use model.qk_norm=true, or model.family=glm4_moe"),
+        ({"family": "mixtral", "shared_experts": 1}, "use model.shared_experts=0, or model.family=glm4_moe"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_reported_with_a_value_that_does(changes: dict[str, Any], answer: str) -> None:
+    with pytest.raises(ValidationError, match=answer):
+        section(**changes)
+
+
+def test_glm45_air_has_its_published_size() -> None:
+    config = compose(["recipe=glm45_air"]).model
+    family = MoE(config, config.vocab_size or 0)
+    count = sum(parameter.numel() for parameter in family.build().parameters())
+    assert f"{count:,}" == "106,852,245,504"
+    assert f"{family.active_parameters(count):,}" == "13,424,123,904"
+
+
+def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_alone() -> None:
+    router = Router(section(balance_rate=0.5))
+    loads = torch.tensor([9, 3, 4, 5, 4, 5], dtype=torch.float64)  # 5 on average
+    router.balance(loads, torch.tensor(False))
+    assert router.e_score_correction_bias.tolist() == [0] * 6
+    router.balance(loads, torch.tensor(True))
+    assert router.e_score_correction_bias.tolist() == [-0.5, 0.5, 0.5, 0, 0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "dtype", "is_grouped"),
+    [
+        ((9, 0), 100, torch.bfloat16, True),
+        ((8, 0), 100, torch.bfloat16, True),
+        ((7, 5), 100, torch.bfloat16, False),
+        ((10, 0), 100, torch.bfloat16, False),  # whose kernel leaves gradients of experts without tokens unwritten
+        ((9, 0), 2**31 // 64, torch.bfloat16, False),  # its offsets have 32 bits
+        ((9, 0), 100, torch.float32, False),
+    ],
+)
+def test_grouped_products_of_a_gpu_are_used_where_they_are_right(
+    capability: tuple[int, int], rows: int, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        inputs, weight = (torch.empty(size, dtype=dtype, device="cuda") for size in ((rows, 64), (4, 32, 64)))
+        assert can_group(inputs, weight) == is_grouped

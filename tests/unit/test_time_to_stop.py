@@ -1,0 +1,231 @@
+"""The time reserved before Slurm ends a job, by a model of time: no step that was done is lost."""
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from serried.configs.schema.sections import CheckpointSection
+from serried.runtime.deadline import Deadline
+from serried.trainer.monitor import shutdown
+from serried.trainer.monitor.shutdown import Action, Shutdown
+from serried.trainer.monitor.time_to_stop import seconds_to_stop
+
+_VARIES = 0.05
+"""Steps and saves take so much more or less than the typical one."""
+_LOG_EVERY = 10
+
+
+class _Clock:
+    """A clock that the test sets, for the modules that ask ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+CLOCK = _Clock()
+
+
+class _Vote:
+    """A vote on its way from a GPU that has summed it at ``arrives``."""
+
+    def __init__(self, vote: Any) -> None:
+        self.vote, self.arrives = vote
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.arrives <= CLOCK.now
+
+    def read(self) -> float:
+        CLOCK.now = max(CLOCK.now, self.arrives)
+        return float(self.vote)
+
+
+class _Sum(NamedTuple):
+    """What ``count`` gets on a GPU."""
+
+    vote: float
+    arrives: float
+
+    device = torch.device("meta")
+
+
+class Job(NamedTuple):
+    """What a run is like."""
+
+    step: float
+    save: float
+    guessed: float
+    """For the first save."""
+    limit: float
+    every: int
+    votes_at: float
+    """Share of a step that is past at its vote; on a GPU of the time in which the host hands it out."""
+    hands_out: float
+    """Share of a step that the host of a GPU takes to hand it out."""
+
+    @classmethod
+    def draw(cls, chance: random.Random, steps: int) -> "Job":
+        step, save = 10 ** chance.uniform(-2, 2.2), 10 ** chance.uniform(-1, 2.3)
+        least = (1 + _VARIES) * (steps * step + 2 * save)  # of which a run knows too little before its first step
+        return cls(
+            step, save, save * chance.choice([1.05, 2, 5]), least + chance.uniform(0, 9) * step,
+            chance.choice([2, 5, 99]), chance.random(), chance.choice([0.0, chance.random(), 1.0]),
+        )  # fmt: skip
+
+
+class _Run:
+    """Steps and saves of ``job`` until the run stops, or has had more steps than its job has time for."""
+
+    def __init__(self, job: Job, chance: random.Random, device: str, minutes_between: int = 0) -> None:
+        self.job, self.chance = job, chance
+        signals = SimpleNamespace(received=None, deadline=Deadline(job.limit, min(60.0, job.limit / 4)))
+        session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0)
+        checkpoint = SimpleNamespace(every=job.every, minutes_between=minutes_between)
+        config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=checkpoint)
+        self.save_seconds = self.next_save_seconds = self.written_at = 0.0
+        make: Any = Shutdown
+        self.shutdown = make(
+            config, session, SimpleNamespace(say=lambda _: None), None, lambda: self.save_seconds or job.guessed
+        )
+        never = SimpleNamespace(is_set=lambda: False)
+        self.shutdown._control = SimpleNamespace(has_lost_folder=False, asks_to_stop=False, asks_to_save=never)
+
+    def about(self, seconds: float) -> float:
+        return seconds * self.chance.uniform(1 - _VARIES, 1 + _VARIES)
+
+    def save(self) -> None:
+        """As the background thread does, after the save before it."""
+        CLOCK.now = max(CLOCK.now, self.written_at)
+        took = self.about(self.job.save)
+        self.written_at = CLOCK.now + took
+        self.next_save_seconds = took
+
+    def poll(self) -> None:
+        if 0 < self.written_at <= CLOCK.now:
+            self.save_seconds = self.next_save_seconds
+
+    def on_cpu(self) -> Iterator[int]:
+        for step in range(1, 10**6):
+            took = self.about(self.job.step)
+            CLOCK.now += self.job.votes_at * took
+            vote = self.shutdown.vote(-step % self.job.every)
+            CLOCK.now += (1 - self.job.votes_at) * took
+            self.shutdown.count(torch.tensor(vote))
+            yield step
+
+    def on_gpu(self) -> Iterator[int]:
+        computed = 0.0
+        for step in range(1, 10**6):
+            took = self.about(self.job.step)
+            begins, hands_out = max(CLOCK.now, computed), self.job.hands_out * took
+            CLOCK.now += self.job.votes_at * hands_out
+            vote = self.shutdown.vote(-step % self.job.every)
+            CLOCK.now += (1 - self.job.votes_at) * hands_out
+            computed = max(begins + took, CLOCK.now)
+            self.shutdown.count(_Sum(vote, computed))
+            if self.shutdown.stops or step % self.job.every == 0 or step == 1 or step % _LOG_EVERY == 0:
+                CLOCK.now = max(CLOCK.now, computed)
+            yield step
+
+    def steps(self) -> Iterator[int]:
+        """Yield steps as they are done."""
+        return self.on_cpu() if self.shutdown._session.device.type == "cpu" else self.on_gpu()
+
+    def until_stopped(self) -> float:
+        """Return when the last step is saved."""
+        CLOCK.now = 0.0
+        for step in self.steps():
+            self.poll()
+            if self.shutdown.stops or CLOCK.now > self.job.limit:
+                break
+            if step % self.job.every == 0:
+                self.save()
+        self.save()
+        return self.written_at
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    monkeypatch.setattr("serried.trainer.monitor.shutdown.time", CLOCK)
+    monkeypatch.setattr("serried.runtime.deadline.time", CLOCK)
+    monkeypatch.setattr(shutdown, "_Votes", _Vote)
+    CLOCK.now = 0.0
+    return CLOCK
+
+
+@pytest.mark.parametrize("runs", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, runs: int, clock: _Clock) -> None:
+    chance = random.Random(7)
+    for _ in range(runs):
+        job = Job.draw(chance, steps=2 if device == "cpu" else 4)
+        clock.now = 0.0
+        run = _Run(job, chance, device)
+        saved = run.until_stopped()
+        assert saved <= job.limit, job
+        assert run.shutdown.reason == str(run.shutdown._session.signals.deadline)
+        longest = (1 + _VARIES) * (job.step + max(0.0, job.save - job.every * job.step))
+        most = seconds_to_stop(
+            longest, max(job.save, job.guessed), job.every, is_delayed=device != "cpu", is_behind=True
+        )
+        assert job.limit - saved < min(60.0, job.limit / 4) + (1 + _VARIES) * most, job
+
+
+def test_a_gpu_stops_for_the_end_of_its_job_a_step_before_a_cpu_does() -> None:
+    assert seconds_to_stop(90, 25) == 90 * 2 + 25
+    assert seconds_to_stop(90, 25, is_delayed=True) == 90 * 3 + 25
+    assert seconds_to_stop(90, 25, is_delayed=True, is_behind=True) == 90 * 4 + 25
+    assert seconds_to_stop(5, 25) == 5 * 2 + 25 + 20, "a save that is under way ends first"
+
+
+@pytest.mark.parametrize("every", [10**6, 150])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_saves_so_many_minutes_after_the_save_before(device: str, every: int, clock: _Clock) -> None:
+    job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=every, votes_at=0.5, hands_out=0.5)
+    run, saves = _Run(job, random.Random(7), device, minutes_between=30), [0.0]
+    for step in run.steps():
+        if run.shutdown.action is Action.SAVE or step % every == 0:
+            run.shutdown.saves()
+            saves.append(clock.now)
+        if len(saves) == 9:
+            break
+    gaps = [later - earlier for earlier, later in pairwise(saves)]
+    if every == 150:  # after 25 minutes
+        assert 1400 < min(gaps) < max(gaps) < 1600
+    else:
+        assert 1800 <= min(gaps) < max(gaps) < 1840
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_save_for_its_time_is_left_to_one_that_is_due_soon() -> None:
+    job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=180, votes_at=0.5, hands_out=0.5)
+    run, saves = _Run(job, random.Random(7), "cpu", minutes_between=29), []
+    for step in run.steps():
+        if run.shutdown.action is Action.SAVE or step % 180 == 0:
+            run.shutdown.saves()
+            saves.append(step)
+        if step == 720:
+            break
+    assert saves == [180, 360, 540, 720]
+
+
+def test_who_saves_only_at_the_end_saves_for_no_time_unless_asked_to() -> None:
+    assert CheckpointSection().minutes_between == 30
+    assert CheckpointSection(every=0).minutes_between == 0
+    assert CheckpointSection(every=0, every_minutes=5).minutes_between == 5
+    assert CheckpointSection(every_minutes=0).minutes_between == 0

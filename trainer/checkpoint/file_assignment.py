@@ -1,0 +1,326 @@
+"""Which rank writes which file of a checkpoint, and where the bytes of each come from.
+
+Every tensor is stored whole, by one owner, so that each file is written from front to back by one process: what all
+file systems do best, and what any reader opens as it lies. The ranks of a block, which together hold one stage of one
+copy of the model, send the boxes they hold to the owners, in rounds of one bucket per owner. A stage's tensors are
+dealt to the ranks that hold it.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.layout.local_shards import HeldTensor
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.shard_specs import Box, ShardSpec
+from serried.records.tensors import TensorSpec
+
+BUCKET_BYTES = 16 * 2**20
+"""What an owner receives at a time."""
+_ALIGNMENT = 16  # bytes: a multiple of every element's size
+
+_FILE_BYTES = 5 * 10**9
+
+
+class Part(NamedTuple):
+    """One tensor of the state, as this rank holds it."""
+
+    name: str
+    """Unique within the state. A rank that holds a tied parameter twice has two parts of one name."""
+    held: HeldTensor
+    fragments: tuple[Fragment, ...]
+    """Where its elements lie in the tensors of a checkpoint."""
+
+    @property
+    def local(self) -> Tensor:
+        """The part that this rank holds, as a plain tensor over the same memory."""
+        return self.held.local
+
+    @property
+    def shards(self) -> ShardSpec:
+        """Which part of it every rank holds."""
+        return self.held.spec
+
+
+class Origin(NamedTuple):
+    """A fragment of one part of the state."""
+
+    part: str
+    shards: ShardSpec
+    fragment: Fragment
+
+
+@dataclass
+class Target:
+    """One tensor of a checkpoint, and the parts of the state that its elements come from."""
+
+    spec: TensorSpec
+    origins: list[Origin]
+
+
+class PlannedFile(NamedTuple):
+    """One file, its owner's rank, and its tensors in order."""
+
+    name: str
+    owner: int
+    specs: tuple[TensorSpec, ...]
+
+
+class Piece(NamedTuple):
+    """A box of what one rank holds of a part."""
+
+    part: str
+    source: int
+    """Rank within the block."""
+    box: Box
+    """Within what that rank holds."""
+    place: Box
+    """Within the window."""
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+class Window(NamedTuple):
+    """A box of one tensor of a file, which is one interval of the file's bytes."""
+
+    file: int
+    """Index of the file."""
+    spec: TensorSpec
+    sizes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_in_order: bool
+    """Whether the pieces, one after the other, are its bytes; else they must be put into place."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * self.spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files, and what one rank sends and writes in each round."""
+
+    files: list[PlannedFile]
+    sends: list[list[list[Piece]]]
+    """[round][owner's rank within the block]: pieces, in the owner's order."""
+    writes: list[list[Window]]
+    """[round]: windows of this rank's own files, in file order."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for file in self.files for spec in file.specs)
+
+
+def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
+    """Tensors that the ranks of pipeline coordinate ``stage`` save, by name: those that no stage before it holds."""
+    found: dict[str, Target] = {}
+    seen: set[str] = set()
+    for part in parts:
+        if part.shards.holders[0] != stage or part.name in seen:
+            continue
+        seen.add(part.name)
+        for fragment in part.fragments:
+            spec = TensorSpec(fragment.name, part.held.tensor.dtype, fragment.shape)
+            target = found.setdefault(fragment.name, Target(spec, []))
+            assert target.spec == spec, f"{part.name} is {spec} in a checkpoint, where others make it {target.spec}"
+            if fragment.shape or not target.origins:  # parts may share a number, such as the optimizer's step
+                target.origins.append(Origin(part.name, part.shards, fragment))
+    return found
+
+
+def deal_files(
+    stages: Sequence[Sequence[TensorSpec]], stem: str, ranks: int, *, is_spread: bool = True
+) -> list[PlannedFile]:
+    """Tensors, in their order, into files of about equal size, numbered over all stages.
+
+    Each stage has one file for each of its ``ranks``, or one in all unless ``is_spread``; more where they would exceed
+    5 GB. Ranks are numbered stage by stage.
+    """
+    filled: list[tuple[int, tuple[TensorSpec, ...]]] = []
+    for stage, specs in enumerate(stages):
+        files = _fill_files(specs, ranks if is_spread else 1)
+        filled += [(stage * ranks + number * ranks // len(files), file) for number, file in enumerate(files)]
+    names = file_names(stem, len(filled))
+    return [PlannedFile(name, owner, specs) for name, (owner, specs) in zip(names, filled, strict=True)]
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of so many files of tensors, as transformers has them."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _fill_files(specs: Sequence[TensorSpec], ranks: int) -> list[tuple[TensorSpec, ...]]:
+    total = max(1, sum(spec.nbytes for spec in specs))
+    wanted = ranks * max(1, -(-total // (ranks * _FILE_BYTES)))
+    bins: list[list[TensorSpec]] = [[] for _ in range(wanted)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.nbytes // 2
+        bins[min(middle * wanted // total, wanted - 1)].append(spec)
+        before += spec.nbytes
+    return [tuple(specs) for specs in bins if specs]
+
+
+def make_plan(
+    files: list[PlannedFile], targets: Mapping[str, Target], layout: Layout, rank: int, bucket_bytes: int
+) -> Plan:
+    """Return what ``rank`` sends and writes. ``targets``: the tensors of the files of this rank's stage, by name."""
+    block, me = divmod(rank, layout.block)
+    sends: list[list[list[Piece]]] = []
+    writes: list[list[Window]] = []
+    owned: dict[int, list[tuple[int, PlannedFile]]] = defaultdict(list)
+    for index, file in enumerate(files):
+        owned[file.owner - block * layout.block].append((index, file))
+    for owner in range(layout.block):
+        sender = None if owner == me else me
+        windows = (
+            window
+            for index, file in owned[owner]
+            for spec in file.specs
+            for window in _windows_of(index, targets[spec.name], layout, owner, bucket_bytes, sender)
+        )
+        for number, bucket in enumerate(_buckets(windows, bucket_bytes)):
+            if number == len(sends):
+                sends.append([[] for _ in range(layout.block)])
+                writes.append([])
+            sends[number][owner] = [piece for window in bucket for piece in window.pieces if piece.source == me]
+            if owner == me:
+                writes[number] = bucket
+    return Plan(files, sends, writes)
+
+
+def _windows_of(
+    file: int, target: Target, layout: Layout, owner: int, limit: int, sender: int | None
+) -> Iterator[Window]:
+    """Windows of a tensor that ``owner`` writes; with the pieces of ``sender`` alone, if that is given."""
+    spec, origins = target.spec, target.origins
+    geometry = tuple((replace(each.shards, name=""), each.fragment._replace(name="")) for each in origins)
+    sources, windows = _geometry(spec.shape, geometry, layout, limit // spec.dtype.itemsize)
+    place = layout.coordinates(owner)
+    # The owner may hold what it would be sent: a tensor that is not divided, or not along all axes.
+    own = [each.shards.box(layout, place) for each in origins]
+    ranks = [owner if own[each.origin] == each.held else each.rank for each in sources]
+    for window, pieces, is_in_order in windows:
+        yield Window(
+            file,
+            spec,
+            window.sizes,
+            tuple(
+                Piece(origins[sources[index].origin].part, ranks[index], box, to, spec.dtype)
+                for index, box, to in pieces
+                if sender in (None, ranks[index])
+            ),
+            is_in_order,
+        )
+
+
+class _Source(NamedTuple):
+    """What a rank holds of a tensor of a checkpoint."""
+
+    origin: int
+    """Index of the origin."""
+    rank: int
+    """The first that holds it, within the block."""
+    held: Box
+    """What it holds of the part."""
+    theirs: Box
+    """What of it is in the tensor, there."""
+
+
+_WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...], bool]
+"""A window of the tensor; for each piece index of its source, box within what that holds, box in the window; and
+whether the pieces are in order."""
+
+
+@cache  # many tensors are divided alike
+def _geometry(
+    shape: tuple[int, ...], origins: tuple[tuple[ShardSpec, Fragment], ...], layout: Layout, limit: int
+) -> tuple[list[_Source], list[_WindowPieces]]:
+    sources = []
+    for number, (shards, fragment) in enumerate(origins):
+        for held, rank in shards.sources(layout):
+            ours = held.overlap(fragment.ours)
+            if ours.numel:
+                sources.append(_Source(number, rank, held, fragment.there(ours)))
+    sources.sort(key=lambda source: source.theirs.starts)
+    windows: list[_WindowPieces] = []
+    first = 0
+    for window in windows_of(shape, limit):
+        while first < len(sources) and shape and _end(sources[first].theirs) <= window.starts[0]:
+            first += 1  # no window from here on touches it
+        last = bisect_left(sources, _end(window), key=lambda source: source.theirs.starts[0]) if shape else len(sources)
+        pieces = []
+        for index in range(first, last):
+            source = sources[index]
+            shared = source.theirs.overlap(window)
+            if shared.numel:
+                here = origins[source.origin][1].here(shared).seen_from(source.held)
+                pieces.append((index, here, shared.seen_from(window)))
+        found = sum(to.numel for _, _, to in pieces)
+        assert found == window.numel, f"{found} of {window.numel} elements of a tensor of {list(shape)} are held"
+        pieces.sort(key=lambda piece: piece[2].starts)
+        is_in_order = all(_is_interval(to.sizes, window.sizes) for _, _, to in pieces)
+        windows.append((window, tuple(pieces), is_in_order))
+    return sources, windows
+
+
+def _end(box: Box) -> int:
+    return box.starts[0] + box.sizes[0]
+
+
+def windows_of(shape: Sequence[int], limit: int, within: Box | None = None) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements, each an interval of the tensor's memory, from front to back.
+
+    They cover the tensor, or of its rows those that touch ``within``. An empty tensor has one, which is empty.
+    """
+    within = within or Box((0,) * len(shape), tuple(shape))
+    if not shape or not within.numel:
+        yield within
+        return
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= max(1, limit))
+    rest = tuple(shape[dim + 1 :])
+    step = max(1, limit // prod(rest))
+    begin, end = within.starts[dim], within.starts[dim] + within.sizes[dim]
+    outer = [range(start, start + size) for start, size in zip(within.starts[:dim], within.sizes[:dim], strict=True)]
+    for above in product(*outer):
+        for start in range(begin, end, step):
+            yield Box((*above, start, *(0 for _ in rest)), (*(1 for _ in above), min(step, end - start), *rest))
+
+
+def _is_interval(sizes: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a box of ``sizes`` is one interval of the memory of a tensor of shape ``whole``."""
+    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
+    return tuple(sizes[first + 1 :]) == tuple(whole[first + 1 :])
+
+
+def aligned(nbytes: int) -> int:
+    """Room for ``nbytes``: of numbers of several sizes, one after the other, each begins where such a number may."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _buckets(windows: Iterator[Window], limit: int) -> Iterator[list[Window]]:
+    bucket: list[Window] = []
+    room = limit
+    for window in windows:
+        if bucket and window.nbytes > room:
+            yield bucket
+            bucket, room = [], limit
+        bucket.append(window)
+        room -= window.nbytes
+    if bucket:
+        yield bucket

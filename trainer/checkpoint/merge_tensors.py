@@ -1,0 +1,93 @@
+"""Tensors made of those of several folders, a piece at a time: a base model with adapters, or the mean of models."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from serried.configs.hugging_face.adapter_folder import PREFIX
+from serried.records.tensors import TensorFolder, TensorSpec
+from serried.trainer.checkpoint.tensors import Exported
+
+_REPLACED = "lm_head.weight"
+"""Of the base model, if it has a new head."""
+
+
+class Built:
+    """A ``TensorFolder`` of a model in memory."""
+
+    def __init__(self, module: nn.Module, exported: Exported) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            for each in exported(name, parameter.shape):
+                whole = self._tensors.setdefault(each.name, torch.empty(each.shape, dtype=parameter.dtype))
+                whole[each.theirs.indices()] = parameter.detach()[each.ours.indices()].view(each.theirs.sizes)
+        self.specs = {name: TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in self._tensors.items()}
+
+    def named_like(self, names: Sequence[str]) -> "Built":
+        del names
+        return self
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        return self._tensors[name].flatten()[first : first + count].clone()
+
+
+class Merged:
+    """A ``TensorFolder`` of ``base``, whose matrices have the adapters of PEFT's format added to them, in fp32, and
+    whose head is the one that was trained beside them."""
+
+    def __init__(self, base: TensorFolder | Built, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
+        """``config``: content of ``adapter_config.json``."""
+        end = ".lora_A.weight"
+        adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
+        self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
+        heads = {name.removeprefix(PREFIX): each for name, each in adapters.specs.items() if ".lora_" not in name}
+        kept = {name: each for name, each in self._base.specs.items() if not (heads and name == _REPLACED)}
+        self._heads = {name: replace(each, name=name) for name, each in heads.items()}
+        self.specs: Mapping[str, TensorSpec] = kept | self._heads
+        by = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
+        self._scale, self._is_transposed = config["lora_alpha"] / by, bool(config["fan_in_fan_out"])
+        self._merged: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """As that of a ``TensorFolder``; of an adapted matrix in fp32."""
+        if name in self._heads:
+            return self._adapters.read_elements(PREFIX + name, first, count)
+        module = PREFIX + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" not in self._adapters.specs:
+            return self._base.read_elements(name, first, count)
+        if self._merged[0] != name:
+            self._merged = name, self._added(name, module)
+        return self._merged[1][first : first + count].clone()
+
+    def _added(self, name: str, module: str) -> Tensor:
+        weight = _whole(self._base, name)
+        weight = weight.T if self._is_transposed else weight
+        a, b = (_whole(self._adapters, f"{module}.{key}.weight") for key in ("lora_A", "lora_B"))
+        weight = weight + self._scale * (b @ a)
+        if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
+            weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
+        return (weight.T if self._is_transposed else weight).flatten()
+
+
+class Mean:
+    """The mean of several ``TensorFolder``s of the same names and shapes, computed in fp32."""
+
+    def __init__(self, folders: Sequence[TensorFolder]) -> None:
+        self.specs: Mapping[str, TensorSpec] = folders[-1].specs
+        self._folders = folders
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """As that of a ``TensorFolder``; what is not a float is taken from the last folder."""
+        values = [folder.read_elements(name, first, count) for folder in self._folders]
+        if not values[-1].is_floating_point():
+            return values[-1]
+        return torch.stack([each.float() for each in values]).mean(0).to(values[-1].dtype)
+
+
+def _whole(folder: TensorFolder | Built, name: str) -> Tensor:
+    spec = folder.specs[name]
+    return folder.read_elements(name, 0, spec.numel).view(spec.shape).float()

@@ -1,0 +1,94 @@
+"""Pieces on their way to the owners of their tensors: one bucket an owner at a time, the next while one is written."""
+
+from collections.abc import Iterable
+from itertools import accumulate, chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serried.trainer.checkpoint.file_assignment import Piece, Plan, Window, aligned
+
+
+class Exchange:
+    """The rounds of a plan: each brings one bucket from the ranks of this block. One is under way at a time."""
+
+    def __init__(
+        self, plan: Plan, staged: dict[str, Tensor], rank: int, ranks: int, group: "dist.ProcessGroup | None"
+    ) -> None:
+        """``rank`` of the ``ranks`` of the block, whose ``group`` it is."""
+        self._group, self._rank, self._staged = group, rank, staged
+        self._under_way: dist.Work | None = None
+        # [round][rank of the block]: what goes there, and what comes from there.
+        self._sends = [[[] if to == rank else send for to, send in enumerate(sends)] for sends in plan.sends]
+        self._writes, self._is_alone = plan.writes, ranks == 1
+        self._receives: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in plan.writes]
+        for windows, receives in zip(plan.writes, self._receives, strict=True):
+            for piece in chain.from_iterable(window.pieces for window in windows):
+                if piece.source != rank:
+                    receives[piece.source].append(piece)
+        self._outgoing = _buffer(_room(chain(*sends)) for sends in self._sends)
+        most = max((_room(chain(*receives)) for receives in self._receives), default=0)
+        # Two: what has come is written while the next bucket comes.
+        self._incoming = [_buffer([most]), _buffer([most])]
+        self._placed = _buffer(sum(aligned(w.nbytes) for w in windows if not w.is_in_order) for windows in plan.writes)
+
+    def begin(self, number: int) -> None:
+        """Start to send and receive round ``number``, if there is one."""
+        if self._is_alone or number >= len(self._sends):
+            return
+        position = 0
+        for piece in chain(*self._sends[number]):
+            _view(self._outgoing, position, piece.dtype, piece.box.sizes).copy_(self._own(piece))
+            position += aligned(piece.nbytes)
+        out, into = ([_room(pieces) for pieces in side[number]] for side in (self._sends, self._receives))
+        self._under_way = dist.all_to_all_single(
+            self._incoming[number % 2][: sum(into)], self._outgoing[: sum(out)], into, out,
+            group=self._group, async_op=True,
+        )  # fmt: skip
+
+    def end(self, number: int) -> list[list[Tensor]]:
+        """Contents of each window that this rank writes in round ``number``, in order; they stay until the next."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        incoming = self._incoming[number % 2]
+        begins = [0, *accumulate(_room(pieces) for pieces in self._receives[number])]
+        placed, contents = 0, []
+        for window in self._writes[number]:
+            found = []
+            for piece in window.pieces:
+                if piece.source == self._rank:
+                    found.append(self._own(piece))
+                    continue
+                found.append(_view(incoming, begins[piece.source], piece.dtype, piece.box.sizes))
+                begins[piece.source] += aligned(piece.nbytes)
+            if not window.is_in_order:
+                whole = _view(self._placed, placed, window.spec.dtype, window.sizes)
+                placed += aligned(window.nbytes)
+                found = [put_into_place(whole, window, found)]
+            contents.append(found)
+        return contents
+
+    def _own(self, piece: Piece) -> Tensor:
+        return self._staged[piece.part][piece.box.indices()]
+
+
+def put_into_place(whole: Tensor, window: Window, contents: list[Tensor]) -> Tensor:
+    """Fill ``whole``, a tensor of the window's sizes, with the contents of its pieces."""
+    for piece, content in zip(window.pieces, contents, strict=True):
+        whole[piece.place.indices()] = content.view(piece.place.sizes)
+    return whole
+
+
+def _view(buffer: Tensor, position: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    """Part of a buffer of bytes, as a tensor."""
+    nbytes = dtype.itemsize * torch.Size(sizes).numel()
+    return buffer[position : position + nbytes].view(dtype).view(sizes)
+
+
+def _buffer(nbytes: Iterable[int]) -> Tensor:
+    return torch.empty(max(nbytes, default=0), dtype=torch.uint8)
+
+
+def _room(pieces: Iterable[Piece]) -> int:
+    return sum(aligned(piece.nbytes) for piece in pieces)

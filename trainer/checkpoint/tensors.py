@@ -1,0 +1,305 @@
+"""The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.model_folder import CONFIG
+from serried.configs.plain_data import read_json
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.layout.local_shards import HeldTensor, persistent_buffers, tied_names
+from serried.parallel.layout.shard_specs import Box
+from serried.parallel.model import DistributedModel
+from serried.records.tensors import TensorFolder
+from serried.trainer.checkpoint.file_assignment import Part, windows_of
+from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, weights_alone
+from serried.trainer.optim.optimizer_state import ensure_state, tensor_state
+
+_NAMES_SHOWN = 3
+_PIECE_BYTES = 16 * 2**20
+"""Read at a time: what loading holds beyond the model."""
+_UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Endings of names that a folder may hold beyond the model's: what follows from the rest."""
+_OF_DRAFTS = "eh_proj.weight"
+"""What only a layer for speculative decoding has."""
+
+
+Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
+"""(name, shape) of a parameter -> where its elements lie in the tensors of a checkpoint."""
+Averages = Mapping[int, Tensor]
+"""Average of a parameter, by its ``id``."""
+_NO_AVERAGES: Averages = {}
+_TRAINED = "trained"
+"""Name of a parameter among its state, if the model of the checkpoint is the average."""
+
+
+def state_parts(
+    parallel: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    exported: Exported,
+    stem: str = MODEL,
+    averages: Averages = _NO_AVERAGES,
+) -> Iterator[tuple[str, Part]]:
+    """Everything that training changes, each with the stem of its files, ``stem`` for weights; in the same order
+    always.
+
+    Where there are ``averages`` of the weights, they are the model of the checkpoint, and the weights lie with the
+    optimizer's state.
+    """
+    for part in _weights(parallel, exported, averages):
+        yield stem, part
+    for part in _optimizer_state(parallel, optimizer, exported, averages):
+        yield OPTIMIZER, part
+
+
+def _weights(parallel: DistributedModel, exported: Exported, averages: Averages = _NO_AVERAGES) -> list[Part]:
+    parameters = (each._replace(tensor=averages.get(id(each.tensor), each.tensor)) for each in parallel.parameters)
+    held = (*parameters, *parallel.buffers)
+    parts = [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
+    return [part for part in parts if part.fragments]  # a base model is not in the checkpoints of its adapters
+
+
+def _optimizer_state(
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported, averages: Averages
+) -> list[Part]:
+    return [
+        Part(f"{of.name}.{key}", held, _state_fragments(of, key, held.spec.shape, exported))
+        for of in parallel.parameters
+        for key, value in (
+            *tensor_state(optimizer, of.tensor).items(),
+            *([(_TRAINED, of.tensor)] if id(of.tensor) in averages else []),
+        )
+        for held in [parallel.held_like(of, value)]
+    ]
+
+
+def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported: Exported) -> tuple[Fragment, ...]:
+    """Where state ``key`` of a parameter lies: divided as that is, if it has its shape."""
+    fragments = exported(of.name, of.spec.shape)
+    if shape == of.spec.shape:
+        return tuple(each._replace(name=f"{each.name}.{key}") for each in fragments)
+    if shape == ():
+        return tuple(Fragment.whole(f"{each.name}.{key}", ()) for each in fragments)
+    name = fragments[0].name if fragments[0].is_whole else of.name
+    return (Fragment.whole(f"{name}.{key}", shape),)
+
+
+@torch.no_grad()
+def load_state(
+    checkpoint: Path,
+    parallel: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    exported: Exported,
+    stem: str = MODEL,
+    averages: Averages | None = None,
+) -> None:
+    """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads the boxes it holds alone.
+
+    ``averages``: None if the run keeps none. It may be empty, on a stage without trained parameters.
+
+    Raises ``UserError`` if the checkpoint is of another model.
+    """
+    folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
+    saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
+    owners = {name.rpartition(".")[0] for name in saved if not name.endswith(f".{_TRAINED}")}
+    names = {name: {name, *_names(exported(name, spec.shape))} for name, spec in parallel.specs.items()}
+    with_state = {id(held.tensor) for held in parallel.parameters if owners & names[held.name]}
+    ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
+    has_average = any(name.endswith(f".{_TRAINED}") for name in saved)
+    if has_average != (averages is not None):
+        raise UserError(
+            f"{checkpoint} holds the average of the weights; add the trainer.ema_decay it was trained with"
+            if has_average
+            else f"{checkpoint} holds no average of the weights; use trainer.ema_decay=0"
+        )
+    averages = averages or _NO_AVERAGES
+    load_weights(checkpoint, parallel, exported, stem, averages=averages)
+    states = _optimizer_state(parallel, optimizer, exported, averages)
+    of_others = set[str]().union(*names.values()) - set[str]().union(
+        *(names[each.name] for each in parallel.parameters)
+    )
+    mine = {name for name in saved if name.rpartition(".")[0] not in of_others}
+    if differing := mine ^ {fragment.name for part in states for fragment in part.fragments}:
+        raise UserError(
+            f"{checkpoint} holds the state of another optimizer ({_some(sorted(differing))}); "
+            f"use the optim it was trained with, or {weights_alone(checkpoint)}"
+        )
+    if folder is not None:
+        _check(folder, {each.name: each for part in states for each in part.fragments}, saved)  # some of other stages
+        _fill(folder, states)
+
+
+@torch.no_grad()
+def load_weights(
+    folder: Path,
+    parallel: DistributedModel,
+    exported: Exported,
+    stem: str = MODEL,
+    left_out: Collection[str] = (),
+    averages: Averages = _NO_AVERAGES,
+) -> None:
+    """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
+
+    Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled.
+
+    Raises ``UserError`` if the folder holds another model.
+    """
+    tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported, averages)
+    shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
+    shapes |= {part.name: part.shards.shape for part in weights}
+    further = _further_names(parallel.module, exported, shapes)
+    known = {*further}
+    for name in parallel.buffer_names:  # those of other stages
+        known |= _names(exported(name, ()))
+    floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
+    wanted = _fragments(shapes, exported)
+    _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
+    _refuse_differing(tensors, further)
+    _fill(tensors, (part for part in weights if part.name not in left_out))
+
+
+def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
+    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; no values are read
+    but those of a tensor that is there twice. Raises ``UserError`` if the folder holds another model."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
+    wanted, further = _fragments(shapes, exported), _further_names(module, exported, shapes)
+    tensors = _named(TensorFolder(folder, stem), wanted, further)
+    _check(tensors, wanted, further, _fragments(floats, exported).keys(), _unread(module))
+    _refuse_differing(tensors, further)
+
+
+def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
+    """One fragment of each tensor of a checkpoint, by name."""
+    return {each.name: each for name, shape in shapes.items() for each in exported(name, shape)}
+
+
+def _names(fragments: Iterable[Fragment]) -> set[str]:
+    return {each.name for each in fragments}
+
+
+def _unread(module: nn.Module) -> Collection[str]:
+    """Regular expressions of names that a model of transformers does not read."""
+    return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def _further_names(
+    module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:  # fmt: skip
+    """Names under which a folder may hold the tensor of a shared parameter once more, or alone -> its name."""
+    further = dict(tied_names(module))
+    for path, each in module.named_modules():
+        start = f"{path}." if path else ""
+        further |= {f"{start}{name}": f"{start}{first}" for name, first in getattr(each, "further_names", {}).items()}
+    return {
+        theirs.name: ours.name
+        for name, first in further.items()
+        if first in shapes
+        for theirs, ours in zip(exported(name, shapes[first]), exported(first, shapes[first]), strict=False)
+    }
+
+
+def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, str]) -> TensorFolder:
+    """Return ``folder`` with the names that are ``wanted``, where it holds a tensor under another."""
+    folder.named_like(wanted)
+    for name, first in further.items():
+        if name in folder.specs and first not in folder.specs:
+            folder.rename(name, first)
+    return folder
+
+
+def _refuse_differing(folder: TensorFolder, further: Mapping[str, str]) -> None:
+    """Raise ``UserError`` if ``folder`` holds a shared parameter twice, with different values."""
+    for name, first in further.items():
+        if name in folder.specs and first in folder.specs and not _are_equal(folder, first, name):
+            raise UserError(
+                f"{folder.folder} holds {first} and {name} with different values, and this model has one parameter for "
+                "both, as its config.json says; use model.tie_embeddings=false if that is a key of the model, or "
+                f'"tie_word_embeddings": false in config.json, or remove {name} from the weights'
+            )
+
+
+def _are_equal(folder: TensorFolder, name: str, other: str) -> bool:
+    spec = folder.specs[name]
+    if spec.shape != folder.specs[other].shape:
+        return False
+    for first in range(0, spec.numel, step := _PIECE_BYTES // spec.dtype.itemsize):
+        count = min(step, spec.numel - first)
+        if not torch.equal(*(folder.read_elements(each, first, count).float() for each in (name, other))):
+            return False
+    return True
+
+
+def _check(
+    folder: TensorFolder,
+    wanted: Mapping[str, Fragment],
+    aliases: Collection[str] = (),
+    floats: Collection[str] = (),
+    unread: Collection[str] = (),
+) -> None:
+    missing = [name for name in wanted if name not in folder.specs]
+    # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are not part of the model.
+    drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
+    known = {*wanted, *aliases}
+    extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]
+    extra = [each for each in extra if folder.specs[each].numel]  # of shared experts that are none
+    extra = [each for each in extra if not each.startswith(drafts) and not any(re.search(key, each) for key in unread)]
+    shaped = [
+        f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
+        for name, each in wanted.items()
+        if name in folder.specs and folder.specs[name].shape != each.shape
+    ]
+    if missing or extra or shaped:
+        problems = [
+            *([f"{len(missing)} tensors are not in it ({_some(missing)})"] if missing else []),
+            *([f"{len(extra)} are not in the model ({_some(extra)})"] if extra else []),
+            *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
+        ]
+        raise UserError(
+            f"{folder.folder} holds a different model than this command describes: {'; '.join(problems)}; use the task "
+            f"and the model.* keys it was trained with (see its config.json{_class_in(folder.folder)})"
+        )
+    for name in floats:
+        if not folder.specs[name].dtype.is_floating_point:
+            raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
+
+
+def _class_in(folder: Path) -> str:
+    """Return ``: LlamaForCausalLM`` if the ``config.json`` of ``folder`` names that class, else nothing."""
+    try:
+        (name,) = read_json(folder / CONFIG)["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f": {name}" if isinstance(name, str) else ""
+
+
+def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
+    for part in parts:
+        local, box = part.local, part.held.box
+        for fragment in part.fragments:
+            ours = box.overlap(fragment.ours)
+            if ours.numel:
+                into = local[ours.seen_from(box).indices()]
+                theirs = fragment.there(ours)
+                _read(folder, fragment.name, theirs, into.view(theirs.sizes))
+
+
+def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:
+    """Fill ``into`` with ``box`` of a tensor: rows from the file, and of those the columns."""
+    spec = folder.specs[name]
+    for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
+        first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))
+        values = folder.read_elements(name, first, window.numel).view(window.sizes)
+        shared = window.overlap(box)
+        into[shared.seen_from(box).indices()] = values[shared.seen_from(window).indices()]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

@@ -1,0 +1,185 @@
+"""Batches, prefetched by threads."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from serried.configs.errors import UserError
+from serried.trainer.data.sampler import BatchShare, Order, Stream, micro_batch_indices
+from serried.trainer.task import Dataset, map_tensors
+
+PADDING_ID = -1
+"""Stands for a sample that only fills a micro-batch; ``Task.collate_numbered`` makes it weigh nothing."""
+
+_LOOKAHEAD_STEPS = 2
+
+_PLANNED_STEPS = 32
+"""Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
+
+Augment = Callable[[Any, int], Any]
+"""A sample and its place in the order -> the sample, perhaps changed at random."""
+
+Collate = Callable[[Sequence[Any], np.ndarray], Any]
+"""Samples and their numbers [batch], int64 -> a batch: tensors in dicts, lists, tuples and named tuples."""
+
+
+class SampleError(RuntimeError):
+    """A sample could not be read. The message has its number, the cause is what the data set raised."""
+
+
+class Reader(NamedTuple):
+    """Reads samples and makes batches of them."""
+
+    dataset: Dataset
+    collate: Collate
+    augment: Augment | None = None
+
+    def read(self, ids: Sequence[int] | np.ndarray, where: str = "", places: Sequence[int] | np.ndarray = ()) -> Any:
+        """Return the batch of samples ``ids`` [batch], augmented by their ``places`` [batch] in the order of training;
+        ``where`` is their purpose, for errors.
+
+        Raises:
+            SampleError, UserError: a sample cannot be read.
+        """
+        samples, ids = [], np.asarray(ids, np.int64)
+        for number, sample_id in enumerate(ids.tolist()):
+            try:
+                sample = self.dataset[0 if sample_id == PADDING_ID else sample_id]
+                samples.append(sample if self.augment is None else self.augment(sample, int(places[number])))
+            except UserError as error:
+                raise UserError(f"sample {sample_id} {where}: {error}") from error
+            except Exception as error:
+                raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
+        return self.collate(samples, ids)
+
+
+class BatchLoader:
+    """Iterator over steps: each item is the list of this rank's micro-batches of one step.
+
+    About two steps are read ahead by ``workers`` threads; 0 reads in the caller's. The batches are the same for any
+    number of them. Threads, not processes: reading copies out of a memory map, which does not hold the interpreter up,
+    and processes would have to be forked under a live NCCL or Gloo (which do not survive that) and would catch the
+    signals meant for the trainer. A failure in a thread is raised in the caller's, at the step it belongs to.
+
+    Use it as a context manager: leaving it ends the threads.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        order: Order,
+        share: BatchShare,
+        *,
+        steps: range,
+        workers: int,
+        pin_memory: bool,
+        first_index: int | None = None,
+    ) -> None:
+        """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on.
+
+        By default that is as if all steps before it were done. ``pin_memory``: put batches in pinned memory.
+        """
+        self._reader, self._order, self._share = reader, order, share
+        if first_index is None:
+            first_index = steps.start * share.accumulation * share.of_all
+        self._steps = self._plan(steps, first_index)
+        self._pin_memory = pin_memory
+        self._waited_seconds = 0.0
+        self._closed = False
+        self._ahead: deque[list[Future[Any]]] = deque()
+        # Enough to keep every thread busy where a step has fewer micro-batches than there are threads.
+        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // share.accumulation))
+        self._threads = self._start(workers) if workers else None
+
+    def _start(self, workers: int) -> ThreadPoolExecutor:
+        # The current GPU is a property of the thread: a new one would pin through GPU 0, on every rank.
+        device = torch.cuda.current_device() if self._pin_memory else None
+        use_device = (lambda: torch.cuda.set_device(device)) if device is not None else None
+        return ThreadPoolExecutor(workers, thread_name_prefix="batch-loader", initializer=use_device)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._closed:
+            raise RuntimeError("this BatchLoader was closed")
+        started = time.perf_counter()
+        if self._threads is None:
+            step, places = next(self._steps)
+            batches = [self._read(step, *each) for each in places]
+        else:
+            batches = self._await_next(self._threads)
+        self._waited_seconds += time.perf_counter() - started
+        return batches
+
+    def _await_next(self, threads: ThreadPoolExecutor) -> list[Any]:
+        self._ask_ahead(threads)
+        if not self._ahead:
+            raise StopIteration
+        batches = [future.result() for future in self._ahead.popleft()]
+        self._ask_ahead(threads)  # at once, so that the threads work while the step does
+        return batches
+
+    def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
+        for step, places in islice(self._steps, self._ahead_steps - len(self._ahead)):
+            self._ahead.append([threads.submit(self._read, step, *each) for each in places])
+
+    def _plan(self, steps: range, first_index: int) -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
+        """Every step with the places in the order, and the sample numbers, of each micro-batch on this rank."""
+        for first in range(0, len(steps), _PLANNED_STEPS):
+            block = steps[first : first + _PLANNED_STEPS]
+            indices = np.array([micro_batch_indices(step - steps.start, self._share, first_index) for step in block])
+            numbers = self._order(indices.ravel()).reshape(indices.shape)
+            for step, *of_step in zip(block, indices, numbers, strict=True):
+                yield step, list(zip(*of_step, strict=True))
+
+    def _read(self, step: int, places: np.ndarray, ids: np.ndarray) -> Any:
+        batch = self._reader.read(ids, f"of step {step + 1}", places)
+        return map_tensors(torch.Tensor.pin_memory, batch) if self._pin_memory else batch
+
+    def take_waited_seconds(self) -> float:
+        """Seconds the caller waited for data since this was last asked."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def close(self) -> None:
+        """End the threads and drop what they read ahead. May be called more than once."""
+        self._closed = True
+        self._ahead.clear()
+        if isinstance(self._reader.dataset, Stream):
+            self._reader.dataset.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "BatchLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
+    """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
+
+    ``samples`` [samples] are dealt out in order. Every rank gets as many micro-batches as any other, since ranks that
+    end apart wait for each other for ever; what is missing is ``PADDING_ID``.
+    """
+    rounds = -(-len(samples) // share.of_all)
+    dealt = np.full(rounds * share.of_all, PADDING_ID, np.int64)
+    dealt[: len(samples)] = samples
+    return list(dealt.reshape(rounds, share.data_ranks, share.micro_batch)[:, share.data_rank])
+
+
+def evaluation_batches(reader: Reader, samples: np.ndarray, share: BatchShare) -> Iterator[tuple[Any, bool]]:
+    """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each has any of them.
+
+    A batch that has none only keeps the rank in step with the others; see ``evaluation_ids``.
+    """
+    for ids in evaluation_ids(samples, share):
+        yield reader.read(ids, "of the evaluation"), bool((ids >= 0).any())

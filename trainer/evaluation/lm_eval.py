@@ -1,0 +1,268 @@
+"""Tasks of lm-evaluation-harness, scored by the model of a run on its own layout.
+
+Every rank builds all requests; each data rank computes a share of them, in the same number of forwards; the numbers of
+all are added up, and every rank lets the harness make its metrics of them. So the metrics are those of one process.
+Imported only by runs that have such tasks: the harness imports much.
+"""
+
+import hashlib
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
+from io import StringIO
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import HARNESS
+from serried.configs.similar_names import nearest
+from serried.parallel.model import DistributedModel
+from serried.parallel.plan import LossTerms
+from serried.runtime.session import Session
+from serried.trainer.evaluation.evaluate import Kept
+from serried.trainer.task import TextTask
+
+_IGNORE = -100
+"""Target of a token that is not scored."""
+_LENGTHS = 64
+"""Batches are padded to a multiple of so many tokens: every new length is compiled again, where blocks are."""
+_SEED, _FEW_SHOT_SEED = 0, 1234  # the harness's own
+
+OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
+"""Batches -> those on the device, until a rank asks to stop."""
+
+
+class Stopped(Exception):
+    """The ranks have agreed to stop."""
+
+
+class Benchmarks:
+    """The tasks that a run names in ``trainer.evaluate``."""
+
+    def __init__(self, names: Sequence[str], documents: int, task: TextTask, session: Session) -> None:
+        """Load the tasks and their data, first on one rank of each node, which downloads it. A collective.
+
+        ``documents``: of each task, at most.
+
+        Raises ``UserError`` if a task is unknown, has no log-likelihoods, or cannot be loaded; or the ranks see
+        different data.
+        """
+        self._documents, self._task, self._tasks = documents, task, dict[str, Any]()
+        self._groups = dict[str, Any]()
+        self._shown: list[str] = []
+        session.once_per_node(lambda: _load(names) and None)
+        for name, found in zip(names, _load(names), strict=True):
+            self._tasks |= found["tasks"]
+            self._groups |= found["groups"]
+            of_name = name.removeprefix(HARNESS)
+            self._shown += [of_name] if of_name in found["groups"] else [*found["tasks"]]
+        session.same_everywhere("the data of trainer.evaluate", self.requests())
+
+    def requests(self) -> str:
+        """Return how many requests each task makes, and a digest of them, in lines."""
+        lines = []
+        for name, task in self._tasks.items():
+            task.set_fewshot_seed(_FEW_SHOT_SEED)
+            with _quiet(), _seeded():
+                task.build_all_requests(limit=self._documents)
+            asked = [(each.request_type, each.args) for each in task.instances]
+            lines.append(f"{name}: {len(asked)} requests, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}")
+        return "\n".join(lines)
+
+    def scores(self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> dict[str, float]:
+        """Return the metrics as TASK.METRIC. A collective.
+
+        Raises:
+            Stopped: ``on_device`` ended early.
+        """
+        scorer = _Scorer(self._task, parallel, micro_batch, on_device)
+        for task in self._tasks.values():
+            task.set_fewshot_seed(_FEW_SHOT_SEED)
+        with _quiet(), _seeded():
+            found: Any = evaluate(
+                scorer, {"tasks": self._tasks, "groups": self._groups}, limit=self._documents, bootstrap_iters=0,
+                log_samples=False,
+            )  # fmt: skip
+        return {
+            f"{name}.{metric.removesuffix(',none').replace(',', '.')}": float(value)
+            for name in self._shown
+            for metric, value in found["results"][name].items()
+            if isinstance(value, int | float) and "," in metric and "_stderr," not in metric
+        }
+
+
+def _load(names: Sequence[str]) -> list[Any]:
+    """Return what the harness has under each of ``names``: ``tasks`` and ``groups`` by name."""
+    check_names(names)
+    manager, found = _manager_of(names), list[Any]()
+    for name in names:
+        spec = name.removeprefix(HARNESS)
+        try:
+            with _quiet(), _seeded():
+                found.append(manager.load(spec))
+        except Exception as error:  # of any kind: a task may be code, and its data may be anywhere
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"trainer.evaluate={name} cannot be loaded: {type(error).__name__}: {reason}") from None
+        for task_name, task in found[-1]["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                raise UserError(
+                    f"trainer.evaluate={name}: {task_name} lets the model write text, and only log-likelihoods are "
+                    "computed while it is trained; leave it out, and use lm_eval on an exported model"
+                )
+    return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ``UserError`` if one of ``names`` is neither a task of the harness nor a file."""
+    manager = _manager_of(names)
+    for name in names:
+        spec = name.removeprefix(HARNESS)
+        if spec not in manager.all_tasks and not spec.endswith(".yaml"):
+            close = [HARNESS + each for each in nearest(spec, manager.all_tasks)]
+            raise UserError(
+                f"trainer.evaluate={name}: lm-evaluation-harness has no such task; "
+                + (f"did you mean {' or '.join(close)}?" if close else "its tasks: lm_eval ls tasks")
+            )
+
+
+def _manager_of(names: Sequence[str]) -> TaskManager:
+    return _manager(not all(name.endswith(".yaml") for name in names))
+
+
+@cache
+def _manager(with_its_own: bool) -> TaskManager:
+    """Return what knows the tasks: the harness's own are an index of thousands of files, read in seconds."""
+    return TaskManager(include_defaults=with_its_own)
+
+
+class _Request(NamedTuple):
+    """Tokens to score, behind others."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class _Batch(NamedTuple):
+    tokens: Tensor
+    """[B, S]"""
+    targets: Tensor
+    """[B, S], ``_IGNORE`` where nothing is scored"""
+    ids: Tensor
+    """[B], number of the request; -1: padding"""
+
+
+class _Scorer(TemplateLM):
+    """The model of a run, as the harness calls it; text becomes tokens as with an exported model."""
+
+    def __init__(self, task: TextTask, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> None:
+        super().__init__()
+        self._task, self._parallel, self._micro_batch, self._on_device = task, parallel, micro_batch, on_device
+        self._most = task.lengths()[1] // parallel.layout.tensor * parallel.layout.tensor
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._task.first_id()
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return [*self._task.text_ids(string, begins=add_special_tokens is not False)]
+
+    def generate_until(self, *_: Any, **__: Any) -> list[str]:
+        raise UserError("the model writes no text while it is trained")
+
+    def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        windows = [
+            [
+                _Request(*make_disjoint_window(window))
+                for window in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self._most, 1)
+            ]
+            for (text,) in (request.args for request in requests)
+        ]
+        found = iter(self._scored([window for of_text in windows for window in of_text]))
+        return [sum(next(found)[0] for _ in of_text) for of_text in windows]
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        return self._scored([_Request(context, continuation) for _, context, continuation in requests])
+
+    def _scored(self, requests: Sequence[_Request]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each request, and whether each of its tokens is the most likely one."""
+        if not requests:
+            return []
+        found = _Found(self._task, len(requests), 2, self._parallel)
+        self._parallel.predict(self._batches(requests), found)
+        return [(log_prob, others == 0) for log_prob, others in found.total().tolist()]
+
+    def _batches(self, requests: Sequence[_Request]) -> Iterator[_Batch]:
+        """Yield this rank's share, the longest first; as many batches on every rank."""
+        order = sorted(range(len(requests)), key=lambda number: -sum(map(len, requests[number])))
+        rank, size, of_all = self._parallel.place.data_rank, self._micro_batch, self._parallel.layout.data_ranks
+        starts, done = range(0, len(order), size * of_all), 0
+        mine = (order[start + rank * size : start + (rank + 1) * size] for start in starts)
+        # A rank that has no request left computes one that does not count.
+        batches = (self._batch(requests, each) if each else self._batch(requests, order[:1], -1) for each in mine)
+        for batch in self._on_device(batches):
+            yield batch
+            done += 1
+        if done < len(starts):
+            raise Stopped
+
+    def _batch(self, requests: Sequence[_Request], numbers: Sequence[int], number: int | None = None) -> _Batch:
+        rows = [([*requests[each].context, *requests[each].continuation])[-self._most - 1 :] for each in numbers]
+        step = math.lcm(_LENGTHS, self._parallel.layout.tensor)
+        length = min(self._most, -(-(max(map(len, rows)) - 1) // step) * step)
+        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        targets = torch.full_like(tokens, _IGNORE)
+        for index, (row, each) in enumerate(zip(rows, numbers, strict=True)):
+            tokens[index, : len(row) - 1] = torch.tensor(row[:-1])
+            scored = min(len(requests[each].continuation), len(row) - 1)
+            targets[index, len(row) - 1 - scored : len(row) - 1] = torch.tensor(row[-scored:])
+        ids = torch.tensor(numbers) if number is None else torch.full((len(rows),), number)
+        return _Batch(tokens, targets, ids)
+
+
+class _Found(Kept):
+    """Keeps of each request its log-likelihood, and how many of its tokens are not the likeliest."""
+
+    def loss(self, model: nn.Module, batch: _Batch) -> LossTerms:
+        logits, wanted = model(batch.tokens), batch.targets != _IGNORE
+        log_probs, targets = logits[wanted].float().log_softmax(-1), batch.targets[wanted]
+        row = wanted.nonzero()[:, 0]
+        sums = self.numbers.new_zeros(len(batch.ids), 2)
+        sums[:, 0].index_add_(0, row, log_probs.gather(1, targets.unsqueeze(1)).squeeze(1).double())
+        sums[:, 1].index_add_(0, row, (log_probs.argmax(-1) != targets).double())
+        return self.keep(batch.ids[batch.ids >= 0], sums[batch.ids >= 0])
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside this context Python and NumPy draw the same numbers on every rank, which tasks shuffle by; those of
+    training go on behind it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(_SEED)
+    np.random.seed(_FEW_SHOT_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside this context the harness and the libraries under it show no bars and log nothing."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)

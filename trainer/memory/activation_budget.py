@@ -1,0 +1,189 @@
+"""``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks, mix_within
+from serried.parallel.layout.local_shards import empty
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.plan import ParallelPlan, Share
+from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
+from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
+from serried.trainer.task import Task, map_tensors
+
+_MODES = ("none", "selective", "full")
+_LONGEST_REASON = 160
+_aten = torch.ops.aten
+
+
+def chosen_mix(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module | None
+) -> Mix | None:  # fmt: skip
+    """Return what blocks keep, the same on all ranks; None: there is no budget. ``module``: the whole model, to measure
+    if the task has no estimate; None: then return None. Raises ``UserError`` if the blocks keep more in any case, or it
+    is not known what they keep."""
+    budget = config.trainer.activation_memory_budget
+    if budget == 1:
+        return None
+    kept = _estimated(config, task, layout, plan)
+    if kept is None:
+        if module is None:
+            return None
+        if not plan.blocks_in(module):
+            raise UserError(
+                f"trainer.activation_memory_budget={budget:g}: the model has no repeated blocks that could be computed "
+                "again; return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_memory_budget=1"
+            )
+        kept = _measured(config, task, layout, plan, module)
+    mix = mix_within(budget, kept)
+    if mix is None:
+        least = ceil(100 * min(kept.values()) / kept["none"]) / 100
+        raise UserError(
+            f"trainer.activation_memory_budget={budget:g}: what enters the blocks, without which they cannot "
+            f"be computed again, is more; use trainer.activation_memory_budget={least:g}"
+        )
+    return mix
+
+
+def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int]) -> int:
+    """Return how many of the model's ``blocks`` in ``stages`` are the first ones of ``mix``."""
+    return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
+
+
+def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
+    """Return what a rank does of the work on a block."""
+    return Share(
+        context=layout.context,
+        keys=layout.context if layout.context_method == "ring" else 1,
+        tensor=layout.tensor,
+        sequence=layout.tensor if layout.sequence else 1,
+        trains_weights=config.adapter.method == "none",
+        adapters=config.adapter.rank if config.adapter.method != "none" else 0,
+        fuses_norms=is_for_gpus(config),
+    )
+
+
+def activation_estimate(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan
+) -> Callable[..., int | None]:  # fmt: skip
+    """Return the task's estimate for a micro-batch of ``config``, a function of ``share``."""
+    low_dtype = LOW_DTYPES[config.precision.name]
+    is_whole = not trained_type(config) and (frozen_type(config, plan) is None or config.task.has_teacher)
+    return partial(
+        task.activation_bytes,
+        config.trainer.micro_batch,
+        low_dtype or torch.float32,
+        # fp16's products keep no copies of weights
+        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and is_whole,
+    )
+
+
+def _estimated(config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan) -> Mapping[str, float] | None:
+    """Return what all blocks keep, by mode: what twice as many of them hold more."""
+    estimate, share, kept = (
+        activation_estimate(config, task, layout, plan),
+        share_of_blocks(config, layout)._replace(moment="start"),
+        {},
+    )
+    for mode in _MODES:
+        once, twice = (estimate(share=share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
+        if once is None or twice is None:
+            return None
+        kept[mode] = twice - once
+    return kept if kept["none"] else None  # an estimate that blocks have no part in says nothing of them
+
+
+def _measured(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module
+) -> Mapping[str, float]:  # fmt: skip
+    """Return what all blocks keep, by mode: in a forward on tensors without data."""
+    given = f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g}"
+    other = "use trainer.activation_checkpoint=selective with trainer.activation_memory_budget=1"
+    for axis in ("tensor", "context", "expert"):
+        if getattr(layout, axis) > 1:
+            raise UserError(
+                f"{given} with parallel.{axis}={getattr(layout, axis)}: the task estimates no activations "
+                f"(activation_bytes), and they are measured on whole sequences and matrices alone; {other}"
+            )
+    try:
+        kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in _MODES}
+    except UserError:
+        raise
+    except Exception as error:  # a user's module may raise anything on tensors without data
+        raise UserError(
+            f"{given}: what blocks keep cannot be measured without data ({reason_of(error)}); {other}"
+        ) from error
+    if not kept["none"]:
+        blocks = ", ".join(plan.blocks_in(module)[:2])
+        raise UserError(f"{given}: the loss computes no block ({blocks}, ...) that keeps anything; {other}")
+    return kept
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a module cannot be computed on tensors without data, in a clause."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
+
+
+def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
+
+    tensors = [*module.parameters(), *module.buffers()]
+    module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
+    low_dtype, alive = LOW_DTYPES[config.precision.name], _Alive()
+    held: list[float] = []
+    ended: list[bool] = []
+    batch = task.example_batch(config.trainer.micro_batch)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        alive,
+        norms_of_a_gpu() if is_for_gpus(config) else nullcontext(),
+        torch.autocast("cpu", low_dtype, enabled=low_dtype is not None, cache_enabled=False),
+    ):
+        empty(module)
+        checkpoint_blocks(module, plan, mode)
+        for name in plan.blocks_in(module):
+            block = module.get_submodule(name)
+            block.register_forward_pre_hook(lambda *_: held.append(-alive.bytes))
+            block.register_forward_hook(lambda *_: held.append(alive.bytes))
+        block.register_forward_hook(lambda *_: ended.append(True))
+        try:
+            task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
+        except Exception:  # what comes after the blocks, such as a task's own loss, may need data
+            if not ended:
+                raise
+    return sum(held)
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of what operations have made and is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._seen = 0, set[int]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # as in a trace: no check fails, and no mask hides everything
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:
+                self._seen.add(key)
+                self.bytes += storage.size()
+                weakref.finalize(storage, self._end, key, storage.size())
+        return result
+
+    def _end(self, key: int, size: int) -> None:
+        self._seen.remove(key)
+        self.bytes -= size

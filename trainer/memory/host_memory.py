@@ -1,0 +1,63 @@
+"""Memory of this machine that tensors may have."""
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.configs.formats import size
+from serried.configs.schema.sections import RunConfig
+from serried.runtime.session import Session
+
+_LIBRARIES_BYTES = 2**30
+"""What torch and its libraries take of a process's memory, roughly."""
+_OF_A_PROCESS = "this process may have (ulimit -v)"
+
+
+def machine_bytes() -> tuple[int, int]:
+    """Return the memory of this machine, and how much of it is available."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return total, available
+
+
+def limits() -> dict[str, int]:
+    """Return limits below the memory of this machine, in bytes, by whom they are for."""
+    found = {_OF_A_PROCESS: resource.getrlimit(resource.RLIMIT_AS)[0]}
+    with suppress(OSError, ValueError):
+        found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+    return {whose: limit for whose, limit in found.items() if 0 < limit < machine_bytes()[0]}
+
+
+def tensor_bytes(held: int = 0, processes: int = 1) -> int:
+    """Return what tensors of each of ``processes`` may have, of what is available and what is ``held`` already."""
+    found = limits()
+    own = found.pop(_OF_A_PROCESS, None)
+    shared = min([held + machine_bytes()[1], *found.values()]) // processes
+    return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
+
+
+def check_host_memory(config: RunConfig, needed: int, copied: int, session: Session) -> None:
+    """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that offloading puts there and
+    the ``copied`` ones of a save, which are pinned on GPUs: the kernel kills what takes too much. A collective."""
+    if not config.offloads_state and session.device.type == "cpu":
+        return  # of which the plan says how much it takes
+    usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
+    if needed + copied <= usable:
+        return
+    if not config.offloads_state:
+        raise UserError(
+            f"a save needs {size(copied)} of host memory for the copy of each rank, and {size(usable)} are available; "
+            "use optim=adamw8bit, or more nodes with parallel=fsdp"
+        )
+    key = "parallel.offload" if config.parallel.offload else "optim.offload"
+    copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
+    smaller = "checkpoint.mode=sync, " * (config.checkpoint.mode == "async")
+    raise UserError(
+        f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
+        f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
+    )

@@ -1,0 +1,166 @@
+"""What is measured: results of steps, read from the device once per log interval, and rates."""
+
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serried.configs.schema.sections import RunConfig
+from serried.trainer.monitor.straggler import Pace, SlowRank
+from serried.trainer.step import StepResult
+
+SAVING, PROFILING = "(saving)", "(profiling)"
+"""Pauses other than evaluations, which have the names of their data sets and begin with a letter."""
+
+_EXCHANGE_SECONDS, _MOST_LINES_WITHOUT = 1.0, 20
+"""Shortest time between exchanges of numbers between ranks: with steps of milliseconds, an exchange for each log line
+would cost more than a percent. And the most log lines without an exchange."""
+
+RATES = (
+    "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
+    "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds",
+)  # fmt: skip
+
+
+@dataclass
+class Meter:
+    """Collects step results and reads them together, so that the host waits for the device once per interval."""
+
+    device: torch.device
+    world_size: int
+    flops_per_step: float
+    """Of the model, for the whole global batch."""
+    peak_flops: float | None
+    """Of one device, FLOP/s; None: not known."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """Seconds of the last pause of each kind."""
+    _results: list[tuple[int, Tensor]] = field(default_factory=list)
+    _last_time: float = field(default_factory=time.perf_counter)
+    _last_step: int = 0
+    _last_tokens: int = 0
+    _paused_seconds: float = 0.0
+    _lines_without: int = 0
+    """Log lines left until ranks exchange their numbers again."""
+    _of_all_ranks: dict[str, Any] = field(default_factory=dict)
+    _data_seconds: float = 0.0
+    _data_window_seconds: float = 0.0
+    _data_share: float = 0.0
+    _time_split: Mapping[str, float] = field(default_factory=dict)
+    slow: SlowRank = field(default_factory=SlowRank)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.device)
+
+    def add(self, step: int, result: Tensor) -> None:
+        """Remember a TrainStep's result without reading it."""
+        self._results.append((step, result))
+
+    def start_at(self, step: int, tokens: int) -> None:
+        """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
+        self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
+        self._paused_seconds, self._lines_without = 0.0, 0
+        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
+
+    def pause(self, what: str, seconds: float) -> None:
+        """Leave ``seconds`` of ``what``, such as an evaluation, out of the rates."""
+        self.pauses[what] = seconds
+        self._paused_seconds += seconds
+
+    def read(self, metrics: int, experts: Sequence[int]) -> list[tuple[int, StepResult]]:
+        """Return all results since the last read, see ``StepResult.read``. Waits for the device."""
+        if not self._results:
+            return []
+        table = torch.stack([result for _, result in self._results]).tolist()
+        steps = [step for step, _ in self._results]
+        self._results.clear()
+        return [(step, StepResult.read(row, metrics, experts)) for step, row in zip(steps, table, strict=True)]
+
+    def rates(
+        self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None
+    ) -> dict[str, Any]:
+        """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
+
+        ``data_seconds``: how long this rank waited for data since the last call. ``time_split``: seconds of the phases
+        of a step on this rank; all ranks give those of the same step, or none does. Numbers of all ranks may be from
+        an earlier call, about a second ago; ``time_split`` is None then.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
+        steps, new_tokens = step - self._last_step, tokens - self._last_tokens
+        self._last_time, self._last_step, self._last_tokens, self._paused_seconds = now, step, tokens, 0.0
+        tokens_per_second, step_seconds = new_tokens / seconds, seconds / steps
+        self._data_seconds += data_seconds
+        self._data_window_seconds += seconds
+        self._time_split = time_split or self._time_split
+        if self._lines_without:
+            self._lines_without -= 1
+            self._of_all_ranks["time_split"] = None
+        else:
+            self._exchange(seconds)
+        peak = self.peak_flops
+        return {
+            "step_seconds": step_seconds,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / self.world_size,
+            "mfu": self.flops_per_step / step_seconds / (peak * self.world_size) if peak else None,
+            "data_seconds": self._data_share * step_seconds,
+            **self._of_all_ranks,
+        }
+
+    def _exchange(self, seconds: float) -> None:
+        """Exchange the numbers of all ranks, and plan the next exchange; ``seconds`` since the last log line."""
+        split = self._time_split
+        allocated, reserved = peak_memory_bytes(self.device)
+        pace = self._pace.seconds() if self.world_size > 1 else 0.0
+        # On the host, through Gloo: these are host numbers, and the device has better things to do.
+        numbers = [float(allocated), float(reserved or 0), self._data_seconds, seconds, pace, *split.values()]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        ranks = [mine]
+        if dist.is_initialized():
+            ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(ranks, mine)
+        table = torch.stack(ranks)
+        most_allocated, most_reserved, waited, longest = table[:, :4].amax(0).tolist()
+        rank, share = self.slow.judge(table[:, 4].tolist()) if self.world_size > 1 else (None, None)
+        self._of_all_ranks = {
+            "memory_bytes": int(most_allocated),
+            "memory_reserved_bytes": int(most_reserved) if reserved is not None else None,
+            "slowest_rank": rank,
+            "slowest_share": share,
+            "time_split": dict(zip(split, table[:, 5:].mean(0).tolist(), strict=True)) or None,
+        }
+        self._data_share = waited / self._data_window_seconds
+        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
+        if self.world_size > 1:  # equal on all ranks, as the table is
+            self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
+
+
+def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:
+    """Return the seconds left after ``step`` until this start of the run ends: steps, and evaluations and saves as long
+    as the last ones took (``Meter.pauses``), those of this step included."""
+    last = config.trainer.last_step
+    evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
+    return (
+        (last - step) * step_seconds
+        + _times_due(config.trainer.evaluates_every, step, last) * evaluations
+        + _times_due(config.checkpoint.every or last, step, last) * pauses.get(SAVING, 0.0)
+    )
+
+
+def _times_due(every: int, step: int, last: int) -> int:
+    """Return how many times something due every ``every`` steps and after the last one is due from ``step`` on."""
+    return last // every - (step - 1) // every + (last % every > 0) if every else 0
+
+
+def peak_memory_bytes(device: torch.device) -> tuple[int, int | None]:
+    """Most memory this process has held: allocated and reserved on the GPU; resident on the CPU, and None."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

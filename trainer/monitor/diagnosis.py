@@ -1,0 +1,225 @@
+"""Which rank holds a run up, from what all ranks report of themselves."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from serried.trainer.monitor.heartbeat import END, EVALUATE, LOG, PHASES, TRAIN
+
+_LEFT_SECONDS = 60.0
+"""How long a rank that has left may hold up others that wait for it on their devices: it does not return. Or a fifth of
+``launch.step_timeout_seconds``, if that is longer."""
+
+
+@dataclass
+class Beat:
+    """What one rank reports of itself."""
+
+    rank: int
+    host: str
+    number: int
+    """Grows with every beat; a stopped process sends no more."""
+    phase: str
+    step: int
+    age_seconds: float
+    """Time since it began its phase."""
+    limit_seconds: float | None
+    """How long that may take; None: any time."""
+    warn_seconds: float
+    """How long it may take without a warning."""
+    waits_for: str | None = None
+    """Which ranks it waits for, if it knows: in exchanges through the store."""
+    peers: list[int] = field(default_factory=list)
+    """Ranks from which it awaits a message, in a pipeline; empty unless it is waiting."""
+    stack: list[str] = field(default_factory=list)
+    """Stack of the training thread, innermost last; empty until it has stood still for a while."""
+    collectives: list[tuple[str, int, str, bool]] = field(default_factory=list)
+    """The last ones entered: group, number in the group, operation with sizes, whether it is done. Empty at first."""
+    silent_seconds: float = 0.0
+    """How long the rank has sent nothing."""
+
+    @property
+    def stands_seconds(self) -> float:
+        """Seconds since the rank is known to have started something new."""
+        return self.age_seconds + self.silent_seconds
+
+    def where(self) -> str:
+        """Return ``rank 5 on n2 in data.next of step 812 for 61 s``."""
+        text = f"rank {self.rank} on {self.host} in {self.phase}"
+        if self.step:
+            text += f" of step {self.step}"
+        if self.silent_seconds:  # it may have continued a little before it fell silent
+            return f"{text} when its heartbeat stopped {seconds_text(self.silent_seconds)} ago"
+        return f"{text} for {seconds_text(self.stands_seconds)}"
+
+
+def _longest_limit(beats: Iterable[Beat]) -> float | None:
+    """Return the longest of the limits of ``beats``; None: one of them has none."""
+    limits = [math.inf if beat.limit_seconds is None else beat.limit_seconds for beat in beats]
+    return None if math.inf in limits else max(limits)
+
+
+@dataclass
+class Verdict:
+    """Which ranks hold the run up."""
+
+    culprits: list[Beat]
+    others: str
+    """What the other ranks are doing; empty if there are none."""
+    stands_seconds: float
+    """How long the whole run has made no progress."""
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """How long the run may wait for them."""
+        return _longest_limit(self.culprits)
+
+    @property
+    def warn_seconds(self) -> float:
+        """How long the run may wait for them without a warning."""
+        return max(beat.warn_seconds for beat in self.culprits)
+
+    def __str__(self) -> str:
+        shown = "; ".join(beat.where() for beat in self.culprits[:3])
+        more = f"; and {len(self.culprits) - 3} more" if len(self.culprits) > 3 else ""
+        return f"{shown}{more}" + (f"; {self.others}" if self.others else "")
+
+
+def judge_silent_by_others(beats: list[Beat]) -> None:
+    """Give silent ranks the limits of the others: what they are doing now, after their last report, is not known."""
+    awake = [beat for beat in beats if not beat.silent_seconds]
+    for beat in beats:
+        if beat.silent_seconds and awake:
+            beat.limit_seconds = _longest_limit(awake)
+            beat.warn_seconds = max(other.warn_seconds for other in awake)
+            if beat.phase == END and any(other.phase in (TRAIN, LOG, EVALUATE) for other in awake):
+                beat.limit_seconds = min(beat.limit_seconds or _LEFT_SECONDS, _LEFT_SECONDS)
+                beat.warn_seconds = min(beat.warn_seconds, _LEFT_SECONDS)
+
+
+def diagnose(beats: list[Beat]) -> Verdict:
+    """Return which of the ranks, none of which makes progress, the others wait for."""
+    culprits, others = _silent(beats) or _missing_from_collective(beats) or _awaited(beats) or _behind(beats)
+    if len(culprits) == len(beats):
+        others = others if len(beats) > 1 else ""
+    return Verdict(culprits, others, min(beat.stands_seconds for beat in beats))
+
+
+def _silent(beats: list[Beat]) -> tuple[list[Beat], str] | None:
+    silent = [beat for beat in beats if beat.silent_seconds]
+    return _beside(silent, beats) if silent else None
+
+
+def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None:
+    """Find ranks that are missing from a collective in which others wait, or entered another one instead."""
+    missing: dict[int, Beat] = {}
+    odd: dict[int, tuple[Beat, str, str]] = {}
+    is_any_pending = False
+    for group in sorted({group for beat in beats for group, *_ in beat.collectives}):
+        entered = {
+            beat.rank: {number: (operation, done) for of, number, operation, done in beat.collectives if of == group}
+            for beat in beats
+        }
+        members = [beat for beat in beats if entered[beat.rank]]
+        pending = [number for mine in entered.values() for number, (_, done) in mine.items() if not done]
+        if not pending:
+            continue
+        is_any_pending, awaited = True, min(pending)
+        late = [beat for beat in members if max(entered[beat.rank]) < awaited]
+        missing |= {beat.rank: beat for beat in late}
+        operations = Counter(mine[awaited][0] for mine in entered.values() if awaited in mine)
+        if not late and len(operations) > 1:
+            (usual, most), (_, next_most) = operations.most_common(2)
+            for beat in members:
+                mine = entered[beat.rank].get(awaited, (usual, False))[0]
+                if mine != usual or most == next_most:
+                    odd[beat.rank] = (beat, mine, usual)
+    # A rank may be late for one group because it waits elsewhere: ranks that wait nowhere come first.
+    waiting = {beat.rank for beat in beats if any(not done for *_, done in beat.collectives)}
+    free = [beat for rank, beat in missing.items() if rank not in waiting and not beat.peers]
+    culprits = free or _ends_of_chains(list(missing.values()), beats) or list(missing.values())
+    if culprits:
+        return _beside(culprits, beats)
+    if odd:
+        entered_ = ", ".join(f"rank {rank} is in {mine}" for rank, (_, mine, _) in sorted(odd.items()))
+        usual = "" if len(odd) == len(beats) else f" where the others are in {next(iter(odd.values()))[2]}"
+        return [beat for beat, *_ in odd.values()], f"{entered_}{usual}: a collective was skipped or repeated"
+    if is_any_pending:
+        return beats, f"all {_waiting(beats).removeprefix('the others ')}: none is missing, so look at the network"
+    return None
+
+
+def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
+    """Find the ranks whose message others await, and that await none themselves."""
+    waiting = [beat for beat in beats if beat.peers]
+    if not waiting:
+        return None
+    culprits = _ends_of_chains(waiting, beats)
+    if not culprits:
+        return waiting, "each awaits a message of another: look at the network"
+    return _beside(culprits, beats)
+
+
+def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
+    """Follow who awaits a message of whom; return those who await none, without a start that awaits none."""
+    by_rank, reached = {beat.rank: beat for beat in beats}, {beat.rank for beat in starts}
+    left = [rank for beat in starts for rank in beat.peers]
+    ends: dict[int, Beat] = {}
+    while left:
+        beat = by_rank[left.pop()]
+        if not beat.peers:
+            ends[beat.rank] = beat
+        elif beat.rank not in reached:
+            reached.add(beat.rank)
+            left += beat.peers
+    return [ends[rank] for rank in sorted(ends)]
+
+
+def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
+    """Find the ranks that are furthest behind, except those that report that they wait."""
+    working = [beat for beat in beats if beat.waits_for is None] or beats
+    order = {phase: place for place, phase in enumerate(PHASES)}
+    behind = min((beat.step, order[beat.phase]) for beat in working)
+    culprits = [beat for beat in working if (beat.step, order[beat.phase]) == behind]
+    return _beside(culprits, beats)
+
+
+def _beside(culprits: list[Beat], beats: list[Beat]) -> tuple[list[Beat], str]:
+    """Return ``culprits``, and what most others of ``beats`` wait in."""
+    named = {beat.rank for beat in culprits}
+    return culprits, _waiting([beat for beat in beats if beat.rank not in named])
+
+
+def _waiting(beats: list[Beat]) -> str:
+    """Return what most of ``beats`` wait in."""
+    if not beats:
+        return ""
+    kinds = Counter(
+        next((f"wait in {operation}" for *_, operation, done in beat.collectives if not done), None)
+        or (f"wait for {beat.waits_for}" if beat.waits_for else None)
+        or ("await messages of the pipeline" if beat.peers else f"are in {beat.phase}")
+        for beat in beats
+    )
+    steps = Counter(beat.step for beat in beats)
+    step = steps.most_common(1)[0][0]
+    return f"the others {kinds.most_common(1)[0][0]}" + (f" of step {step}" if step else "")
+
+
+def details(beats: Iterable[Beat]) -> list[str]:
+    """Return the stacks and collectives of ``beats`` as lines."""
+    lines = []
+    for beat in beats:
+        lines.append(f"  {beat.where()}")
+        lines += [f"    {entry}" for entry in beat.stack]
+        waits = [entry for entry in beat.collectives if not entry[-1]]
+        lines += [
+            f"    {'done' if done else 'waits'}: {operation}, number {number} of group {group}"
+            for group, number, operation, done in waits or beat.collectives[-3:]
+        ]
+    return lines
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a wait: 1.5 s, 61 s."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,112 @@
+"""What a rank is doing now, and how long that may take."""
+
+from typing import Any, NamedTuple
+
+from serried.configs.formats import duration, short
+from serried.configs.schema.sections import LaunchSection
+from serried.parallel.step_phases import Phases
+from serried.runtime.status_line import Doing
+
+SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
+    "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",
+    "the end of the run",
+)  # fmt: skip
+"""What a rank can be doing, in the order of a step."""
+
+_WORDS = {
+    DATA: "waiting for the data of step {step}",
+    TRAIN: "step {step}",
+    LOG: "waiting for the results of step {step}",
+    EVALUATE: "evaluating after step {step}",
+    SAVE: "saving step {step}",
+    END: "ending after step {step}",
+}
+
+_PATIENT = (SET_UP, SAVE, END)
+_WARN_AT = 0.2
+_WARN_AT_TIMES_LONGEST, _END_AT_TIMES_FIRST = 1.5, 2.0
+
+
+class Moment(NamedTuple):
+    """What the training thread is doing."""
+
+    phase: str
+    step: int
+    is_first: bool
+    """Whether it does that for the first time, when it may compile or fill a cache."""
+
+
+class Pulse:
+    """What this rank is doing now, as its training thread records it."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self.now = Moment(SET_UP, 0, True)
+        self.phases = Phases()
+        """The same, and in a step its finer phases."""
+        self.phases.enter(SET_UP)
+
+    def enter(self, phase: str, step: int) -> None:
+        """Begin ``phase`` of ``step``. Entering it again counts as progress."""
+        self.now = Moment(phase, step, phase not in self._seen)
+        self._seen.add(phase)
+        self.phases.enter(phase)
+
+
+class Patience:
+    """Time limit of a phase: short in a step, long for what happens once, and at least twice the time of the first one.
+    A step that is always slow is not a hang."""
+
+    def __init__(self, section: LaunchSection, *, is_alone: bool) -> None:
+        """``is_alone``: no other process waits, so set-up and saving may take any time."""
+        self._section, self._is_alone = section, is_alone
+        self._moment: Moment | None = None
+        self._age_seconds = 0.0
+        self._first: dict[str, float] = {}
+        self._longest: dict[str, float] = {}
+
+    def measure(self, moment: Moment, elapsed_seconds: float) -> tuple[float, float | None, float]:
+        """Return the age of ``moment``, its limit (None: there is none) and the age at which to warn, after
+        ``elapsed_seconds`` since the previous call."""
+        if moment is not self._moment:
+            if self._moment is not None:
+                phase = self._moment.phase
+                self._longest[phase] = max(self._longest.get(phase, 0.0), self._age_seconds)
+                if self._moment.is_first:
+                    self._first[phase] = self._age_seconds
+            self._moment, self._age_seconds = moment, 0.0
+        self._age_seconds += elapsed_seconds
+        if moment.phase in _PATIENT and self._is_alone:
+            return self._age_seconds, None, 0.0
+        is_patient = moment.phase in _PATIENT or moment.is_first
+        limit = self._section.start_timeout_seconds if is_patient else self._section.step_timeout_seconds
+        limit = max(limit, _END_AT_TIMES_FIRST * self._first.get(moment.phase, 0.0))
+        warn = max(_WARN_AT * limit, _WARN_AT_TIMES_LONGEST * self._longest.get(moment.phase, 0.0))
+        return self._age_seconds, limit, warn
+
+
+def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, Any] | None) -> Doing | None:
+    """Return the phase of ``pulse``; None during set-up, which the console describes.
+
+    ``waits_for``: which ranks this one waits for; ``steps``: of the whole run; ``last``: the step logged last.
+    """
+    moment = pulse.now
+    if moment.phase == SET_UP:
+        return Doing(f"waiting for {waits_for}", waits_for) if waits_for else None
+    what, key = _WORDS[moment.phase].format(step=moment.step), (moment.phase, moment.step)
+    if moment.is_first:
+        more = ", the first of this start, which takes longer than others" if moment.phase == TRAIN else ""
+        return Doing(what + more, key)
+    return Doing(what, key, _line(moment.step, steps, last) if moment.phase in (DATA, TRAIN, LOG) else "")
+
+
+def _line(step: int, steps: int, last: dict[str, Any] | None) -> str:
+    line = f"step {step:>{len(str(steps))}}/{steps}"
+    if last is None:
+        return line
+    line += f"  loss {last['loss']:.4f} at step {last['step']}"
+    if last["tokens_per_second"] is None or last["is_first"]:  # the first step takes longer
+        return line
+    left = max(0.0, last["eta_seconds"] - (step - last["step"]) * last["step_seconds"])
+    unit = "tok" if last["unit"] == "tokens" else last["unit"]
+    return f"{line}  {unit}/s {short(last['tokens_per_second'])}  eta {duration(left)}"

@@ -1,0 +1,286 @@
+"""Requests to stop or to save, from signals, the file ``control`` or the clock, as one decision of all ranks.
+
+Every rank votes with each step. The votes are reduced together with the step's totals, so they cost no collective and
+no wait for the device. All ranks read the sum of the same step, so they make the same decision after the same step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serried.configs.errors import TrainingStopped
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.process_groups import gather_plain
+from serried.records.run_folder import RunFolder
+from serried.runtime.console import Console
+from serried.runtime.session import Session
+from serried.trainer.monitor.control_file import Control
+from serried.trainer.monitor.time_to_stop import seconds_to_stop
+
+_T = TypeVar("_T")
+
+
+class Action(IntEnum):
+    """What to do after a step. The values are votes: only rank 0 votes SAVE, any rank may vote STOP."""
+
+    GO_ON = 0
+    SAVE = 1
+    STOP = 2
+
+
+_FAILS_WITHIN_SECONDS = 10.0
+_FAILED = 2.0
+"""Vote of a rank whose evaluation failed, where the others vote 1 to stop or 0."""
+
+
+class PeerFailed(Exception):
+    """The evaluation failed on another rank, which has recorded why."""
+
+
+_SOON = 0.1
+"""Share of ``checkpoint.every_minutes``."""
+
+
+class Shutdown:
+    """One rank's part in deciding when the run ends. A context manager around the training loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: Session,
+        console: Console,
+        folder: RunFolder | None,
+        save_seconds: Callable[[], float],
+    ) -> None:
+        """``folder``: on rank 0 only. ``save_seconds``: how long a save takes."""
+        self.action = Action.GO_ON
+        """Action of all ranks at this step boundary."""
+        self.reason: str | None = None
+        """Why the run stops, once the ranks have agreed; the same on every rank."""
+        self._config, self._session, self._console = config, session, console
+        self._save_seconds = save_seconds
+        self._control = Control(folder, console) if folder is not None else None
+        self._deadline: str | None = None
+        self._step_seconds: deque[float] = deque(maxlen=10)
+        self._is_first = True
+        """Whether ``_step_seconds`` are those of a first step, which compiles, or of none."""
+        self._boundary = time.monotonic()
+        self._under_way_seconds = 0.0
+        """How long the step under way had taken at its vote."""
+        self._travelling: _Votes | None = None
+        self._saved_at = time.monotonic()
+        """When the latest save began, or the training."""
+        self._is_computing = False
+        """Whether a batch of ``unless_stopped`` is with the model."""
+
+    def __enter__(self) -> "Shutdown":
+        self._session.signals.hold()
+        self._session.signals.acknowledge = partial(
+            self._console.say, "stopping   SIGINT: the current step ends first (Ctrl-C again: end without saving)"
+        )
+        if self._control is not None:
+            self._control.start()
+        self._boundary = self._saved_at = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.signals.acknowledge = None
+        if self._control is not None:
+            self._control.end()
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks have agreed to stop."""
+        return self.action is Action.STOP
+
+    def end_early(self, reason: str) -> None:
+        """Make this step the last. Call it on all ranks at the same step, with the same reason."""
+        self.action, self.reason = Action.STOP, reason
+
+    def check_folder(self) -> None:
+        """Check that the run folder is still this run's. Call before anything is written there.
+
+        Raises:
+            TrainingStopped: it was removed, renamed or replaced.
+        """
+        if self._control is not None:
+            self._control.look_at_folder()
+            self._leave_lost_folder()
+
+    def saves(self) -> None:
+        """Count ``checkpoint.every_minutes`` from now: a save begins."""
+        self._saved_at = time.monotonic()
+
+    def vote(self, steps_to_save: int) -> float:
+        """Return this rank's vote for the current step, with so many steps to the next that is saved in any case.
+
+        Raises:
+            TrainingStopped: the run folder was removed, renamed or replaced.
+        """
+        self._leave_lost_folder()
+        self._under_way_seconds = time.monotonic() - self._boundary
+        if self._mine() is not None:
+            return float(Action.STOP)
+        if self._control is not None and self._control.asks_to_save.is_set():
+            self._control.asks_to_save.clear()
+            return float(Action.SAVE)
+        if self._control is not None and self._is_long_unsaved(steps_to_save):
+            self.saves()  # on a GPU there is another vote before the save begins
+            return float(Action.SAVE)
+        return float(Action.GO_ON)
+
+    def _is_long_unsaved(self, steps_to_save: int) -> bool:
+        """Return whether to save for the time since the last save. Not if a save is due soon: it would wait for this
+        one."""
+        seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
+        is_due_soon = steps_to_save * max(self._step_seconds, default=0.0) < _SOON * seconds
+        return 0 < seconds <= unsaved and not is_due_soon
+
+    def _leave_lost_folder(self) -> None:
+        if self._control is not None and self._control.has_lost_folder:
+            raise TrainingStopped(
+                f"the run folder {self._config.run.dir} was removed, renamed or replaced during training; what was "
+                "not saved before is lost"
+            )
+
+    def count(self, votes: Tensor) -> None:
+        """Set ``action`` from the sum of all ranks' votes of the step just done, a scalar on the device.
+
+        On a GPU the sum of the step before is read, which has arrived or soon will: the newest step is not waited for.
+        """
+        if votes.device.type == "cpu":
+            total = votes.item()
+        else:
+            arrived, self._travelling = self._travelling, _Votes(votes)
+            total = arrived.read() if arrived is not None else 0.0
+        now = time.monotonic()
+        if self._is_first and self._step_seconds:
+            self._step_seconds.clear()
+            self._is_first = False
+        self._step_seconds.append(now - self._boundary)
+        self._boundary, self._under_way_seconds = now, 0.0
+        self.action = Action(min(int(total), Action.STOP))
+        if self.stops and self.reason is None:  # it is known already where the run has gone back in between
+            self._settle()
+
+    def unless_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Yield ``batches`` until a rank asks to stop: then all ranks end at the same one, and ``stops`` is set.
+
+        The ranks ask each other on the host before each batch, through Gloo. On a GPU at most two batches are in
+        flight, or the host would have handed out all of them before the first question.
+        """
+        done: deque[torch.cuda.Event] = deque()
+        for batch in batches:
+            if self._agreed(0.0 if self._mine() is None else 1.0):
+                self.action = Action.STOP
+                self._settle()
+                return
+            self._is_computing = True
+            yield batch
+            self._is_computing = False
+            if self._session.device.type == "cuda":
+                done.append(torch.cuda.Event())
+                done[-1].record()
+                if len(done) == 2:
+                    done.popleft().synchronize()
+
+    def settle_evaluation(self) -> None:
+        """Agree that an evaluation is complete. A collective, on the host. Raises ``PeerFailed``."""
+        self._agreed(0.0)
+        self._boundary = time.monotonic()  # the next step begins here
+
+    def share_failure(self, error: Exception, step: int) -> bool:
+        """Return whether all ranks know now that the evaluation after ``step`` failed, here with ``error``, and have
+        left it. The others vote before their next batch, unless this rank left the model, where they may wait for it:
+        then only if the same happened to all."""
+        if isinstance(error, PeerFailed):
+            return True
+        self._session.cause.first(error)
+        try:
+            if self._is_computing:
+                self._is_computing = False
+                return self._session.exchange.all_arrive(f"evaluation/{step}", _FAILS_WITHIN_SECONDS)
+            self._agreed(_FAILED)
+        except RuntimeError:  # the others are gone
+            return False
+        return True
+
+    def _agreed(self, vote: float) -> bool:
+        """Return whether a rank votes to stop. Raises ``PeerFailed`` if another rank's evaluation failed."""
+        votes = torch.tensor(vote)
+        if dist.is_initialized():
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        if votes.item() == _FAILED != vote:
+            raise PeerFailed("the evaluation failed on another rank")
+        return bool(votes.item())
+
+    def _mine(self) -> str | None:
+        """Return why this rank wants to stop; None if it does not."""
+        if (signal := self._session.signals.received) is not None:
+            return signal
+        if self._control is None:
+            return None
+        if self._control.asks_to_stop:
+            return "control: stop"
+        self._deadline = self._deadline or self._overdue()
+        return self._deadline
+
+    def _overdue(self) -> str | None:
+        minutes = self._config.trainer.max_minutes
+        if minutes is not None and time.monotonic() - self._session.started >= 60 * minutes:
+            return f"trainer.max_minutes={minutes:g}"
+        deadline = self._session.signals.deadline
+        if deadline is not None and deadline.is_near(self._needed_seconds()):
+            return str(deadline)
+        return None
+
+    def _needed_seconds(self) -> float:
+        """Return how long before the end of the job this vote must be to stop."""
+        every = 0 if self._is_first else self._config.checkpoint.every  # it is not known yet how long steps take
+        return seconds_to_stop(
+            max((self._under_way_seconds, *self._step_seconds)), self._save_seconds(), every,
+            is_delayed=self._session.device.type != "cpu",
+            is_behind=self._travelling is not None and not self._travelling.has_arrived,
+        )  # fmt: skip
+
+    def _settle(self) -> None:
+        """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
+        self.reason = _in_words(gather_plain(self._mine()))
+        self._session.signals.acknowledge = None
+        self._console.say(f"stopping   {self.reason}: saving, then the run ends")
+
+
+def _in_words(reasons: list[str | None]) -> str:
+    """Return the first reason that is not a signal, which may be a consequence; or the signal with its ranks."""
+    first = min((reason for reason in reasons if reason), key=lambda reason: reason.startswith("SIG"))
+    alike = [rank for rank, reason in enumerate(reasons) if reason == first]
+    if len(reasons) == 1 or not first.startswith("SIG"):
+        return first
+    if len(alike) == len(reasons):
+        return f"{first} on all ranks"
+    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    return f"{first} on rank {alike[0]}{more}"
+
+
+class _Votes:
+    """A number on its way from the GPU to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # in pinned memory
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return bool(self._arrived.query())
+
+    def read(self) -> float:
+        self._arrived.synchronize()
+        return self._number.item()

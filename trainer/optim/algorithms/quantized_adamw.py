@@ -1,0 +1,128 @@
+"""AdamW whose running means of matrices are held in 8 or 4 bits (https://arxiv.org/abs/2110.02861, 2309.01507).
+
+A number is a code, for a fraction of the largest of 16 neighbours in its row, for which there is a scale in bf16.
+Blocks lie within rows, so that ranks which divide a matrix hold whole ones: the codes do not depend on the layout. In
+place of the mean square its root is held, whose range is half as many octaves.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serried.configs.errors import UserError
+from serried.parallel.layout.local_shards import local
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.shard_specs import ShardSpec
+from serried.trainer.optim.algorithms.base import BesideAdamW
+
+_BLOCK = 16
+_ELEMENTS_AT_ONCE = 2**24
+"""Of a matrix, in fp32: limits the working memory."""
+_MEAN, _ROOT = "exp_avg", "exp_avg_root"
+
+
+class QuantizedAdamW(BesideAdamW):
+    """AdamW with ``bits`` 8 or 4 for matrices whose columns are whole blocks, plain AdamW for all other parameters."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, bits: int, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        self._bits, self._betas, self._eps = bits, betas, eps
+        self._tables: dict[tuple[bool, torch.device], Tensor] = {}
+        super().__init__(groups, _is_in_blocks, {"lr": lr}, betas, eps)
+
+    def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update the matrices, some rows at a time."""
+        for parameter, group in own:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    self._begin(parameter, state)
+                self.set(state["step"], state["step"] + 1)
+                weights = local(parameter)
+                flat = {key: local(each).flatten(0, -2) for key, each in state.items() if each.ndim}
+                flat |= {"weights": weights.flatten(0, -2), "gradient": local(parameter.grad).flatten(0, -2)}
+                rows = max(1, _ELEMENTS_AT_ONCE // weights.shape[-1])
+                for pieces in zip(*(each.split(rows) for each in flat.values()), strict=True):
+                    self._update(dict(zip(flat, pieces, strict=True)), state["step"], group)
+
+    def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        columns = parameter.shape[-1]
+        state["step"] = torch.zeros((), device=parameter.device)
+        for key in (_MEAN, _ROOT):
+            state[key] = _zeros(parameter, columns * self._bits // 8, torch.uint8)
+            state[f"{key}_scale"] = _zeros(parameter, columns // _BLOCK, torch.bfloat16)
+
+    def _update(self, rows: dict[str, Tensor], step: Tensor, group: dict[str, Any]) -> None:
+        weights, gradient = rows["weights"], rows["gradient"]
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        mean = self._read(rows, _MEAN).lerp_(gradient, 1 - self._betas[0])
+        square = self._read(rows, _ROOT).square_().lerp_(gradient.square(), 1 - self._betas[1])
+        root = square.sqrt_()
+        denominator = (root / (1 - self._betas[1] ** step).sqrt()).add_(self._eps)
+        change = mean.div(1 - self._betas[0] ** step).div_(denominator)
+        self.set(weights, weights.mul(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"]))
+        self._write(rows, _MEAN, mean)
+        self._write(rows, _ROOT, root)
+
+    def _read(self, rows: dict[str, Tensor], key: str) -> Tensor:
+        codes, scale = rows[key], rows[f"{key}_scale"]
+        if self._bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        values = self._values(key, codes.device)[codes.int()]
+        return (values.unflatten(-1, (-1, _BLOCK)) * scale.float().unsqueeze(-1)).flatten(-2)
+
+    def _write(self, rows: dict[str, Tensor], key: str, numbers: Tensor) -> None:
+        blocks = numbers.unflatten(-1, (-1, _BLOCK))
+        scale = blocks.abs().amax(-1).to(torch.bfloat16)
+        fractions = blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        values = self._values(key, numbers.device)
+        codes = torch.bucketize(fractions.flatten(-2), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        if self._bits == 4:
+            codes = codes[..., ::2] | codes[..., 1::2] << 4
+        self.set(rows[key], codes)
+        self.set(rows[f"{key}_scale"], scale)
+
+    def _values(self, key: str, device: torch.device) -> Tensor:
+        """Return what the codes of ``key`` stand for, in order."""
+        which = (key == _MEAN, device)
+        if which not in self._tables:
+            self._tables[which] = torch.tensor(_numbers(self._bits, signed=key == _MEAN), device=device)
+        return self._tables[which]
+
+
+def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> None:
+    """Raise ``UserError`` where tensor ranks would not hold the blocks that a whole matrix has."""
+    for spec in specs:
+        columns = [box.sizes[-1] for box, _ in spec.sources(layout)] if len(spec.shape) > 1 else []
+        odd = [each for each in columns if (each % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
+        if odd:
+            raise UserError(
+                f"parallel.tensor={layout.tensor} divides {spec.name} into parts of {odd[0]} columns, and "
+                f"optim={optim} holds blocks of {_BLOCK}; use parallel.tensor=1 or optim=adamw"
+            )
+
+
+def _is_in_blocks(parameter: Tensor) -> bool:
+    is_plain = parameter.dtype == torch.float32 and local(parameter).is_contiguous()  # others have no rows to write to
+    return is_plain and parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0
+
+
+def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros divided as ``parameter`` is and on its device, but for the number of columns."""
+    some = parameter.detach().narrow(-1, 0, columns)
+    return torch.zeros_like(some, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _numbers(bits: int, *, signed: bool) -> list[float]:
+    """Return what the codes stand for, in order: floats of few bits, the largest 1. Those with a sign have a zero."""
+    per_octave = 2 ** (bits // 2 - signed)
+    codes = range(2 ** (bits - signed))
+    magnitudes = [(1 - code % per_octave / (2 * per_octave)) * 2.0 ** -(code // per_octave) for code in codes]
+    if not signed:
+        return magnitudes[::-1]
+    magnitudes = magnitudes[:-1]
+    return [*(-each for each in magnitudes), 0.0, *magnitudes[::-1]]

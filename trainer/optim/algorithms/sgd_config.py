@@ -1,0 +1,39 @@
+"""Stochastic gradient descent, with momentum."""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from serried.configs.schema.registry import register_optimizer
+from serried.configs.schema.sections import Number, OptimSection
+
+
+class SGDSection(OptimSection):
+    """SGD. Weight decay is added to the gradient."""
+
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    momentum: Number = Field(default=0.9, ge=0, lt=1)
+    """Share of the last update in the next one; 0: no momentum and no optimizer state."""
+    dampening: Number = Field(default=0.0, ge=0, lt=1)
+    """Dampening of the momentum."""
+    nesterov: bool = False
+    """Use Nesterov momentum."""
+
+    @model_validator(mode="after")
+    def _nesterov_fits(self) -> "SGDSection":
+        if self.nesterov and (self.dampening or not self.momentum):
+            raise ValueError(
+                f"optim.nesterov=true needs momentum and no dampening, and optim.momentum={self.momentum:g} "
+                f"optim.dampening={self.dampening:g}; use optim.momentum=0.9 optim.dampening=0"
+            )
+        return self
+
+
+@register_optimizer("sgd", section=SGDSection)
+def build(groups: list[dict[str, Any]], section: SGDSection) -> Any:
+    """Build torch's SGD."""
+    # Not fused: a rejected first step would leave torch's fused kernel with a momentum that was never written.
+    from torch.optim import SGD
+
+    return SGD(groups, lr=section.lr, momentum=section.momentum, dampening=section.dampening, nesterov=section.nesterov)

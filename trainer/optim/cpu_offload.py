@@ -1,0 +1,67 @@
+"""An optimizer whose state lies in host memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serried.parallel.layout.local_shards import local
+
+
+class Offloaded(torch.optim.Optimizer):
+    """Steps another optimizer parameter by parameter. The state of one parameter at a time is on its device.
+
+    Numbers without dims, such as counts of steps, stay on the device.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, takes_verdict: bool) -> None:
+        """``takes_verdict``: whether ``optimizer`` reads ``grad_scale`` and ``found_inf``."""
+        super().__init__(optimizer.param_groups, {})  # the same dicts
+        self.state = optimizer.state
+        self.whole_state = getattr(optimizer, "whole_state", ())
+        self._optimizer, self._step_supports_amp_scaling = optimizer, takes_verdict
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters; waits for the device, whose last copies to the host could be read too early."""
+        assert closure is None
+        if self._step_supports_amp_scaling:
+            self._optimizer.grad_scale, self._optimizer.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+        groups = self.param_groups
+        before, after = [dict(group) for group in groups], [dict(group) for group in groups]
+        try:
+            for number, whole in enumerate(before):
+                for parameter in whole["params"]:
+                    for group, values in zip(groups, before, strict=True):
+                        _set(group, values, [])  # what groups count is counted once a step
+                    groups[number]["params"] = [parameter]
+                    self._update(parameter)
+                    after[number] = dict(groups[number])
+        finally:
+            for group, values, whole in zip(groups, after, before, strict=True):
+                _set(group, values, whole["params"])
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def _update(self, parameter: Tensor) -> None:
+        """Step ``parameter`` alone, with its state on its device meanwhile."""
+        state = self.state.get(parameter, {})
+        on_host = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+        for key, value in on_host.items():
+            state[key] = value.to(parameter.device, non_blocking=True, copy=True)
+        self._optimizer.step()
+        state = self.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                if key not in on_host:
+                    on_host[key] = torch.empty_like(value, device="cpu", pin_memory=parameter.is_cuda)
+                local(on_host[key]).copy_(local(value), non_blocking=True)
+                state[key] = on_host[key]
+
+
+def _set(group: dict[str, Any], values: dict[str, Any], parameters: list[Tensor]) -> None:
+    group.clear()
+    group.update(values, params=parameters)

@@ -1,0 +1,173 @@
+"""The optimizer, its transactional step, and the learning rate as a pure function of the step.
+
+An optimizer is any ``torch.optim.Optimizer``.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema.registry import optimizers, schedules, takes
+from serried.configs.schema.sections import OptimSection, ScheduleSection
+from serried.parallel.axes.model_axes import shard_specs
+from serried.parallel.layout.local_shards import local
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.model import DistributedModel
+from serried.parallel.optim.factor_sums import Sums
+from serried.parallel.optim.matrix_exchange import Matrices, matrix_names
+from serried.parallel.optim.stochastic_rounding import Rounding
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.sync.gradient_norm import zero_gradient
+from serried.trainer.optim.algorithms.quantized_adamw import check_columns
+from serried.trainer.optim.cpu_offload import Offloaded
+from serried.trainer.optim.parameter_groups import parameter_groups
+
+Parts = Mapping[str, Callable[[], Any]]
+"""What an optimizer may ask for, see ``registry.takes``, by name."""
+
+
+def model_optimizer(
+    model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None, seed: int
+) -> torch.optim.Optimizer:
+    """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``.
+    ``seed``: of its rounding."""
+    parts: Parts = {
+        "matrices": partial(Matrices.of, model, blocks, low_dtype),
+        "sums": partial(Sums.of, model),
+        "rounding": partial(Rounding.of, model, seed),
+    }
+    return build_optimizer([(held.name, held.tensor) for held in model.parameters], section, parts)
+
+
+def build_optimizer(
+    named: Iterable[tuple[str, Tensor]], section: OptimSection, parts: Parts | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
+
+    ``parts``: those of the model. The default are those of parameters that are whole, of which all of two dims are
+    matrices.
+    """
+    named, build = list(named), optimizers.get(section.name).load()
+    parameters = [each for _, each in named]
+    whole: Parts = {
+        "matrices": partial(Matrices.whole, parameters),
+        "sums": partial(Sums.whole, parameters),
+        "rounding": partial(Rounding.whole, parameters),
+    }
+    asked = {name: make() for name, make in {**whole, **(parts or {})}.items() if takes(section, name)}
+    optimizer = build(parameter_groups(named, section), section, **asked)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optim={section.name} builds {optimizer!r}, not a torch.optim.Optimizer; return one from the function "
+            f"with @serried.register_optimizer({section.name!r}), or use optim=adamw"
+        )
+    if section.offload:
+        optimizer = Offloaded(optimizer, takes_verdict=takes_verdict(optimizer))
+    if takes_verdict(optimizer) and parameters_of(optimizer):
+        create_state(optimizer)  # changes nothing, and memory is known early
+    return optimizer
+
+
+def can_offload(section: OptimSection) -> bool:
+    """Return whether the optimizer may update one parameter after the other."""
+    return not (takes(section, "matrices") or takes(section, "sums"))
+
+
+def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan, layout: Layout) -> str:
+    """Return for which of the trained parameters of ``model`` an optimizer of matrices is used, for the plan; "" for
+    others. ``model`` is not sharded yet.
+
+    Raises:
+        UserError: the optimizer is not for this model, not on this layout, or cannot be offloaded.
+    """
+    if section.offload and not can_offload(section):
+        raise UserError(
+            f"optim.offload=true updates one parameter after the other, and with optim={section.name} ranks exchange "
+            "something of all of them at once; use optim.offload=false, or optim=adamw8bit optim.offload=true"
+        )
+    # Here: the first to import an optimizer would decide in which order they are all registered.
+    from serried.trainer.optim.algorithms.quantized_adamw_config import QuantizedAdamSection
+
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
+        specs = shard_specs(model, plan, layout)
+        check_columns(section.name, [specs[name] for name in trained], layout)
+    if takes(section, "rounding") and not plan.units:
+        raise UserError(
+            f"optim={section.name} holds weights in bf16, and {type(model).__name__} may compute in other types: its "
+            "parallel_plan() names no units; use optim=adamw"
+        )
+    if not takes(section, "matrices"):
+        return ""
+    names = matrix_names({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
+    if not names:
+        raise UserError(
+            f"optim={section.name} is for the matrices of repeated blocks, and the model has none; return "
+            "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
+        )
+    inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))
+    return f" for {inside:,} of {total:,} parameters"
+
+
+def takes_verdict(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``step`` reads ``grad_scale`` and ``found_inf`` on the device, and is without effect if the latter
+    is 1.
+
+    torch's optimizers declare it to ``torch.amp.GradScaler`` by this attribute; there is no public one. Fused SGD does
+    too, but leaves its momentum uninitialised after a rejected first step.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+
+
+@torch.no_grad()
+def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tensor) -> None:
+    """Update the parameters with their gradients over ``divisor``, and free the gradients.
+
+    A ``rejected`` step, which is one on every rank, changes no bit of the parameters and of the optimizer's state, and
+    creates no state. An optimizer that does not take the verdict on the device is then not called, for which the host
+    waits for the device at every step, as it does for parameters in host memory.
+    """
+    # Blocking copies: torch's optimizers would copy to the host and read before the copy has ended.
+    device = next((each.device for each in parameters_of(optimizer)), rejected.device)
+    divisor, rejected = divisor.to(device), rejected.to(device)
+    if takes_verdict(optimizer):
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not rejected.item():
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                local(parameter.grad).div_(divisor)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer create the state that its first step creates, to be filled from a checkpoint.
+
+    This changes parameters, state and numbers of the groups, unless the optimizer takes the verdict.
+    """
+    for parameter in parameters_of(optimizer):
+        parameter.grad = zero_gradient(parameter)
+    one = torch.ones((), device=parameters_of(optimizer)[0].device)
+    take_step(optimizer, one, one if takes_verdict(optimizer) else one - 1)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all parameters of the optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def learning_rate(step: int, steps: int, peak: float, section: ScheduleSection) -> float:
+    """Return the learning rate of optimizer step ``step`` (1 is the first, ``steps`` the last).
+
+    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``; what follows is up to the schedule.
+    """
+    if step <= section.warmup_steps:
+        return peak * step / section.warmup_steps
+    return float(schedules.get(section.name).load()(step, steps, peak, section))

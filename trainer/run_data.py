@@ -1,0 +1,173 @@
+"""The data of a run: its data sets, and which samples come next."""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import DEFAULT_VALIDATION, TRAINING, RunConfig
+from serried.parallel.layout.checks import with_values
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.process_groups import gather_plain
+from serried.runtime.console import Console
+from serried.runtime.session import Session
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.saved_state import taking_from
+from serried.trainer.data.loader import Augment, BatchLoader, Reader
+from serried.trainer.data.sampler import BatchShare, Mixture, Stream, sample_order
+from serried.trainer.task import Dataset, Task, fingerprint
+
+
+def check_validation(config: RunConfig, validation: Collection[str]) -> None:
+    """Raise ``UserError`` if the run has a use for evaluations and nothing to evaluate on."""
+    if DEFAULT_VALIDATION in validation:
+        return
+    uses = {
+        f"trainer.patience={config.trainer.patience}": config.trainer.patience,
+        "checkpoint.keep_best=true": config.checkpoint.keep_best,
+    }
+    for given in (given for given, is_set in uses.items() if is_set):
+        how = "set data.validation_fraction=0.01" if hasattr(config, "data") else "give the task a validation data set"
+        raise UserError(f"{given} compares evaluations, and there is no validation data; {how}, or leave it out")
+
+
+class Data:
+    """Data sets of a task, opened on every rank, and the place in the order of training samples."""
+
+    def __init__(self, task: Task, session: Session, console: Console) -> None:
+        """Prepare and open the data. A collective. Raises ``UserError`` if there is no training data, or the ranks see
+        different data."""
+        console.doing("preparing data")
+        task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
+        self.training = training_data(task)
+        names = (DEFAULT_VALIDATION, *task.further_validation())
+        found = {name: task.dataset(name) for name in names}
+        for name, dataset in found.items():
+            _refuse_table(task, name, dataset)
+        self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
+        self.fingerprint = fingerprint(self.training)
+        session.same_everywhere("the training data", self.fingerprint)
+        seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
+        session.same_everywhere("the validation data", "\n".join(seen))  # by which all take as many batches
+        self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
+        self._stream = self.training if isinstance(self.training, Stream) else None
+        self._session = session
+        self._step, self._sample, self._global_batch = 0, 0, 1
+
+    def start(self, start: Start, global_batch: int) -> None:
+        """Continue after the samples of a checkpoint, if there is one; each step takes ``global_batch`` samples."""
+        self._global_batch = global_batch
+        self._step, self._sample = start.step, int(start.state.get("samples", 0))
+        if self._stream is not None and start.checkpoint is not None:
+            with taking_from(start.checkpoint):
+                self._stream.load(start.state.get("stream", {}), self._sample)
+
+    def skip(self, to_step: int, samples: int) -> None:
+        """Continue after ``to_step`` with sample number ``samples``, leaving out those of undone steps."""
+        if self._stream is not None:
+            self._stream.rewind(samples)
+        self._step, self._sample = to_step, samples
+
+    def samples(self, step: int) -> int:
+        """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
+        return self._sample + (step - self._step) * self._global_batch
+
+    def sample_ids(self, step: int, seed: int) -> list[int]:
+        """Return the numbers of the samples of ``step``, over all ranks."""
+        end = self.samples(step)
+        return [int(each) for each in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
+
+    def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
+        """Return this rank's batches from the current position to the last step."""
+        trainer = config.trainer
+        accumulation = trainer.global_batch // (trainer.micro_batch * data_ranks)
+        return BatchLoader(
+            Reader(self.training, task.collate_numbered, _augmentation(task, trainer.seed)),
+            sample_order(self.training, trainer.seed),
+            BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
+            steps=range(self._step, trainer.last_step),
+            workers=trainer.workers,
+            pin_memory=self._session.device.type == "cuda",
+            first_index=self._sample,
+        )
+
+    def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:
+        """Return a seed for each of this rank's ``count`` micro-batches of ``step``: of its place in the global batch.
+
+        With equal ``trainer.micro_batch`` they are the same for the same samples, whatever the layout. Ranks that
+        divide a sample have the same ones: a task may draw numbers for the whole sample.
+        """
+        places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
+        return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of ``step`` keeps. A collective."""
+        state = {"samples": self.samples(step), "data_fingerprint": self.fingerprint}
+        if self._stream is None:
+            return state
+        parts = gather_plain(self._stream.state(self.samples(step)))
+        return state | {"stream": {key: value for part in parts for key, value in part.items()}}
+
+
+def _augmentation(task: Task, seed: int) -> Augment | None:
+    """Return ``task.augment`` by a sample's place in the order; None if the task has none of its own."""
+    if type(task).augment is Task.augment:
+        return None
+    return lambda sample, place: task.augment(sample, _seed_of(f"{seed}/augment/{place}"))
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
+    """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set. Raises
+    ``UserError`` if the data is a stream, whose length is unknown."""
+    trainer = config.trainer
+    if trainer.epochs is None:
+        return config
+    if isinstance(training, Stream):
+        raise UserError(f"trainer.epochs={trainer.epochs:g}: the length of streamed data is unknown; use trainer.steps")
+    steps = math.ceil(Fraction(repr(trainer.epochs)) * len(training) / trainer.global_batch)
+    return with_values(config, {"trainer.steps": steps})
+
+
+def _refuse_table(task: Task, split: str, dataset: Any) -> None:
+    """Raise ``UserError`` if ``dataset`` is a table of pandas, where [i] is a column."""
+    if hasattr(dataset, "iloc") and getattr(dataset, "ndim", 0) == 2:
+        raise UserError(
+            f"{type(task).__name__}.dataset({split!r}) returned a {type(dataset).__name__}; return its rows: "
+            "torch.tensor(frame.to_numpy(), dtype=torch.float32)"
+        )
+
+
+def training_data(task: Task) -> Dataset:
+    """Return the training data of ``task``. Raises ``UserError`` if there is none."""
+    training = task.dataset(TRAINING)
+    if isinstance(training, torch.utils.data.DataLoader):
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a DataLoader; return the data set itself: batches "
+            "are made by trainer.micro_batch and collate()"
+        )
+    if isinstance(training, Mapping) and 0 not in training:
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} with the keys "
+            f"{', '.join(map(str, [*training][:4]))}; return a data set, whose samples have the numbers 0, 1, ..."
+        )
+    _refuse_table(task, TRAINING, training)
+    if training is not None and not hasattr(training, "__len__"):
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "
+            "length; return a map-style data set, with __len__ and __getitem__"
+        )
+    if training is None:
+        raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) returned None: there is nothing to train on")
+    if not isinstance(training, Stream) and not len(training):
+        raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) has no samples")
+    return training

@@ -1,4 +1,4 @@
-"""Peak memory per mode: ``python -m benchmarks.memory`` prints the table of docs/performance.md.
+"""Peak memory per mode: ``python -m benchmarks.memory`` prints the table of docs/how-to/performance.md.
 
 A small model on one process, by the events of torch's allocator on a CPU; and Llama 8B on 8 ranks, by the plan's trace.
 """

@@ -1,4 +1,6 @@
-"""Train the same run on every parallel layout and compare: ``python -m benchmarks.parity`` rewrites ``docs/parity.md``.
+"""Train the same run on every parallel layout and compare.
+
+``python -m benchmarks.parity`` rewrites ``docs/evidence/parity.md``.
 
 The runs are those of ``tests/ranks/test_parity.py``: whole training runs on Gloo with ragged masks and a vocabulary of
 257.
@@ -377,7 +379,7 @@ schedules that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, default=Path("docs/parity.md"), help="where to write the table")
+    parser.add_argument("--write", type=Path, default=Path("docs/evidence/parity.md"), help="where to write the table")
     parser.add_argument("--border", action="store_true", help="measure only the last section again")
     arguments = parser.parse_args()
     path: Path = arguments.write

@@ -77,7 +77,8 @@ def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
             *_table([row for group, choices in groups.items() for row in _wrapped(group, " | ".join(choices))]),
             "",
             *_keys_of_choices(chosen),
-            "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in docs/configuration.md)",
+            "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in "
+            "docs/reference/configuration.md)",
             *_table(keys),
             *(["", "examples", *_table(_EXAMPLES)] if is_built_in else []),
         ]

@@ -1,4 +1,4 @@
-"""Tables of docs/configuration.md (``python -m tools.key_tables``), coming-from.md (``... coming-from``) and
+"""Tables of docs/reference/configuration.md (``python -m tools.key_tables``), coming-from.md (``... coming-from``) and
 families.md (``... families``), and of ``configs/schema/transformers_defaults.py`` (``... transformers-defaults``)."""
 
 import dataclasses
@@ -105,7 +105,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def coming_from() -> str:
-    """Return other frameworks' names for each key, as the Markdown tables of docs/coming-from.md."""
+    """Return other frameworks' names for each key, as the Markdown tables of docs/reference/coming-from.md."""
     keys, others = [], []
     for target, known in key_notes()["names"].items():
         if "=" in target:
@@ -121,7 +121,7 @@ def coming_from() -> str:
 
 
 def families() -> str:
-    """Return the model families as the Markdown table of docs/families.md."""
+    """Return the model families as the Markdown table of docs/reference/families.md."""
     presets = {
         name: compose([f"model={name}", "data.tokenizer=bytes"]).model
         for name in choices_of()["model"]

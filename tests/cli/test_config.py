@@ -577,9 +577,11 @@ def test_the_last_file_that_set_a_value_is_named(folder: Path):
 
 
 def test_the_tables_in_the_documentation_are_what_the_command_prints():
-    page = (FOLDER.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs/reference/configuration.md").read_text(encoding="utf-8")
     committed = page.partition("<!-- python -m tools.key_tables -->\n")[2].partition("\n<!-- end -->")[0]
-    assert committed == key_tables(), "put the output of `python -m tools.key_tables` into docs/configuration.md"
+    assert committed == key_tables(), (
+        "put the output of `python -m tools.key_tables` into docs/reference/configuration.md"
+    )
 
 
 class Part(Section):

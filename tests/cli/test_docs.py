@@ -15,7 +15,7 @@ BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTAL
 
 
 def scripts() -> dict[str, str]:
-    pages = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/extending.md"))
+    pages = "".join((ROOT / page).read_text("utf-8") for page in ("README.md", "docs/how-to/extending.md"))
     return {match["name"]: match["code"] for match in BLOCK.finditer(pages)}
 
 
@@ -76,7 +76,7 @@ def test_readme_shows_launch_local_before_torchrun_and_its_traceback() -> None:
 
 
 def test_files_that_the_architecture_names_exist() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    page = (ROOT / "docs/concepts/architecture.md").read_text("utf-8")
     named = set(re.findall(r"`?((?:configs|launch|parallel|recipes|records|runtime|serried|trainer)/[\w/]+\.py)", page))
     assert len(named) > 40
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
@@ -84,14 +84,14 @@ def test_files_that_the_architecture_names_exist() -> None:
 
 def test_line_counts_in_the_architecture_are_current() -> None:
     """Within 500 lines or a tenth, so that not every commit outdates them."""
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    page = (ROOT / "docs/concepts/architecture.md").read_text("utf-8")
     committed = page.partition("<!-- python -m tools.lines -->\n")[2].partition("\n<!-- end -->")[0].splitlines()
     printed = table().splitlines()
     assert len(committed) == len(printed)
     for mine, current in zip(committed, printed, strict=True):
         words, lines = split(mine)
         assert (words, lines is None) == (split(current)[0], split(current)[1] is None), (
-            "put the output of `python -m tools.lines` into docs/architecture.md"
+            "put the output of `python -m tools.lines` into docs/concepts/architecture.md"
         )
         if lines is not None:
             lines_now = split(current)[1] or 0

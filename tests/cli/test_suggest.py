@@ -199,10 +199,10 @@ def test_no_name_from_another_framework_is_a_key_of_ours() -> None:
 
 
 def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
-    page = (FOLDER.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs/reference/coming-from.md").read_text(encoding="utf-8")
     committed = page.partition("<!-- python -m tools.key_tables coming-from -->\n")[2].partition("\n<!-- end -->")[0]
     assert committed == coming_from(), (
-        "put the output of `python -m tools.key_tables coming-from` into docs/coming-from.md"
+        "put the output of `python -m tools.key_tables coming-from` into docs/reference/coming-from.md"
     )
 
 

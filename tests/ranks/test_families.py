@@ -285,9 +285,11 @@ def test_a_model_that_a_family_would_compute_otherwise_is_refused(
 
 
 def test_the_table_of_families_is_up_to_date() -> None:
-    page = (ROOT / "docs/families.md").read_text()
+    page = (ROOT / "docs/reference/families.md").read_text()
     committed = page.partition("<!-- python -m tools.key_tables families -->\n")[2].partition("\n<!-- end -->")[0]
-    assert committed == families(), "put the output of `python -m tools.key_tables families` into docs/families.md"
+    assert committed == families(), (
+        "put the output of `python -m tools.key_tables families` into docs/reference/families.md"
+    )
 
 
 SMALL = {

@@ -88,7 +88,7 @@ def vit_loss(model: nn.Module, rows: Tensor) -> LossTerms:
 
 
 def cnn() -> nn.Module:
-    """In fp64, where rounding is too small to move the input of a ReLU across zero: see docs/parity.md."""
+    """In fp64, where rounding is too small to move the input of a ReLU across zero: see docs/evidence/parity.md."""
     layers = (
         layer
         for inputs, outputs in ((1, 6), (6, 6), (6, 6))

@@ -432,7 +432,7 @@ def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> No
 
 
 def test_documented_optimizer_and_schedule_run() -> None:
-    page = (FOLDER.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs/how-to/extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for name, registry in (("my_lion", optimizers), ("polar", optimizers), ("root", schedules)):
         (code,) = (each for each in blocks if f'("{name}"' in each)

@@ -218,7 +218,7 @@ def write_snapshot(path: Path, device: torch.device) -> None:
     """Write what ``device`` (a GPU) holds, and the history of allocations if it was recorded.
 
     torch's own dump is a pickle, which nothing here writes; this is the same dictionary, and
-    docs/performance.md has the command that makes of it what pytorch.org/memory_viz reads.
+    docs/how-to/performance.md has the command that makes of it what pytorch.org/memory_viz reads.
     """
     snapshot = torch.cuda.memory._snapshot(device)  # private: see record_history
     with replacing(path) as raw, gzip.open(raw, "wt", compresslevel=_COMPRESSION, encoding="utf-8") as file:

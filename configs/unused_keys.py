@@ -86,8 +86,6 @@ class Reader(NamedTuple):
 
 def _evaluations(run: Run) -> float:
     every = run.config.trainer.evaluates_every
-    if not every:
-        return 0
     return math.ceil(run.last_step / every) if math.isfinite(run.last_step) else math.inf
 
 
@@ -118,6 +116,11 @@ def _compares_most(run: Run) -> bool:
     return not run.config.checkpoint.keep_best or saved % evaluated == 0 or evaluated % saved == 0
 
 
+def _chooses_experts(run: Run) -> bool:
+    experts = run.model("experts")
+    return experts in (None, 1) or run.model("experts_per_token") < experts
+
+
 def _compares_evaluations(run: Run) -> bool:
     return run.is_sweep or run.config.checkpoint.keep_best or run.config.trainer.patience > 0
 
@@ -129,6 +132,10 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "parallel", lambda run: run.layout.world > 1 or run.config.parallel.strategy == "single",
         f"{_NO_EFFECT} in one process, which is always single", "launch=local launch.processes=2",
+    ),
+    Reader(
+        "parallel", lambda run: run.config.parallel.strategy != "hsdp" or run.layout.replicate < run.layout.world,
+        "shards nothing, as each process is a replica", "parallel=ddp", is_instead=True,
     ),
     Reader(
         "parallel.schedule parallel.layers_of_stages", lambda run: run.layout.pipeline > 1,
@@ -201,6 +208,12 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "trainer.eval_batches", lambda run: bool(run.config.trainer.evaluates_every),
         f"{_NO_EFFECT} with trainer.eval_every=0, which turns evaluation off", "trainer.eval_every={tenth}",
+    ),
+    Reader(
+        "trainer.sample_tokens",
+        lambda run: run.config.trainer.sample_tokens <= run.model("max_sequence_length", math.inf),
+        "is more than the model can write: it ends at model.max_sequence_length={config.model.max_sequence_length}",
+        "trainer.sample_tokens=200",
     ),
     Reader(
         "trainer.patience", _has_patience,
@@ -302,6 +315,12 @@ READERS: tuple[Reader, ...] = (
         lambda run: run.model("dense_layers", 0) < run.model("layers", math.inf),
         "leaves nothing to experts: all of model.layers={config.model.layers} are dense", "model.dense_layers=1",
     ),
+    Reader(
+        "model.experts model.experts_per_token", _chooses_experts,
+        "sends every token to all of model.experts={config.model.experts}", "model.experts_per_token=1",
+    ),
+    Reader("model.balance_rate", _chooses_experts,
+           f"{_NO_EFFECT} where every token goes to all experts", "model.experts_per_token=1"),
     Reader(
         "model.hidden_dim", lambda run: run.model("experts") is None or run.model("dense_layers", 1) > 0,
         f"{_NO_EFFECT} with model.dense_layers=0: all layers have experts, of model.expert_hidden_dim",

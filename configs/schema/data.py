@@ -33,6 +33,10 @@ _DIVIDED = ("hf", "stdlib", "text")
 """Sources that keep nothing for validation but what the config says; others may bring a part of their own."""
 
 
+_LEAST_FRACTION = 1e-9
+"""For validation, of text: 15 thousand of 15T tokens."""
+
+
 class SourceSection(Section):
     """Where documents come from. Each source registers a section with its other keys."""
 
@@ -91,7 +95,7 @@ class DataSection(SourceSection):
 
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
-    validation_fraction: Number = Field(default=0.05, ge=0, lt=1)
+    validation_fraction: Number = Field(default=0.05, ge=0, le=0.999)
     """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
     files. 0: train on all of it."""
     format: Literal["text", "chat", "preference"] = "text"
@@ -137,6 +141,11 @@ class DataSection(SourceSection):
     def _mistakes(self) -> Iterator[str]:
         yield from self._mistakes_of_sources()
         yield from super()._mistakes()
+        if 0 < self.validation_fraction < _LEAST_FRACTION:
+            yield (
+                f"data.validation_fraction={self.validation_fraction:g} keeps less than one part in 1e9, which is "
+                "nothing; use data.validation_fraction=0.001, or 0 to train on all"
+            )
         yield from self._mistakes_of_text()
 
     def _mistakes_of_sources(self) -> Iterator[str]:

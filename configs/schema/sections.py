@@ -63,8 +63,9 @@ def parse_count(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(parse_count)]
 """A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
-PositiveCount = Annotated[Count, Field(ge=1, le=10**15)]
-CountOrZero = Annotated[Count, Field(ge=0, le=10**15)]
+PositiveCount = Annotated[Count, Field(ge=1, le=10**10)]
+"""A number of steps, minutes, documents or machines."""
+CountOrZero = Annotated[Count, Field(ge=0, le=10**10)]
 Size = Annotated[Count, Field(ge=1, le=10**7)]
 """A dimension of a tensor. Larger ones overflow inside torch."""
 DerivedSize = Annotated[
@@ -82,10 +83,10 @@ def _count_or_auto(value: Any, count: ValidatorFunctionWrapHandler) -> Any:
 
 
 CountOrAuto = Annotated[
-    PositiveCount,
+    Size,
     WrapValidator(_count_or_auto),
     PlainSerializer(lambda count: count or "auto"),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**15}, {"const": "auto"}]}),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"const": "auto"}]}),
 ]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 """Of a pipeline."""
@@ -364,7 +365,7 @@ class TrainerSection(Section):
     """Number of optimizer steps of the whole run."""
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
     """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
-    global_batch: PositiveCount
+    global_batch: Size
     """Samples per optimizer step, over all processes and micro-batches."""
     micro_batch: CountOrAuto
     """Samples per forward pass on one process; ``auto``: the most that fit, by the plan.
@@ -378,7 +379,7 @@ class TrainerSection(Section):
     activation_memory_budget: Number = Field(default=1.0, gt=0, le=1)
     """Maximum that blocks keep for the backward, as a fraction of what ``activation_checkpoint=none`` keeps: some
     blocks are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
-    ema_decay: Number = Field(default=0.0, ge=0, lt=1)
+    ema_decay: Number = Field(default=0.0, ge=0, le=0.999999)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
     the average; training continues from the weights, which are saved too."""
     quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
@@ -408,7 +409,7 @@ class TrainerSection(Section):
     """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
     """Save and stop this many minutes after the start; the same command resumes."""
-    workers: Annotated[Count, Field(ge=0, le=1024)] = 2
+    workers: Annotated[Count, Field(ge=0, le=256)] = 2
     """Threads per process that prefetch batches; 0: read in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
@@ -572,7 +573,7 @@ class LaunchSection(Section):
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU if there is one), ``cpu`` or ``cuda``."""
-    threads: Annotated[Count, Field(ge=1, le=10**4)] | None = None
+    threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
     """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0
     """How long a process waits for others until the first step is done, including data preparation and set-up."""
@@ -747,7 +748,7 @@ class PlanSection(Section):
     mode: Literal["formula", "trace"] | None = None
     """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
     plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
-    tokens: PositiveCount | None = None
+    tokens: Annotated[Count, Field(ge=1, le=10**15)] | None = None
     """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price per device-hour, in any currency; when null no costs are printed."""

@@ -16,7 +16,7 @@ class CausalLMSection(TaskSection):
 
     metrics = ()
 
-    label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Number = Field(default=0.0, ge=0, le=0.9)
     """Fraction of each target that is spread evenly over the vocabulary, in training only."""
     z_loss: Number = Field(default=0.0, ge=0)
     """Weight of the z-loss, the squared log-sum-exp of the logits, such as 1e-4."""
@@ -118,7 +118,7 @@ class SampledSection(Section):
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = False
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
-    label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Number = Field(default=0.0, ge=0, le=0.9)
     """Share of each target that is spread evenly over the classes, in training only."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:

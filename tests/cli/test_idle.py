@@ -9,10 +9,12 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.messages.keys import all_keys, readers
 from serried.configs.unused_keys import READERS, Run, notes
-from serried.program import main, planned_layout
+from serried.launch.start import planned_sweep
+from serried.program import note_unread, planned_layout
 
 SITUATIONS = {
     "parallel=fsdp": "",
+    "parallel=hsdp": "launch.processes=2",
     "parallel.schedule=gpipe": "",
     "parallel.layers_of_stages=[2,2]": "",
     "parallel.stages_per_rank=2": "",
@@ -39,6 +41,7 @@ SITUATIONS = {
     "trainer.log_every=1k": "",
     "checkpoint.every=1k": "",
     "trainer.eval_batches=3": "trainer.eval_every=0",
+    "trainer.sample_tokens=1M": "",
     "trainer.patience=5": "trainer.eval_every=100",
     "trainer.stop_at=1k": "",
     "health.spike_deviations=2": "health.spike=off",
@@ -84,6 +87,9 @@ SITUATIONS = {
             "routed_scale=1", "normalize_weights=true", "balance_rate=0.1",
         )
     },
+    "model.experts=4": "model=moe_tiny model.experts_per_token=4",
+    "model.experts_per_token=8": "model=moe_tiny model.experts=8",
+    "model.balance_rate=0.2": "model=moe_tiny model.experts=4 model.experts_per_token=4",
     "model.hidden_dim=128": "model=moe_tiny model.dense_layers=0",
     "data.validation_fraction=0.1": "data=hf data.path=a/b data.validation_split=test",
     "data.text_column=a": "data=text data.path=x data.format=chat",
@@ -183,10 +189,13 @@ def test_keys_of_checkpoints_get_no_line_where_some_are_saved_for_their_time() -
 
 
 def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["-m", "dry_run=true", "launch.processes=2", "parallel=fsdp", "parallel.schedule=gpipe"]
-    assert main([*argv, "parallel.pipeline=1,2"]) == 0
+    def note_sweep(swept: str) -> None:
+        words = ["dry_run=true", "launch.processes=2", "parallel=fsdp", "parallel.schedule=gpipe", swept]
+        note_unread(words, [point.config for point in planned_sweep(words).points], is_sweep=True)
+
+    note_sweep("parallel.pipeline=1,2")
     assert "note: " not in capsys.readouterr().err
-    assert main([*argv, "trainer.seed=1,2"]) == 0
+    note_sweep("trainer.seed=1,2")
     assert capsys.readouterr().err.count("note: parallel.schedule=gpipe has no effect without a pipeline;") == 1
 
 
@@ -200,6 +209,16 @@ def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.Capture
         ("checkpoint.best_metric=acc", "which has loss; use checkpoint.best_metric=loss"),
         ("recipe=dpo data.path=x checkpoint.best_metric=acc", "loss, reward_margin, reward_accuracy, chosen_reward"),
         ("optim.lr=1e300", "must be at least 0, and 1.2e-38 to 3.4e38 in size"),
+        ("data.validation_fraction=1e-12", "keeps less than one part in 1e9, which is nothing; use data.validation_fr"),
+        ("data.validation_fraction=0.999999", "it must be at least 0 and at most 0.999"),
+        ("trainer.ema_decay=0.999999999999", "it must be at least 0 and at most 0.999999"),
+        ("trainer.global_batch=1e15", "it must be at least 1 and at most 1e7"),
+        ("trainer.micro_batch=1e15", "it must be at least 1 and at most 1e7"),
+        ("trainer.steps=1e15", "it must be at least 1 and at most 1e10"),
+        ("trainer.eval_batches=1e15", "it must be at least 1 and at most 1e10"),
+        ("launch.threads=10000", "it must be at least 1 and at most 1024"),
+        ("trainer.workers=1024", "it must be at least 0 and at most 256"),
+        ("task.label_smoothing=0.999999", "it must be at least 0 and at most 0.9"),
         ("trainer.max_minutes=1e-300", "must be above 0, and 1.2e-38 to 3.4e38 in size"),
     ],
 )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
-from serried.configs.hugging_face.weight_files import has_head_of_its_own
+from serried.configs.hugging_face.weight_files import HEAD, has_head_of_its_own
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
 from serried.configs.schema.registry import models
@@ -135,8 +135,8 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
     any_other = _ANY_OTHER if key == _MODEL else ""
     try:
         found = read_json(file)
-        # As transformers 5: weights that are tied have equal values. Those on the Hub are not here yet.
-        if found.get("tie_word_embeddings", True) and _exists(expanded(name)) and has_head_of_its_own(file.parent):
+        # As transformers 5: weights that are tied have equal values.
+        if found.get("tie_word_embeddings", True) and has_head_of_its_own(_with_weights(name, file.parent, key)):
             found["tie_word_embeddings"] = False
         family = family or found.get("model_type")
         if family not in models.names():
@@ -164,6 +164,25 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
         raise UserError(("" if key == _MODEL else f"{key}={name}: ") + f"{file} {reason}") from None
+
+
+def _with_weights(name: str, folder: Path, key: str) -> Path:
+    """Return the ``folder`` of the model ``name``. If that is a name on the Hub and its weights have an output
+    projection beside the embedding, they are downloaded, to compare the two."""
+    is_here = _exists(expanded(name)) or not _names_a_head(name)
+    return folder if is_here else model_folder(name, "*.safetensors", "*.json", key=key)
+
+
+@lru_cache
+def _names_a_head(name: str) -> bool:
+    """Whether the weights of ``name`` on the Hub have an output projection, by their headers; no, if these cannot be
+    read: then what is on this machine counts."""
+    try:
+        from huggingface_hub import HfApi
+
+        return HEAD in HfApi().get_safetensors_metadata(name).weight_map
+    except Exception:  # of the network, of many classes
+        return False
 
 
 def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:

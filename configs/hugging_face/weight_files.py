@@ -10,8 +10,9 @@ from typing import IO, Any
 from serried.configs.plain_data import open_regular, parse_json, read_json
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
-_HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_LARGESTHEADER_BYTES = 100_000_000  # as in the safetensors library
+HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _PIECE_BYTES = 16 * 2**20
 
 
@@ -21,8 +22,8 @@ def has_head_of_its_own(folder: Path) -> bool:
     with suppress(OSError, ValueError, KeyError, TypeError):
         files = _files(folder)
         embedding = next((name for name in files if name.endswith(_EMBEDDINGS)), None)
-        if _HEAD in files and embedding is not None:
-            pieces = [_values(folder / files[name], name) for name in (_HEAD, embedding)]
+        if HEAD in files and embedding is not None:
+            pieces = [_values(folder / files[name], name) for name in (HEAD, embedding)]
             return any(ours != theirs for ours, theirs in zip(*pieces, strict=True))
     return False
 
@@ -32,13 +33,13 @@ def _files(folder: Path) -> Mapping[str, str]:
     if (folder / _FILE).is_file():
         with open_regular(folder / _FILE) as file:
             return dict.fromkeys(_header(file), _FILE)
-    names = read_json(folder / _INDEX, _LARGEST_HEADER_BYTES)["weight_map"]
+    names = read_json(folder / _INDEX, _LARGESTHEADER_BYTES)["weight_map"]
     return {name: os.path.basename(file) for name, file in names.items()}  # noqa: PTH119
 
 
 def _header(file: IO[bytes]) -> dict[str, Any]:
     length = int.from_bytes(file.read(8), "little")
-    if length > min(_LARGEST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+    if length > min(_LARGESTHEADER_BYTES, os.fstat(file.fileno()).st_size):
         raise ValueError(f"a header of {length} bytes")
     header: dict[str, Any] = parse_json(file.read(length))
     return header

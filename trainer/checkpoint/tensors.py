@@ -145,7 +145,8 @@ def load_weights(
 ) -> None:
     """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
 
-    Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled.
+    Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled. A
+    folder that the run did not write must have passed ``check_names``, which compares what is there twice.
 
     Raises ``UserError`` if the folder holds another model.
     """
@@ -159,7 +160,6 @@ def load_weights(
     floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
     wanted = _fragments(shapes, exported)
     _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
-    _refuse_differing(tensors, further)
     _fill(tensors, (part for part in weights if part.name not in left_out))
 
 

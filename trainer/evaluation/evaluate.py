@@ -314,6 +314,7 @@ def load_model(
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)
+    model.check_names(None, weights)
     parallel = sharded(config, model, layout, device)
     model.start(parallel, weights, config.trainer.seed)
     if model.adapters is not None:

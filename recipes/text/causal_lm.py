@@ -48,9 +48,11 @@ from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.attention_choice import describe_attention
 from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.text.generation import TextStream, chooser, continued, until_end
+from serried.records.tensors import TensorFolder
 from serried.trainer.task import Piece, TextTask
 
 _TEMPERATURE = 0.8
+_OUTPUT_BIAS = ".o_proj.bias"
 
 
 class CausalLM(TextTask):
@@ -496,6 +498,13 @@ class CausalLM(TextTask):
             )
 
     def check_resumed(self, checkpoint: Path) -> None:
+        if self._lacks_output_bias(checkpoint):
+            raise UserError(
+                f"{checkpoint} was trained by an earlier version without o_proj.bias, which model.attention_bias=true "
+                f"adds with model.family={self._model.family}, as in transformers; use its weights alone, with biases "
+                f"that start at zero: serried export {shlex.quote(str(checkpoint))} out=weights, then "
+                "checkpoint.resume=weights"
+            )
         now = hugging_face_files(self._tokenizer()).get("tokenizer.json")
         if now is None or (what := changed_token(checkpoint / "tokenizer.json", now)) is None:
             return
@@ -512,6 +521,17 @@ class CausalLM(TextTask):
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return self._family().exported(name, shape)
+
+    def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
+        if not self._lacks_output_bias(folder):
+            return self.exported
+        return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
+
+    def _lacks_output_bias(self, folder: Path) -> bool:
+        """Whether the whole model in ``folder`` lacks the bias of attention's output, as those that an earlier version
+        trained."""
+        is_whole = self.run.adapter.method == "none" and getattr(self._model, "output_bias", False)
+        return is_whole and not any(name.endswith(_OUTPUT_BIAS) for name in TensorFolder(folder).specs)
 
     def pretrained(self) -> Path | None:
         if not self._model.path or not self._model.pretrained:

@@ -90,9 +90,10 @@ class Reward(PairTask):
         return (Fragment.whole(_SCORE, shape),) if name == f"{_HEAD}.weight" else super().exported(name, shape)
 
     def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
+        exported = super().exported_from(folder)
         if _SCORE in TensorFolder(folder).specs:
-            return self.exported
-        return lambda name, shape: () if name == f"{_HEAD}.weight" else self.exported(name, shape)
+            return exported
+        return lambda name, shape: () if name == f"{_HEAD}.weight" else exported(name, shape)
 
     @property
     def _classifier(self) -> str:

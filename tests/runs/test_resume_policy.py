@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
@@ -18,7 +20,18 @@ from serried.recipes.data.tokenizers.tokenizer import changed_token
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
 from serried.trainer.checkpoint.saved_state import read_state
-from testing.runs import Ended, checkpoint, losses, metrics, run_here, status, steps_saved, tiny_overrides, tree
+from testing.runs import (
+    Ended,
+    checkpoint,
+    losses,
+    metrics,
+    run_here,
+    status,
+    steps_saved,
+    tiny_overrides,
+    tree,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 
@@ -540,6 +553,33 @@ ODD_VALUES: list[tuple[str, Any]] = [
     ("step_state.failed_in_row", "x"), ("data_fingerprint", None), ("origin", 3), ("tracker_run_id", {}),
     ("torch", None), ("world_size", "two"), ("version", 2),
 ]  # fmt: skip
+
+
+def test_checkpoint_without_a_bias_that_its_model_has_since_is_continued_from_its_weights(
+    text: Path, tmp_path: Path
+) -> None:
+    experts = [
+        "model=moe_tiny", "model.family=qwen3_moe", "model.shared_experts=0", "model.qk_norm=true",
+        "model.rotary_fraction=1", "model.dense_layers=0", "model.attention_bias=true",
+    ]  # fmt: skip
+    train(text, tmp_path / "run", *experts, "trainer.stop_at=2", code=75)
+    folder = checkpoint(tmp_path / "run")
+    for file in folder.glob("*.safetensors"):
+        kept = {name: each for name, each in load_file(file).items() if ".o_proj.bias" not in name}
+        save_file(kept, file, {"format": "pt"})
+    write_manifest(folder, {name: record_of(folder / name) for name in read_manifest(folder)})
+    line = refusal(text, tmp_path / "run", *experts)
+    assert "was trained by an earlier version without o_proj.bias" in line
+    words = shlex.split(line[line.index("serried export") : line.index(", then")])
+    assert cli.main(words[1:]) == 0
+    more = ["checkpoint.resume=weights", "optim.lr=0", "trainer.steps=1"]
+    assert line.endswith("then checkpoint.resume=weights")
+    train(text, tmp_path / "next", *experts, *more)
+    before, after = weights(tmp_path / "run"), weights(tmp_path / "next")
+    assert all(after[name].equal(each) for name, each in before.items())
+    biases = [each for name, each in after.items() if name not in before]
+    assert len(biases) == 1
+    assert not biases[0].any()
 
 
 def changed_state(state: dict[str, Any], key: str, value: Any) -> dict[str, Any]:

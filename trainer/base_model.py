@@ -1,5 +1,6 @@
 """The base model of adapters: recorded in a checkpoint, which holds only these, and compared when it is read."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import base_of_adapters
-from serried.configs.hugging_face.model_folder import model_folder
+from serried.configs.hugging_face.model_folder import CONFIG, keys_of_teacher, model_folder, teacher_section
+from serried.configs.messages.invalid_values import shown
 from serried.records.tensors import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
@@ -65,6 +67,28 @@ def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[
             f"content; put that one back, or use {context.config.another_run} for a run of its own"
         )
     return files
+
+
+def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
+    """Return the keys that describe the run's teacher, after a line on those that differ from what the checkpoint was
+    trained with; None: no key names a teacher."""
+    config = context.config
+    name = getattr(config.task, "teacher", None) if config.task.has_teacher else None
+    if name is None:
+        return None
+    keys = keys_of_teacher(name)
+    if start.checkpoint is None:
+        return keys
+    before = start.state.get("teacher_keys") or keys_of_teacher(name, is_read_earlier=True)
+    if changed := [key for key in keys if before.get(key, keys[key]) != keys[key]]:
+        told = ", ".join(f"{key} {shown(before[key])} -> {shown(keys[key])}" for key in changed)
+        names = teacher_section(name).names
+        there = ", ".join(f'"{names.get(key, key)}": {json.dumps(before[key])}' for key in changed)
+        context.console.say(
+            f"WARNING    task.teacher={name} has changed since {start.checkpoint}: {told}; what its {CONFIG} leaves "
+            f"out is read as transformers does; to keep what it had, set {there} there"
+        )
+    return keys
 
 
 def base_of(checkpoint: Path, module: nn.Module) -> Path | None:

@@ -77,7 +77,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         if start.checkpoint is not None and is_over:
             data = data or Data(task, session, console)
             session.once(partial(task.check_resumed, start.checkpoint))
-            check_data(start, data.fingerprint, config)
+            check_data(start, data.fingerprint, config, data.earlier_fingerprints)
             build_model(config, task).check_names(start.checkpoint, None)
             return _nothing_to_do(config, start, console, folder)
         if config.trainer.micro_batch == AUTO:

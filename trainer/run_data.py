@@ -52,6 +52,8 @@ class Data:
             _refuse_table(task, name, dataset)
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.fingerprint = fingerprint(self.training)
+        self.earlier_fingerprints: Mapping[str, str] = getattr(self.training, "earlier_fingerprints", {})
+        """Those that earlier versions gave the same data, with what has changed since."""
         session.same_everywhere("the training data", self.fingerprint)
         seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
         session.same_everywhere("the validation data", "\n".join(seen))  # by which all take as many batches

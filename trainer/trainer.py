@@ -21,7 +21,7 @@ from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
 from serried.trainer.adapters import Adapters
-from serried.trainer.base_model import Base, find_base, same_files
+from serried.trainer.base_model import Base, find_base, same_files, teacher_keys
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
@@ -90,6 +90,7 @@ class Trainer:
             "changed_after": before_changes,
             "base": base and base.record,
             "teacher": teacher_files,
+            "teacher_keys": teacher_keys(start, context),
             "reference": before and before.files,
             "origin": start.origin,
             "tracker_run_id": tracker_run_id,
@@ -183,7 +184,13 @@ def _check_resumed(context: Context, start: Start, data: Data) -> list[int]:
     config, session = context.config, context.session
     if start.checkpoint is not None:
         session.once(partial(context.task.check_resumed, start.checkpoint))
-    before_changes = steps_before_changes(start, check_data(start, data.fingerprint, config), config.run.dir)
+    if (change := data.earlier_fingerprints.get(start.state.get("data_fingerprint", ""))) is not None:
+        context.console.say(
+            f"WARNING    data since {start.checkpoint}: {change}; to keep what it had, use the version of serried that "
+            "began the run"
+        )
+    has_other_data = check_data(start, data.fingerprint, config, data.earlier_fingerprints)
+    before_changes = steps_before_changes(start, has_other_data, config.run.dir)
     if start.step in before_changes and start.step not in start.state.get("changed_after", []):
         context.console.say(f"{start.checkpoint} is kept: what follows has other settings or data")
     return before_changes

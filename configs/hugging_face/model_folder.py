@@ -15,6 +15,7 @@ from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_
 from serried.configs.hugging_face.weight_files import HEAD, has_head_of_its_own
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
+from serried.configs.schema.models import READ_EARLIER
 from serried.configs.schema.registry import models
 from serried.configs.schema.sections import parse_count
 from serried.configs.similar_names import nearest
@@ -125,6 +126,18 @@ def teacher_section(name: str) -> Any:
         first = error.errors()[0]
         place = "".join(f"{part}: " for part in first["loc"])
         raise UserError(f"{_TEACHER}={name}: {place}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def keys_of_teacher(name: str, *, is_read_earlier: bool = False) -> dict[str, Any]:
+    """Return the keys that what the teacher ``name`` computes depends on, as plain data; with ``is_read_earlier`` as a
+    version before the defaults of transformers read its ``config.json``. Raises ``UserError`` if it cannot be read."""
+    section = teacher_section(name)
+    keys: dict[str, Any] = section.model_dump(mode="json", exclude={*section.free, *_FREE, "padding_token"})
+    if is_read_earlier:
+        found = read_json(model_folder(name, CONFIG, key=_TEACHER) / CONFIG)
+        earlier = type(section).keys_from({**READ_EARLIER.get(section.family, {}), **found})
+        keys |= {key: value for key, value in earlier.items() if key in keys and key != "tie_embeddings"}
+    return keys
 
 
 def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> dict[str, Any]:

@@ -82,6 +82,15 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
     return {**defaults, **values}
 
 
+READ_EARLIER: Mapping[str, Mapping[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "glm4_moe": {"rms_norm_eps": 1e-6},
+    "mixtral": {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+}
+"""What a version before the defaults of transformers took for keys that a ``config.json`` leaves out, where that
+differs and counts for a frozen model."""
+
+
 class ModelSection(Section):
     """Keys that all families of language models have; each adds its own."""
 

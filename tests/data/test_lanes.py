@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.streaming import lanes
@@ -21,6 +23,8 @@ from serried.recipes.data.streaming.lanes import Deal, StreamDataset
 from serried.recipes.data.streaming.stream import open_training, prepare_stream
 from serried.recipes.data.tokenizers.encode_rows import Encoded
 from serried.recipes.models.layers.lm_head import IGNORE
+from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
+from testing.runs import checkpoint, run_here, tiny_overrides
 from tests.support.texts import section, write
 
 END = 9999
@@ -266,3 +270,36 @@ def test_none_of_a_validation_split_is_trained_on_however_much_of_it_is_evaluate
     assert training.fingerprint == open_training(data, more, lanes=1, seed=1, workers=0).fingerprint
     seen = bytes(token for i in range(80) for token in training[i].tokens.tolist() if token < 256).decode()
     assert all((text in seen) == (number < 40) for number, text in enumerate(texts))
+
+
+def test_a_run_from_before_pieces_were_joined_goes_on_after_a_line(text: Path, tmp_path: Path) -> None:
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(["a b"], trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
+    config = json.dumps({"eos_token": "</s>"})
+    write(tmp_path / "tokenizer", {"tokenizer.json": library.to_str(), "tokenizer_config.json": config})
+    rows = "".join(json.dumps({"text": f"{number} " * 200}) + "\n" for number in range(60))
+    write(tmp_path / "set", {"train.jsonl": rows})
+    argv = tiny_overrides(
+        text, tmp_path / "run", "data=hf", f"data.path={tmp_path / 'set'}", "data.streaming=true",
+        f"data.tokenizer={tmp_path / 'tokenizer'}", "data.validation_fraction=0.2",
+    )  # fmt: skip
+    assert run_here([*argv, "trainer.stop_at=2"]).code == 75
+    data = section(
+        tmp_path / "set", compose(argv).data.cache_dir, name="hf", streaming=True, validation_fraction=0.2,
+        tokenizer=str(tmp_path / "tokenizer"), sequence_length=compose(argv).data.sequence_length,
+    )  # fmt: skip
+    folder = checkpoint(tmp_path / "run")
+    state = json.loads((folder / "state.json").read_text())
+    opened = open_training(data, prepare_stream(data, 1), lanes=4, seed=compose(argv).trainer.seed, workers=0)
+    assert state["data_fingerprint"] == opened.fingerprint
+    (state["data_fingerprint"],) = opened.earlier_fingerprints
+    (folder / "state.json").write_text(json.dumps(state))
+    write_manifest(folder, {name: record_of(folder / name) for name in read_manifest(folder)})
+    ended = run_here([*argv, "trainer.stop_at=4"])
+    assert ended.code == 75, ended.printed
+    assert f"WARNING    data since {folder}: documents above 1 MiB were tokenized in pieces of 1 MiB" in ended.printed
+    ended = run_here(argv)
+    assert ended.code == 0, ended.printed
+    assert "data since" not in ended.printed

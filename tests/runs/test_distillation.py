@@ -19,6 +19,7 @@ from serried.program import main
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.distillation import Distillation, _End, distillation_sums
 from serried.records.metrics import named_metrics
+from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from testing import runs
 from testing.cluster import Cluster
 from tests.runs.test_sft import write_chats
@@ -153,6 +154,26 @@ def test_a_teacher_that_does_not_fit_is_refused(
     error = capsys.readouterr().err
     assert said.replace("{}", str(models)) in error
     assert "model=hf" not in error
+
+
+def test_teacher_that_is_read_in_another_way_since_the_checkpoint_is_one_line(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = shutil.copytree(models / "student", tmp_path / "teacher")
+    config = json.loads((teacher / "config.json").read_text()) | {"model_type": "mistral"}
+    (teacher / "config.json").write_text(json.dumps(config))
+    argv = distill(models, tmp_path / "run", f"task.teacher={teacher}", "trainer.steps=2")
+    train([*argv, "trainer.stop_at=1"], 75)
+    folder = runs.checkpoint(tmp_path / "run")
+    state = json.loads((folder / "state.json").read_text())
+    assert state.pop("teacher_keys")["sliding_window"] == 4096
+    (folder / "state.json").write_text(json.dumps(state))  # as an earlier version wrote it
+    write_manifest(folder, {name: record_of(folder / name) for name in read_manifest(folder)})
+    assert "WARNING" not in capsys.readouterr().out
+    train(argv)
+    warning = next(line for line in capsys.readouterr().out.splitlines() if "WARNING" in line)
+    assert f"task.teacher={teacher} has changed since {folder}: sliding_window null -> 4096" in warning
+    assert warning.endswith('to keep what it had, set "sliding_window": null there')
 
 
 def test_the_folder_found_by_one_process_of_a_node_is_kept_by_all(models: Path, tmp_path: Path) -> None:

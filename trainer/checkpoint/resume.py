@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -212,10 +212,10 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
     return notes
 
 
-def check_data(start: Start, fingerprint: str, config: RunConfig) -> bool:
-    """Return whether the checkpoint was trained on other data than ``fingerprint`` stands for. Raises ``UserError`` if
-    it was, and that is not allowed."""
-    if start.checkpoint is None or start.state["data_fingerprint"] == fingerprint:
+def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Collection[str] = ()) -> bool:
+    """Return whether the checkpoint was trained on other data than ``fingerprint`` stands for, or an ``earlier`` one of
+    the same data. Raises ``UserError`` if it was, and that is not allowed."""
+    if start.checkpoint is None or start.state["data_fingerprint"] in (fingerprint, *earlier):
         return False
     keys = [key for key in flatten(plain(config)) if is_free(key, config, by_content=True)]
     # What the fingerprint depends on beside the content.

@@ -16,7 +16,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("config", "progress", "step_state", "stream"), lambda value: isinstance(value, dict)),
     **dict.fromkeys(("data_fingerprint", "torch", "tracker_run_id"), lambda value: isinstance(value, str)),
     "changed_after": lambda value: isinstance(value, list) and all(map(is_count, value)),
-    "base": lambda value: value is None or isinstance(value, dict),
+    **dict.fromkeys(("base", "teacher_keys"), lambda value: value is None or isinstance(value, dict)),
     "origin": lambda value: value is None or isinstance(value, str),
 }
 

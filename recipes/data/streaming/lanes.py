@@ -10,9 +10,10 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,10 +106,11 @@ class StreamDataset:
         isolate_documents: bool,
         remembered: int,
         identity: str,
+        earlier: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """``is_training`` returns whether a row, of the unit of a name, is trained on. ``state`` may be called for
         up to ``remembered`` samples of a lane before the last one read. ``identity`` identifies the encoder and the
-        rule of the split."""
+        rule of the split; ``earlier``: that of earlier versions, with what has changed since."""
         self._units, self._encoder, self._is_training = units, encoder, is_training
         self._deal = deal
         self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
@@ -117,9 +119,15 @@ class StreamDataset:
         self._lanes: dict[int, _Lane] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         names = [[unit.name.rpartition("/")[2], unit.size_bytes] for unit in units]
-        text = json.dumps([names, deal.lanes, sequence_length, deal.seed, isolate_documents, identity])
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+
+        def fingerprint(identity: str) -> str:
+            text = json.dumps([names, deal.lanes, sequence_length, deal.seed, isolate_documents, identity])
+            return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+        self.fingerprint = fingerprint(identity)
         """Equal for equal samples, on any machine, judged by names and sizes of files."""
+        self.earlier_fingerprints = {fingerprint(each): change for each, change in earlier.items()}
+        """Those that earlier versions gave the same data, with what has changed since."""
 
     def __len__(self) -> int:
         return _ENDLESS

@@ -30,6 +30,10 @@ from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 _FORMAT = 3
 """Version of the prepared files of a stream; 4 if the pieces of long documents are joined."""
 
+_JOINED = "pieces are joined"
+"""In the identity of a tokenizer for which it matters."""
+_SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB, and have the tokens of the whole since"
+
 _HELD_OUT = "held-out.json"
 """Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
 
@@ -77,6 +81,8 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
         return place >= fraction and place not in held_out
 
     units = streamed_units(section, section.split)
+    before = [_identity(section, tokenizer), hashlib.sha256(places).hexdigest()]
+    joins = not tokenizer.splits_anywhere
     return StreamDataset(
         units,
         TextEncoder(tokenizer, section.tokenizer),
@@ -86,7 +92,8 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
         isolate_documents=section.isolate_documents,
         # The loader reads two steps ahead, or one for each of its threads.
         remembered=_REMEMBERED_STEPS + workers,
-        identity=json.dumps([_identity(section, tokenizer), hashlib.sha256(places).hexdigest()]),
+        identity=json.dumps([*before, _JOINED] if joins else before),
+        earlier={json.dumps(before): _SINCE_JOINED} if joins else {},
     )
 
 

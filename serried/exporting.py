@@ -168,7 +168,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         raise UserError(f"out=FILE is missing: the file to write; e.g. out=my-model.{kind.suffix}")
     out = Path(given["out"])
     if out.exists():
-        raise UserError(f"out={out} exists; use another file, or remove that one first")
+        raise UserError(f"out={out} exists; use another file" + ", or remove that one first" * out.is_file())
     if saved.run is not None:
         task_of_text(saved.run, f"export format={name}")
     partial = out.with_name(f".{out.name}.partial")

@@ -239,6 +239,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert "has no effect" in refusal(str(llama), out, "format=torch_export", "merge=true")
     assert "out=my-model.pt2" in refusal(str(llama), "format=torch_export")
     assert "exists" in refusal(str(llama), f"out={tmp_path / 'used'}", "format=torch_export")
+    assert "remove" not in refusal(str(llama), "out=/dev/null", "format=torch_export")
     assert "LlamaForSequenceClassification" in refusal(str(tmp_path / "reward"), out, "format=torch_export")
     assert "cannot write" in refusal(str(llama), f"out={tmp_path / 'used' / 'out'}", "format=torch_export")
     with monkeypatch.context() as patch:

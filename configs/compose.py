@@ -9,6 +9,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,17 +54,19 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
         _refuse([each.replace("(command line)", "(defaults of the task)") for each in wrong])
     line = CommandLine(groups).read([*beside, *argv])
     plain: dict[str, Any] = {}
+    preset: dict[str, Any] = {}
     late: Sequence[str] = ()
     try:
-        plain = _composed(line)
-        plain = _with_fitting_length(with_model_folder(plain, given), given)
+        plain = preset = _composed(line)
+        plain = _with_fitting_length(with_model_folder(preset, given), given)
         config = check(plain)
         late = _unknown_changes(config)
     except UserError as error:
         late = error.args
     except ValidationError as error:
         # Once overrides were refused, the rest may contradict itself for that reason alone.
-        late = explain(error, plain, _origins(line), groups, alone=bool(found or line.mistakes))
+        origins = replace(_origins(line), of_folder=_of_folder(preset, plain))
+        late = explain(error, plain, origins, groups, alone=bool(found or line.mistakes))
     _refuse([*found, *line.sentences(plain), *late])
     return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
 
@@ -332,6 +335,13 @@ def _origins(line: CommandLine) -> Origins:
     # Hydra's own settings are in the list too; their files are elsewhere.
     typed = {key: value for key, value in line.typed.items() if key not in line.choices}
     return Origins(typed, [(file, section) for file, section in files if file.exists()], shipped.parent)
+
+
+def _of_folder(preset: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
+    """Return the origin of the keys of ``model`` that its ``config.json`` changed."""
+    before, after = preset.get("model") or {}, plain.get("model") or {}
+    origin = f"config.json of {after.get('path')}"
+    return {f"model.{key}": origin for key, value in after.items() if key not in before or before[key] != value}
 
 
 def _not_composed(error: Exception, folder: str, groups: Groups) -> str:

@@ -28,8 +28,13 @@ _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
 _NAMES_MODELS = ("architecture", "model_args", "backbone", "use_timm_backbone", "use_pretrained_backbone")
 """Keys that may name another model, which a library would download, or a file, which timm would unpickle."""
-_COUNTS = {"(layers?|blocks|depths?|stages)$": 1000, "experts$": 10_000, "labels$": 10**6}
-"""Endings of keys by which modules, or names of classes, are made one by one -> the most of them."""
+_COUNTS = {
+    "(layers?|blocks|depths?|stages)$": 1000,
+    "experts$": 10_000,
+    "labels$": 10**6,
+    "(_size|_dim|n_embd|d_model)$": 10**7,
+}
+"""Endings of keys by which modules, names of classes or rows of weights are made -> the most of them."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4

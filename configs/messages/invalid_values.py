@@ -1,7 +1,7 @@
 """Sentences for values that the schema refuses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,16 @@ class Origins:
     """The YAML files in the order they were merged, later ones win, and the section that each fills; "": the top."""
     root: Path
     """File names are shown relative to this folder, and those of other folders to the current one."""
+    of_folder: Mapping[str, str] = field(default_factory=dict)
+    """Origins of keys whose values the folder of a model has set, by key."""
 
     def of(self, path: str) -> str:
         """``command line``, or the file and line that set ``path`` or a section around it; empty if nothing did."""
         parts = path.split(".")
         if any(".".join(parts[:end]) in self.typed for end in range(1, len(parts) + 1)):
             return "command line"
+        if path in self.of_folder:
+            return self.of_folder[path]
         for file, section in reversed(self.layers):
             inside = parts if not section else parts[1:] if parts[0] == section else []
             if inside and (line := _line_of(inside, file)):

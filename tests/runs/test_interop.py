@@ -448,7 +448,13 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_answered_with_what
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_hidden_layers": 10_000_000}, {"num_labels": 10**9}, {"vision_config": {"depths": [2, 5000]}}]
+    "changes",
+    [
+        {"num_hidden_layers": 10_000_000},
+        {"hidden_size": 10**9},
+        {"num_labels": 10**9},
+        {"vision_config": {"depths": [2, 5000]}},
+    ],
 )
 def test_a_model_of_a_size_that_none_has_is_refused_before_it_is_built(
     changes: dict[str, Any], plain: Path, tmp_path: Path
@@ -459,6 +465,13 @@ def test_a_model_of_a_size_that_none_has_is_refused_before_it_is_built(
     section = TextClassSection(model=str(folder), path=str(tmp_path))
     with pytest.raises(UserError, match=r"more than the \d+ that are built here"):
         build_classifier(section, ["one", "two"], "SequenceClassification", {})
+
+
+def test_a_value_of_the_models_folder_is_not_said_to_be_of_a_preset(plain: Path, tmp_path: Path) -> None:
+    folder = changed(plain, tmp_path / "model", num_hidden_layers=10_000_000)
+    with pytest.raises(UserError) as caught:
+        compose([f"model.path={folder}", "data.sequence_length=256"])
+    assert str(caught.value).startswith(f"model.layers=10000000 (config.json of {folder}) is out of range: ")
 
 
 # from the Hub ---------------------------------------------------------------------------------------------------------

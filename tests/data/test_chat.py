@@ -317,6 +317,14 @@ def test_empty_reply_is_refused() -> None:
             "{% for x in range(9) %}{{ 'x' * 2**23 }}{% endfor %}",
             "more than 67,108,864 characters for one conversation",
         ),
+        (
+            "{{ [1]|slice(2**30)|list }}",
+            "makes a text or list of more than 67,108,864 characters or items (slice); use",
+        ),
+        (
+            "{{ [1]|batch(2**30, 0)|list }}",
+            "makes a text or list of more than 67,108,864 characters or items (batch); use",
+        ),
         ("{{ 'x' * 2**40 }}", "the template makes a text or list of more than 67,108,864 characters or items (*); use"),
         ("{{ 9 ** 99 }}", "the template computes ** with too large a result; use"),
     ],

@@ -30,7 +30,10 @@ _STEPS_OF_A_CALL = 5
 _MOST_PARTS = 2**20
 """Of a list or an object that becomes text."""
 
-_GROWING = ("join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate")
+_GROWING = (
+    "join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate", "slice",
+    "batch",
+)  # fmt: skip
 """Filters, and methods of texts, whose result may be much longer than what they are given."""
 
 _CURE = "use another template, data.chat_template=FILE, or fix the row"
@@ -258,7 +261,20 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], finalize=_check_parts
     )
-    for each in ("string", "join", "replace", "center", "indent", "format", "upper", "lower", "trim", "pprint"):
+    for each in (
+        "string",
+        "join",
+        "replace",
+        "center",
+        "indent",
+        "format",
+        "upper",
+        "lower",
+        "trim",
+        "pprint",
+        "slice",
+        "batch",
+    ):
         environment.filters[each] = bounded(each, environment.filters[each])
     environment.filters["tojson"] = to_json
     # Names that no template can write.

@@ -16,9 +16,9 @@ from serried.parallel.layout.local_shards import local
 from serried.planner.advice import Advice, Planned, advice
 from serried.planner.cuda_allocator import has_expandable_segments
 from serried.planner.memory_formula import FormulaMemory
-from serried.planner.overview import saved_bytes
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.checkpoint_size import saved_bytes
 from serried.trainer.memory.host_memory import limits, machine_bytes, tensor_bytes
 from serried.trainer.metrics.meter import peak_memory_bytes
 from serried.trainer.metrics.profiler import write_snapshot

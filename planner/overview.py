@@ -11,11 +11,9 @@ from serried.configs.formats import short, size
 from serried.configs.messages.invalid_values import shown
 from serried.configs.schema.sections import RunConfig, TrainerSection
 from serried.parallel.activation_checkpoint import Mix
-from serried.parallel.compile import check_blocks
 from serried.parallel.layout.checks import with_micro_batch, with_values
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.nf4 import whole_numel
-from serried.parallel.parallelize import check_offloadable, check_plan
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_int8 import is_eight_bits
 from serried.planner.advice import Planned, fitting
@@ -26,17 +24,17 @@ from serried.planner.plan_lines import plan_lines
 from serried.planner.planned_time import Timed, measured_rates, planned_device
 from serried.planner.step_plan import RESERVED_BYTES, StepPlan, plan_step
 from serried.trainer.adapters import BATCH_NORMS
+from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.sampler import passes
 from serried.trainer.memory.activation_budget import chosen_mix, number_of_firsts
 from serried.trainer.memory.host_memory import tensor_bytes
-from serried.trainer.model import model_to_train
+from serried.trainer.model import check_model, model_to_train
 from serried.trainer.monitor.time_to_stop import estimated_save_seconds, seconds_to_stop
 from serried.trainer.optim.optimizer import check_optimizer, learning_rate
-from serried.trainer.optim.optimizer_state import state_bytes_by_name
 from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.run_data import training_data, with_steps
-from serried.trainer.task import Dataset, Task
+from serried.trainer.task import Dataset, Task, needs_data_for_example
 
 _STATISTICS = (
     "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
@@ -64,11 +62,6 @@ def overview(
     """The plan. ``place`` names the processes and where they compute, on devices of the type ``device``; ``training``
     is the data, where it is open."""
     model, plan, layout = sizes.model, sizes.plan, sizes.layout
-    check_plan(model, plan, layout)
-    if config.parallel.offload:
-        check_offloadable(model)
-    if config.trainer.compile:
-        check_blocks(model, plan, config.trainer.keeps_less)
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(whole_numel(parameter) for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()
@@ -151,13 +144,14 @@ def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, st
 
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, why: str = "") -> str:
     """The plan of a run that is not started; ``why``: a line on a micro-batch that was chosen."""
-    trainer, has_example = config.trainer, type(task).example_batch is not Task.example_batch
-    if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and not has_example):
+    trainer = config.trainer
+    if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and needs_data_for_example(task)):
         task.open_data(task.prepare(lambda _: None))
     if trainer.epochs is not None:  # the number of steps depends on the data
         config = with_steps(config, training_data(task))
     device = _device_type(config)
     built = model_to_train(config, task, device)
+    check_model(config, built.module, built.plan, layout)
     sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
@@ -244,36 +238,6 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
         what = f": {section.method} of rank {section.rank}, alpha {section.alpha:g}, in {layers} layers"
         what += ", and the new head" if heads else ""
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
-
-
-def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
-    """Return the bytes of a checkpoint, over all ranks."""
-    return sum(_saved_weights_and_state(config, model, plan))
-
-
-def copied_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan, device: str) -> int:
-    """Return the bytes that a save copies to host memory, over all ranks: all, or those on the ``device`` while
-    training waits."""
-    weights, state = _saved_weights_and_state(config, model, plan)
-    if config.checkpoint.mode == "async":
-        return weights + state
-    is_on_host = device == "cpu" or config.parallel.offload
-    return 0 if is_on_host else weights + state * (not config.optim.offload)
-
-
-def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> tuple[int, int]:
-    """Return the bytes of weights, with their averages, and of optimizer state in a checkpoint."""
-    named = dict(model.named_parameters())
-    trained = {name for name, parameter in named.items() if parameter.requires_grad}
-    is_whole = config.adapter.method == "none" and not config.task.has_teacher
-    shapes = {name: parameter.shape for name, parameter in named.items()}
-    states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
-    averages = trained if config.trainer.ema_decay else ()
-    width = (trained_type(config) or torch.float32).itemsize
-    saved = list(named if is_whole else trained)
-    weights = width * sum(named[name].numel() for name in saved) + sum(named[name].nbytes for name in averages)
-    state = sum(named[name].numel() * states[name].per_element + states[name].whole for name in saved)
-    return weights, int(state)
 
 
 def planned_stop_seconds(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> float | None:

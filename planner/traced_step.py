@@ -41,7 +41,7 @@ from serried.trainer.model import Model, build_model, model_to_train, sharded
 from serried.trainer.optim.optimizer import model_optimizer
 from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.task import Task, map_tensors
+from serried.trainer.task import Task, map_tensors, needs_data_for_example
 from serried.trainer.training_state import train_step
 
 _CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def trace_step(
         raise CannotTrace("ring attention has other kernels on GPUs than here")
     if config.trainer.activation_checkpoint == "offload" and config.launch.device != "cpu":
         raise CannotTrace("copies in host memory would count as the GPU's")
-    if takes_samples(task) and not is_open:
+    if needs_data_for_example(task) and not is_open:
         task.open_data(task.prepare(lambda _: None))
     try:
         with warnings.catch_warnings():
@@ -119,11 +119,6 @@ def trace_step(
         raise
     except Exception as error:  # a user's module may raise anything on tensors without data
         raise CannotTrace(reason_of(error)) from error
-
-
-def takes_samples(task: Task) -> bool:
-    """Whether a trace of ``task`` needs its data, for the shapes of a batch."""
-    return type(task).example_batch is Task.example_batch
 
 
 def memory_of(stages: Sequence[Traced]) -> Memory:

@@ -75,6 +75,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         UserError: the overrides, the task or its data are wrong.
         TrainingFailed, TrainingStopped: the run ended early.
     """
+    from serried.planner.run_planner import RunPlanner
     from serried.program import note_unread
     from serried.runtime.session import open_session
     from serried.trainer.run import train
@@ -97,7 +98,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         make_sums_repeatable()
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
-        train(config, instance, session, text)
+        train(config, instance, session, text, RunPlanner())
         ended = session.once(lambda: _read_end(config))  # by the rank that wrote it
     paths = {name: Path(ended[name]) if ended[name] else None for name in ("checkpoint", "best")}
     return Result(**ended | paths, run_dir=config.run.dir)

@@ -217,8 +217,8 @@ def _preflight_here(config: RunConfig) -> int:
 
 def checkpoints_bytes(config: RunConfig) -> int:
     """Return the bytes of the checkpoints that a run keeps, and of one being written."""
-    from serried.planner.overview import saved_bytes
     from serried.recipes.text.causal_lm import CausalLM
+    from serried.trainer.checkpoint.checkpoint_size import saved_bytes
     from serried.trainer.model import build_model
 
     built = build_model(config, CausalLM(config))

@@ -201,6 +201,7 @@ def _load(config: RunConfig) -> None:
     with importing():
         import torch._dynamo  # noqa: F401 -- an optimizer does
 
+        import serried.planner.run_planner
         import serried.trainer.run  # noqa: F401
 
         _ = declared().task or tasks.get(config.task.name).load()
@@ -212,10 +213,11 @@ def _run(config: RunConfig) -> int:
     def work(session: Session) -> int:
         with session.signals.loading():
             _load(config)
+        from serried.planner.run_planner import RunPlanner
         from serried.trainer.run import train
 
         session.same_everywhere("the config", text := config_yaml(config))
-        return train(config, task_of(config), session, text)
+        return train(config, task_of(config), session, text, RunPlanner())
 
     if config.trainer.deterministic:
         make_sums_repeatable()

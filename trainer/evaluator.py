@@ -11,7 +11,6 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import DEFAULT_VALIDATION
-from serried.planner.out_of_memory import explained
 from serried.trainer.evaluation.evaluate import evaluate_by_source
 from serried.trainer.metrics.meter import Meter
 from serried.trainer.metrics.run_log import Report
@@ -66,9 +65,11 @@ class Evaluator:
     def _explained(self, error: Exception) -> Exception:
         """Return ``error``, or the failure that explains it."""
         context = self._context
-        told = explained(
+        if context.planner is None:
+            return error
+        told = context.planner.explain(
             error, context.config, context.task, context.session, context.pulse, self._state.optimizer
-        )  # fmt: skip
+        )
         if told is error:
             return error
         told.__cause__ = error

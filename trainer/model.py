@@ -12,13 +12,13 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig, TrainerSection
 from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks
-from serried.parallel.compile import compile_blocks
+from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.model import DistributedModel
-from serried.parallel.parallelize import parallelize
+from serried.parallel.parallelize import check_offloadable, check_plan, parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
 from serried.trainer.adapters import Adapters
@@ -26,6 +26,7 @@ from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.tensors import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
 from serried.trainer.memory.activation_budget import chosen_mix
+from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.parameter_groups import freeze
 from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, trained_type
 from serried.trainer.task import Task
@@ -131,6 +132,17 @@ def model_to_train(config: RunConfig, task: Task, device: str | None = None) -> 
     model = build_model(config, task, device)
     freeze(model.module, config.optim)
     return model
+
+
+def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
+    """Raise ``UserError`` if ``module``, not sharded yet, does not support how ``config`` shards, compiles or optimizes
+    it."""
+    check_plan(module, plan, layout)
+    if config.parallel.offload:
+        check_offloadable(module)
+    if config.trainer.compile:
+        check_blocks(module, plan, config.trainer.keeps_less)
+    check_optimizer(config.optim, module, plan, layout)
 
 
 def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:

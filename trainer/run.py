@@ -9,9 +9,6 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Sto
 from serried.configs.plain_data import is_count
 from serried.configs.schema import run_config
 from serried.configs.schema.sections import AUTO, RunConfig
-from serried.planner import auto_micro_batch as micro_batch
-from serried.planner.out_of_memory import explained
-from serried.planner.traced_step import takes_samples
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
@@ -25,14 +22,18 @@ from serried.trainer.metrics.run_log import Progress, finished_because
 from serried.trainer.model import build_model
 from serried.trainer.monitor.heartbeat import END, activity
 from serried.trainer.monitor.watchdog import Watchdog
-from serried.trainer.run_context import Context
+from serried.trainer.run_context import Context, Planner
 from serried.trainer.run_data import Data, with_steps
-from serried.trainer.task import Task
+from serried.trainer.task import Task, needs_data_for_example
 from serried.trainer.trainer import Trainer
 
 
-def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> int:
+def train(
+    config: RunConfig, task: Task, session: Session, config_yaml: str, planner: Planner | None = None
+) -> int:  # fmt: skip
     """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
+
+    Without a ``planner`` no plan is printed, and ``trainer.micro_batch`` must be a number.
 
     Raises:
         UserError: something the user can fix; the same on every rank.
@@ -81,13 +82,16 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
             build_model(config, task).check_names(start.checkpoint, None)
             return _nothing_to_do(config, start, console, folder)
         if config.trainer.micro_batch == AUTO:
-            if takes_samples(task):
+            if planner is None:
+                raise UserError("trainer.micro_batch=auto needs a planner; use trainer.micro_batch=1")
+            if needs_data_for_example(task):
                 data = data or Data(task, session, console)
             console.doing("choosing trainer.micro_batch")
-            config, line = micro_batch.for_run(config, task, session, start)
+            config, line = planner.micro_batch(config, task, session, start)
             task.run, config_yaml = config, run_config.config_yaml(config)
             console.say(line)
-        trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
+        context = Context(config, task, session, console, folder, watchdog.pulse, planner)
+        trainer = Trainer(context, config_yaml, start, data)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
         code = trainer.run()
@@ -100,7 +104,10 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
                 "the samples are float64, as NumPy and pandas make them, and the weights are not: "
                 "return samples with .float()"
             )
-        told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
+        told = error
+        if planner is not None:
+            optimizer = trainer.state.optimizer if trainer else None
+            told = planner.explain(error, config, task, session, watchdog.pulse, optimizer)
         told = compilation.explained(told, session.signals.received)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
         failure = session.cause.first(told)

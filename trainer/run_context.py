@@ -1,13 +1,56 @@
 """What every part of a run shares on one rank."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
 
 from serried.configs.schema.sections import RunConfig
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.model import Model
 from serried.trainer.monitor.heartbeat import Pulse
-from serried.trainer.task import Task
+from serried.trainer.task import Dataset, Task
+
+
+class RunPlan(NamedTuple):
+    """Plan of a run."""
+
+    lines: list[str]
+    """Printed before the first step."""
+    host_bytes: int
+    """Host memory that offloading takes, on the rank that needs the most."""
+
+
+class Planner(Protocol):
+    """Estimates that a run asks for. ``serried.planner.run_planner`` has those of ``train.py`` and ``serried.fit``."""
+
+    def plan(self, context: "Context", model: Model, start: Start, training: Dataset) -> RunPlan:
+        """Return the plan of a run that trains ``model``.
+
+        Raises:
+            UserError: the model does not fit the layout.
+        """
+
+    def micro_batch(self, config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
+        """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line about it. A collective.
+
+        Raises:
+            UserError: no number fits.
+        """
+
+    def explain(
+        self,
+        error: BaseException,
+        config: RunConfig,
+        task: Task,
+        session: Session,
+        pulse: Pulse,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> BaseException:
+        """Return ``error``; if memory ran out, a failure that says what holds it and what would help. No collective."""
 
 
 @dataclass(frozen=True)
@@ -22,3 +65,5 @@ class Context:
     """The run folder; None except on rank 0."""
     pulse: Pulse
     """What the training thread is doing, for the watchdog."""
+    planner: Planner | None = None
+    """None: the run prints no plan."""

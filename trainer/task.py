@@ -360,6 +360,11 @@ class Piece(NamedTuple):
     """Tokens generated since the piece before."""
 
 
+def needs_data_for_example(task: Task) -> bool:
+    """Return whether ``task.example_batch`` reads the training data."""
+    return type(task).example_batch is Task.example_batch
+
+
 class TextTask(Task):
     """A task whose model reads and writes text; what ``generate``, ``evaluate`` and chat need beyond a ``Task``."""
 

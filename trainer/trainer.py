@@ -15,13 +15,12 @@ from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
 from serried.parallel.nf4 import whole_numel
-from serried.planner.memory_formula import Sizes, planned_memory
-from serried.planner.overview import copied_bytes, overview, saved_bytes
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
 from serried.trainer.adapters import Adapters
 from serried.trainer.base_model import Base, find_base, same_files, teacher_keys
+from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
@@ -33,7 +32,7 @@ from serried.trainer.metrics.meter import PROFILING, Meter
 from serried.trainer.metrics.peak_flops import device_name, peak_flops
 from serried.trainer.metrics.profiler import StepProfiler, remember_allocations
 from serried.trainer.metrics.run_log import Report
-from serried.trainer.model import Model, model_to_train
+from serried.trainer.model import Model, check_model, model_to_train
 from serried.trainer.monitor.heartbeat import END
 from serried.trainer.monitor.shutdown import Shutdown
 from serried.trainer.monitor.time_to_stop import estimated_save_seconds
@@ -56,7 +55,7 @@ class Trainer:
         """Build everything, in the only order that works. ``data`` if it is open already."""
         self.context = context
         config, task, session, console = context.config, context.task, context.session, context.console
-        layout, accumulation = checked_layout(config, session.world_size)
+        layout, _ = checked_layout(config, session.world_size)
         if config.trainer.compile:
             check_compiler(session.device)
         check_products(config, session.device)
@@ -73,12 +72,12 @@ class Trainer:
         teacher_files = teacher and same_files("teacher", teacher, start, context)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
-        place, device, sizes = session.place(), session.device.type, Sizes(config, layout, module, plan)
-        for line in overview(config, task, accumulation, sizes, place, device, start, data.training):
+        check_model(config, module, plan, layout)
+        planned = context.planner and context.planner.plan(context, model, start, data.training)
+        for line in planned.lines if planned else ():
             console.say(line)
-        needed = saved_bytes(config, module, plan)
-        on_host = planned_memory(config, task, accumulation, sizes).on_host if config.offloads_state else 0
-        check_host_memory(config, on_host, copied_bytes(config, module, plan, device) // layout.world, session)
+        needed, copied = saved_bytes(config, module, plan), copied_bytes(config, module, plan, session.device.type)
+        check_host_memory(config, planned.host_bytes if planned else 0, copied // layout.world, session)
         for line in task.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):

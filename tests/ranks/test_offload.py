@@ -29,12 +29,13 @@ from serried.parallel.model import Totals
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
-from serried.planner.overview import copied_bytes, dry_run
+from serried.planner.overview import dry_run
 from serried.planner.traced_step import memory_of
 from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import Session
 from serried.task_class import declaration
+from serried.trainer.checkpoint.checkpoint_size import copied_bytes
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import state_parts
 from serried.trainer.memory.host_memory import check_host_memory

@@ -1,4 +1,5 @@
-"""``serried plan calibrate``: measure what the processes of a run do in a second, and write it to a file."""
+"""``serried plan calibrate``: measure the compute, memory and network rates of a run's processes and write them to a
+file."""
 
 import json
 import statistics
@@ -19,11 +20,12 @@ Shape = tuple[int, int, int]
 
 
 def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequence[Shape]) -> int:
-    """Measure rates on all processes of this start at once, and write them to ``out``. Return the exit code.
+    """Measure rates on all processes of this start at the same time, and write them to ``out``. Return the exit
+    code.
 
-    Args:
-        precision: of products: fp32, bf16 or fp16.
-        shapes: m, n, k of the products to time, those that cost the most first; the same on all ranks.
+        Args:
+            precision: data type of the matrix products: fp32, bf16 or fp16.
+            shapes: (m, n, k) of the matrix products to time, the most expensive first; the same on all ranks.
     """
 
     def work(session: Session) -> int:
@@ -48,7 +50,7 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequenc
 
 
 def measure(session: Session, shapes: Sequence[Shape], precision: str) -> dict[str, Any]:
-    """Measure on this rank, at the same time as all others. A collective."""
+    """Measure the rates of this rank at the same time as all other ranks. A collective."""
     versions = probes.versions()
     session.gather("imported")
     found: dict[str, Any] = {
@@ -68,7 +70,7 @@ def measure(session: Session, shapes: Sequence[Shape], precision: str) -> dict[s
 
 
 def _network(session: Session) -> dict[str, Any]:
-    """Measure exchanges in a node and, if there are several, between all ranks. A collective."""
+    """Measure the bandwidth within a node and, if there are several, between all ranks. A collective."""
     if session.world_size == 1:
         return {"links": None, "network": None, "hidden": 0.0}
     everyone = probes.exchange_rate(session, None)
@@ -80,15 +82,15 @@ def _network(session: Session) -> dict[str, Any]:
 
 
 def of_all(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of all ranks."""
+    """Return the rates of all ranks combined: the median of each."""
     first = found[0]
     rates = dict(first)
     rates["products"] = [
-        [*shape, statistics.median(each["products"][number][3] for each in found)]
+        [*shape, statistics.median(rank["products"][number][3] for rank in found)]
         for number, (*shape, _) in enumerate(first["products"])
     ]
     for name in ("attention", "memory", "launch", "hidden"):
-        rates[name] = statistics.median(each[name] for each in found)
+        rates[name] = statistics.median(rank[name] for rank in found)
     return rates
 
 

@@ -18,20 +18,20 @@ from serried.runtime.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
 _SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}
-"""Share of the median. A CPU may be shared with other processes."""
+"""Slowest accepted speed as a share of the median. A CPU may be shared with other processes."""
 _SLOW_WIRE_SHARE = 0.5
 _FREE_SHARE = 0.9
 _CLOCK_SECONDS = 1.0
 _SHARED_MEMORY_BYTES_PER_RANK = 128 * 2**20
 _INODES = 1000
 _SOCKETS_PER_PEER = 4
-"""Of a rank to each other rank: of the world's group, of the groups of checkpoints and of the axes."""
+"""Sockets between two ranks: for the world's group, the groups of checkpoints and the groups of axes."""
 _WRITE_BYTES_PER_SECOND = 20e6
 
 
 @dataclass
 class Findings:
-    """Problems of single hosts, and problems that all share."""
+    """Problems found on single hosts, and problems of all hosts."""
 
     by_host: dict[str, list[str]] = field(default_factory=dict)
     common: list[str] = field(default_factory=list)
@@ -50,12 +50,12 @@ def preflight(
     peaks: dict[str, float],
     excluded: str | None = None,
 ) -> int:
-    """Examine all nodes of this start, print a table and a verdict, and return the exit code: 0 fit, 70 not.
+    """Examine all nodes of this start, and print a table and a verdict. Return the exit code: 0 fit, 70 unfit.
 
     Args:
         needed_bytes: size of the run's checkpoints.
         peaks: specified FLOP/s of devices, by name.
-        excluded: nodes that are excluded already, separated by commas.
+        excluded: nodes that are already excluded, separated by commas.
     """
     patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
     impatient = section.model_copy(update={"start_timeout_seconds": patience})
@@ -74,8 +74,8 @@ def preflight(
 
 
 def examine(session: Session, run_dir: Path) -> dict[str, Any]:
-    """Return everything this rank measures. A collective: all ranks measure the network together, and everything else
-    at the same time, each on its own."""
+    """Return all measurements of this rank. A collective: the network is measured by all ranks together, everything
+    else by each rank alone at the same time."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
 
     def alone(name: str, probe: Callable[[], Any]) -> None:
@@ -150,7 +150,8 @@ def judge(
 
 
 def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
-    """Versions and devices: hosts that differ from the majority are at fault; without a majority, none is."""
+    """Compare versions and devices. Hosts that differ from the majority are at fault; without a majority, no host
+    is."""
     values: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for fact in facts:
         for name, value in (fact["versions"] or {}).items():
@@ -187,7 +188,8 @@ def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findi
 
 
 def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
-    """A rank whose data is wrong at most others sends it wrong; a rank that alone has wrong results reads it wrong."""
+    """Find ranks with wrong collectives. A rank whose data is wrong on most other ranks is a faulty sender; a rank
+    that alone has wrong results is a faulty receiver."""
     known = [fact for fact in facts if fact.get("collectives")]
     wrong = [fact for fact in known if fact["collectives"]["is_reduce_wrong"] or fact["collectives"]["gather_wrong"]]
     if not wrong:
@@ -255,7 +257,7 @@ _COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pa
 def report(
     facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float], excluded: str | None = None
 ) -> list[str]:
-    """Return the lines of the table, the problems, the nodes to exclude besides ``excluded``, and the verdict."""
+    """Return the lines of the report: table, problems, nodes to exclude in addition to ``excluded``, and verdict."""
     hosts = list(dict.fromkeys(fact["host"] for fact in facts))
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
@@ -276,7 +278,7 @@ def report(
 
 
 def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> tuple[str, ...]:
-    """Return a node's row: the worst of its ranks in each column."""
+    """Return the row of a node, with the worst value of its ranks in each column."""
     ranks = [fact["rank"] for fact in facts]
     device = next((fact["device"] for fact in facts if fact["device"]), None)
     slowest = min((fact["matmul"] for fact in facts if fact["matmul"]), default=None)

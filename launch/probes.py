@@ -27,7 +27,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _TIMED = 3
 _CLOCK_ROUNDS = 5
 _all_gather_whole: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.13 has the first name, and warns of the second."""
+"""torch 2.13 has the first name, and warns about the second."""
 
 
 def versions() -> dict[str, str | None]:
@@ -51,7 +51,7 @@ def _driver() -> str | None:
 
 
 def device(session: Session) -> dict[str, Any]:
-    """Return name and number of the node's devices, and the free share of the memory of this rank's device."""
+    """Return the name and number of the node's devices, and the free share of the memory of this rank's device."""
     if session.device.type == "cpu":
         return {"name": platform.machine() or "cpu", "count": os.cpu_count() or 1, "free_share": 1.0}
     free, total = torch.cuda.mem_get_info(session.device)
@@ -70,14 +70,15 @@ def matmul_flops(session: Session) -> float:
 def collectives(session: Session) -> dict[str, Any]:
     """Measure all-reduce and all-gather between all ranks. A collective.
 
-    Return ``reduce_bytes_per_second`` and ``gather_bytes_per_second``, the bus bandwidth as nccl-tests define it,
-    ``is_reduce_wrong``, and ``gather_wrong``: the ranks whose data was wrong.
+    Returns:
+        ``reduce_bytes_per_second`` and ``gather_bytes_per_second``, the bus bandwidth as nccl-tests define it;
+        ``is_reduce_wrong``; and ``gather_wrong``, the ranks whose data was wrong.
     """
     ranks = session.world_size
-    count = min(2**24, 2**30 // ranks) if session.device.type == "cuda" else 2**20  # of many ranks no more than 4 GiB
+    count = min(2**24, 2**30 // ranks) if session.device.type == "cuda" else 2**20  # at most 4 GiB for many ranks
     mine = _pattern(session.rank, count, session.device)
     of_rank_0 = _pattern(0, count, session.device)
-    gathered = mine.new_empty(ranks * count)  # in one piece: NCCL would gather a list into a second copy
+    gathered = mine.new_empty(ranks * count)  # one tensor: NCCL would gather a list into a second copy
     reduced = all_reduce(mine.clone())
     _all_gather_whole(gathered, mine)
     parts = gathered.split(count)
@@ -101,13 +102,14 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pattern(rank: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return integers; those of rank r are larger by r than those of rank 0."""
+    """Return a test pattern of integers: rank 0's pattern plus ``rank``."""
     return (torch.arange(count, device=device) % 1009 + rank).float()
 
 
 def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None:
-    """Return the mean rate at which this rank exchanges data with each of the other ``members`` in turn; a slow link
-    affects all pairs of one rank. None for a rank that is not a member, or is the only one. A collective."""
+    """Return the mean rate in bytes per second at which this rank exchanges data with each other member in turn;
+    None for a rank that is not in ``members`` or is the only one. A collective. A slow link lowers the rate of all
+    pairs of one rank."""
     count = 2**24 if session.device.type == "cuda" else 2**20
     out, into = (torch.ones(count, device=session.device) for _ in range(2))
     rates = []
@@ -129,7 +131,7 @@ def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None
 
 
 def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of disjoint pairs in which each of ``members`` is paired with each other once (circle method)."""
+    """Yield rounds of disjoint pairs, in which each member is paired once with each other member (circle method)."""
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -151,7 +153,8 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
 
 
 def clock_ahead_seconds(session: Session) -> float:
-    """Return how far this machine's clock is ahead of rank 0's, within the time of a barrier. A collective."""
+    """Return by how many seconds this machine's clock is ahead of rank 0's, to within the time of a barrier. A
+    collective."""
     if session.world_size == 1:
         return 0.0
     found = []
@@ -164,7 +167,7 @@ def clock_ahead_seconds(session: Session) -> float:
 
 
 def unresolved(hosts: list[str]) -> list[str]:
-    """Return the ``hosts`` that have no address here."""
+    """Return the host names that do not resolve on this machine."""
     missing = []
     for host in sorted(set(hosts)):
         try:
@@ -175,7 +178,7 @@ def unresolved(hosts: list[str]) -> list[str]:
 
 
 def open_files() -> int:
-    """Return how many files, sockets among them, this process may have open."""
+    """Return how many files (including sockets) this process may open."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if allowed == resource.RLIM_INFINITY else allowed
 
@@ -189,7 +192,8 @@ def shared_memory_bytes() -> int | None:
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """Return free bytes and inodes of the disk of ``folder`` (or its nearest existing parent), and the write speed."""
+    """Return the free bytes, free inodes and write speed of the disk of ``folder`` (or of its nearest existing
+    parent)."""
     there = existing(folder)
     stat = os.statvfs(there)
     return {
@@ -219,13 +223,13 @@ def _write_seconds(folder: Path) -> float:
 
 _EXCHANGED_BYTES = (2**14, 2**20, 2**24)
 _ATTENTION = {"cpu": (4, 8, 512, 64), "cuda": (1, 32, 8192, 128)}
-"""Samples, heads, length and width. A GPU would spend most of a small one on its start."""
+"""Samples, heads, length and width of the timed attention. On a GPU, a small one would mostly measure the launch."""
 _SMALL = 300
-"""Operations that are timed together."""
+"""Number of operations that are timed together."""
 
 
 def device_name(session: Session) -> str:
-    """Return what the driver calls this rank's GPU, or the model of the CPU."""
+    """Return the name of this rank's GPU, or the model of the CPU."""
     if session.device.type == "cuda":
         return torch.cuda.get_device_name(session.device)
     with suppress(OSError):
@@ -236,21 +240,21 @@ def device_name(session: Session) -> str:
 
 
 def memory_bytes(session: Session) -> int:
-    """Return the memory of this rank's GPU, or of the machine."""
+    """Return the memory of this rank's GPU, or of the machine, in bytes."""
     if session.device.type == "cuda":
         return int(torch.cuda.get_device_properties(session.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def product_seconds(session: Session, shape: tuple[int, int, int], precision: str) -> float:
-    """Return the seconds of a matrix product of m x k and k x n."""
+    """Return the seconds of a matrix product of [m, k] and [k, n]."""
     m, n, k = shape
     a, b = (_random(session, precision, *size) for size in ((m, k), (k, n)))
     return _best(session, lambda: torch.mm(a, b))
 
 
 def attention_flops(session: Session, precision: str) -> float:
-    """Return the FLOP/s of causal attention, forward and backward, counted as if nothing were masked."""
+    """Return the FLOP/s of causal attention, forward and backward, counted without the mask."""
     query, key, value = (
         _random(session, precision, *_ATTENTION[session.device.type]).requires_grad_() for _ in range(3)
     )
@@ -262,14 +266,14 @@ def attention_flops(session: Session, precision: str) -> float:
 
 
 def copy_bytes_per_second(session: Session) -> float:
-    """Return how many bytes a second an operation on large tensors reads and writes."""
+    """Return the bytes per second that an elementwise operation on large tensors reads and writes."""
     count = 2**26 if session.device.type == "cuda" else 2**21
     a, b, out = (torch.ones(count, device=session.device) for _ in range(3))
     return 3 * a.nbytes / _best(session, lambda: torch.mul(a, b, out=out))
 
 
 def launch_seconds(session: Session) -> float:
-    """Return the seconds of an operation on next to nothing."""
+    """Return the seconds of an operation on a tiny tensor."""
     small = torch.ones(8, device=session.device)
     return _best(session, lambda: [small * small for _ in range(_SMALL)]) / _SMALL
 
@@ -282,8 +286,8 @@ def group_of_node(session: Session) -> ProcessGroup:
 
 
 def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, float]:
-    """Return how many bytes a second each rank sends in an all-gather or a reduce-scatter, and the seconds of a call.
-    A collective."""
+    """Return the bytes per second that each rank sends in all-gathers and reduce-scatters, and the seconds of one
+    call. A collective."""
     ranks = dist.get_world_size(group)
     points = []
     for size in _EXCHANGED_BYTES:
@@ -297,7 +301,7 @@ def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, flo
 
 
 def hidden_share(session: Session) -> float:
-    """Return which share of an exchange is hidden by products that are computed meanwhile. A collective."""
+    """Return the share of an exchange that is hidden by simultaneous matrix products. A collective."""
     is_gpu = session.device.type == "cuda"
     size, count = (8192, 2**26) if is_gpu else (512, 2**21)
     matrix = _random(session, "bf16" if is_gpu else "fp32", size, size)
@@ -331,6 +335,6 @@ def _random(session: Session, precision: str, *size: int) -> torch.Tensor:
 
 
 def _best(session: Session, work: Callable[[], Any]) -> float:
-    """Return the shortest time of ``work``, which is done as often on every rank."""
+    """Return the shortest time of ``work``, which runs equally often on every rank."""
     _timed(session, work)
     return min(_timed(session, work) for _ in range(2 * _TIMED))

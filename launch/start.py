@@ -1,4 +1,4 @@
-"""What ``python train.py`` does: train in this process, start others here, or submit a job."""
+"""Dispatch of ``python train.py`` by ``launch``: train in this process, start processes here, or submit a job."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,11 +18,11 @@ _RUNS_DESCRIBED = 20
 
 
 def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], object]) -> int | None:
-    """Start what ``launch`` says and return the exit code; None if this process is to train.
+    """Start the run with the launcher ``launch`` and return the exit code; None if this process must train.
 
-    ``load`` imports what training needs, once for all ranks that are forked from this process.
+    ``load`` imports training's modules once for all ranks that are forked from this process.
 
-    Raises ``UserError`` if the launcher cannot do that here, or a library that the run needs is not installed.
+    Raises ``UserError`` if the launcher cannot be used here, or a library that the run needs is not installed.
     """
     _check_libraries(config)
     if is_started():
@@ -49,7 +49,7 @@ def _refuse_idle_dry_run(config: RunConfig) -> None:
 
 
 def _check_libraries(config: RunConfig) -> None:
-    # Checked before anything starts: each process would first import torch to find the same.
+    # Checked before anything starts: otherwise each process would import torch first and then find the same.
     check_trackers(config.track)
     has_others_there = config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
     if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
@@ -57,7 +57,7 @@ def _check_libraries(config: RunConfig) -> None:
 
 
 def planned_sweep(argv: Sequence[str]) -> Sweep:
-    """Return the sweep that ``argv`` asks for, checked. Raises ``UserError`` if there is no such sweep, or the launcher
+    """Return the checked sweep of the command line ``argv``. Raises ``UserError`` if it has none, or if the launcher
     cannot run it from here."""
     if is_started():
         raise UserError(
@@ -77,10 +77,10 @@ def planned_sweep(argv: Sequence[str]) -> Sweep:
 
 
 def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
-    """Train the runs of ``sweep`` here, or submit those that are not finished; return the exit code.
+    """Train the unfinished runs of ``sweep`` here, or submit them. Return the exit code.
 
     Args:
-        write_report: writes the page that compares the runs, from their folders, best first.
+        write_report: writes the page that compares the runs in the given folders, best first.
 
     Raises:
         UserError: a library is not installed, the folders cannot be used, or Slurm refuses the job.
@@ -93,7 +93,7 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
 
 
 def describe_runs(sweep: Sweep | None) -> str:
-    """Return the lines below the plan in a dry run of ``sweep``; empty if that is None."""
+    """Return the lines that a dry run prints below the plan about ``sweep``; empty if ``sweep`` is None."""
     if sweep is None:
         return ""
     runs, keys = f"{sweep.runs} runs", " x ".join(sweep.keys)

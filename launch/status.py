@@ -15,7 +15,7 @@ from serried.runtime.process import host_name
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs and sweeps in ``folder``: with a status or a table, or submitted to Slurm."""
+    """Return the folders of runs and sweeps in ``folder``: folders with a status or a table, or submitted to Slurm."""
 
     def is_one(path: Path) -> bool:
         return (path / STATUS).exists() or (path / RECORD).exists() or was_submitted(path)
@@ -27,10 +27,11 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def describe_run(run_dir: Path) -> str:
-    """Return state, job, step, loss and time left of a run, a line each; for a sweep, the table of its runs."""
+    """Return the state, job, step, loss and remaining time of a run, one per line; for a sweep, the table of its
+    runs."""
     keys, outcomes = read_summary(run_dir)
     if outcomes:
-        done = sum(each.is_finished for each in outcomes)
+        done = sum(outcome.is_finished for outcome in outcomes)
         return f"sweep  {run_dir}: {done} of {len(outcomes)} runs finished\n{table(keys, outcomes)}"
     lines = [("run", str(run_dir))]
     queued = queued_jobs()
@@ -45,7 +46,7 @@ def describe_run(run_dir: Path) -> str:
         ended = "" if status.exit_code is None else f", exit code {status.exit_code}"
         reason = f": {status.reason}" if status.reason else ""
         is_running = status.state == "running"
-        if is_running and _is_gone(run_dir) and read_status(run_dir) == status:  # it has not ended meanwhile
+        if is_running and _is_gone(run_dir) and read_status(run_dir) == status:  # it has not ended in the meantime
             is_running, ended = False, ", but its process is gone; run the same command to resume"
         lines.append(("state", f"{status.state}{reason}{ended}"))
         lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
@@ -56,8 +57,8 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _is_gone(run_dir: Path) -> bool:
-    """Return whether the process of a run that its status calls running is gone for certain: rank 0 ran here, and
-    nobody holds its lock."""
+    """Return whether the process of a ``running`` run is certainly gone: rank 0 ran on this host, and its lock is
+    free."""
     hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
     is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]
     return is_here and is_locked(run_dir) is False
@@ -65,7 +66,9 @@ def _is_gone(run_dir: Path) -> bool:
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
     last = last_of_each_kind(run_dir / METRICS).get("step", {})
-    loss, eta, written = last.get("loss"), last.get("eta_seconds"), last.get("time")
+    loss = last.get("loss")
+    eta = last.get("eta_seconds")
+    written = last.get("time")
     steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
     parts = [f"{step}/{steps}" if is_count(steps) and steps else str(step)]
     if is_number(loss):

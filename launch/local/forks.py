@@ -1,4 +1,4 @@
-"""Ranks as forks of the launcher: what training imports is imported once."""
+"""Ranks that are forks of the launcher, so that training's modules are imported only once."""
 
 import ctypes
 import os
@@ -19,31 +19,33 @@ _THREAD_ENDS_SECONDS = 1.0  # the system still lists a thread that was joined
 
 
 class Forked:
-    """A process that this one forked, as ``subprocess.Popen`` shows those it starts."""
+    """A forked process, with the part of ``subprocess.Popen``'s interface that launchers use."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it runs."""
+        """Return the exit code of the process, negative for a signal; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """Send signal ``number`` if it runs."""
+        """Send signal ``number`` if the process runs."""
         if self.poll() is None:  # until it is waited for, no other process gets its id
             os.kill(self.pid, number)
 
 
 def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
-    """Import with ``load`` what the ranks need. Return whether they can be forks; if not, nothing may be imported.
+    """Import the ranks' modules with ``load``. Return whether the ranks can be forks; if not, nothing may be
+    imported.
 
-    Other threads do not exist in a fork: a lock that one holds stays locked, and OpenMP would wait for them. A script
-    may have started some. CUDA does not work in a fork if its driver was initialized before, which counting the GPUs
-    does: a script may have, or a library when it was imported, so the ranks of GPUs are never forks.
+        Other threads do not exist in a fork: a lock that one of them holds stays locked, and OpenMP would wait for
+        its threads. A script may have started threads. CUDA does not work in a fork if its driver was initialized
+        before. Counting the GPUs initializes it, which a script or an imported library may have done, so the ranks
+        of GPUs are never forks.
     """
     if sys.platform != "linux" or may_use_gpus(section) or not _is_alone():
         return False
@@ -56,7 +58,7 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
 
 
 def _is_alone() -> bool:
-    """Return whether this thread is the only one, except for those that OpenBLAS stops before each fork."""
+    """Return whether this is the only thread, apart from the threads that OpenBLAS stops before each fork."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     libraries = {line.split(maxsplit=5)[5] for line in mapped if _OPENBLAS in line}  # a path may have spaces
     threads = 1
@@ -69,25 +71,26 @@ def _is_alone() -> bool:
 def _loaded(library: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(library)
-    except OSError:  # it was replaced since: its threads count like any others
+    except OSError:  # the library was replaced since then: its threads count like any others
         return None
 
 
 def fork_ranks(
     variables: Sequence[Mapping[str, str]], logs: Sequence[Path | None], signals: NotedSignals
 ) -> list[Forked] | None:
-    """Fork a process for each of ``variables``. Return them; None in each of them, where ``signals`` are closed.
+    """Fork a process for each of ``variables``. Return the processes; None in each of them, where ``signals`` are
+    closed.
 
-    Args:
-        variables: of the environment, by rank.
-        logs: where each prints; None for this console.
+        Args:
+            variables: environment variables, by rank.
+            logs: output file of each rank; None for this console.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
-            stream.flush()  # a fork would print what is left again
+            stream.flush()  # otherwise a fork would print the unflushed text again
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may have started this one with it ignored: no exit codes
     ranks = []
-    with held_back():  # one that reached a fork while it has the handlers of the launcher would be lost
+    with held_back():  # a signal that reached a fork while it has the launcher's handlers would be lost
         for given, log in zip(variables, logs, strict=True):
             pid = os.fork()
             if pid == 0:

@@ -38,7 +38,7 @@ _OUTPUT = "output"
 _LONGEST_REPORT_LINES = 100
 _NOT_STARTED = "stopped    before training began; the same command starts it"
 _GONE = 256
-"""In place of the exit code 0 of a rank that ended before the run did. No process has that exit code."""
+"""Recorded instead of exit code 0 for a rank that ended before the run did. No process can have this exit code."""
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
@@ -47,13 +47,13 @@ def run_local(
 ) -> int | None:
     """Train with ``launch.processes`` processes on this machine. Return the exit code; None in a rank.
 
-    The ranks are forks of this process after ``load``, which imports what training needs. Where that is not safe, and
-    without ``load``, they are interpreters started with ``argv``. Rank 0 prints to this console, the others to files in
-    ``run.dir/output``; the output of the first rank that failed is printed last. Signals are passed on, and no process
-    is left behind, however this one ends.
+    The ranks are forks of this process after ``load``, which imports training's modules. If that is not safe,
+    and without ``load``, they are interpreters started with ``argv``. Rank 0 prints to this console, the others
+    to files in ``run.dir/output``; the output of the first rank that failed is printed last. Signals are passed
+    on, and no process is left behind, however this one ends.
 
     Args:
-        program: what follows the interpreter in place of what trains.
+        program: arguments of the interpreter instead of the training command.
 
     Raises:
         UserError: the run folder cannot be written, or would be through a link, or torch cannot be imported.
@@ -64,11 +64,11 @@ def run_local(
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
         output = config.run.dir / _OUTPUT / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
-        output.mkdir()  # not of tempfile, whose folders only their owner may read
+        output.mkdir()  # not by tempfile, whose folders only their owner may read
     except OSError as error:
         raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
     end_in_one_line(PASSED_ON)
-    # Before torch is imported, which reads the first.
+    # Before torch is imported: it reads OMP_NUM_THREADS then.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_forked = load is not None and load_to_fork(load, config.launch)
@@ -86,10 +86,10 @@ def run_local(
                 return None
         else:
             processes = [
-                _start_rank(*each, [*(program or training_command()), *argv], reports)
-                for each in zip(variables, logs, strict=True)
+                _start_rank(its_variables, log, [*(program or training_command()), *argv], reports)
+                for its_variables, log in zip(variables, logs, strict=True)
             ]
-        store = _store(listener)  # in which the ranks find each other, while this lives
+        store = _store(listener)  # serves the ranks' rendezvous while it exists
         ranks = [_Rank(number, process, reports) for number, process in enumerate(processes)]
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
         reports.read()
@@ -100,11 +100,11 @@ def run_local(
 
 
 class _Reports:
-    """What the ranks write to this process with ``tell_launcher``."""
+    """Messages that the ranks write to this process with ``tell_launcher``."""
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
-        """Ranks that ended as they should."""
+        """Ranks that reported a regular end."""
         self.said: list[str] = []
         """Errors of ranks whose output is a file, in the order they were printed."""
         self._end, self.descriptor = os.pipe()
@@ -112,7 +112,7 @@ class _Reports:
         self._rest = b""
 
     def read(self) -> None:
-        """Read what the ranks have written since the last call."""
+        """Read the ranks' messages since the last call."""
         with suppress(BlockingIOError):
             while content := os.read(self._end, 2**16):
                 self._rest += content
@@ -120,7 +120,7 @@ class _Reports:
         for line in lines:
             try:
                 told = json.loads(line)
-            except ValueError:  # two ranks at once, against what the system promises
+            except ValueError:  # two ranks wrote at the same time, which the system should not allow
                 continue
             if told.get("ended"):
                 self.ended.add(told["rank"])
@@ -128,15 +128,17 @@ class _Reports:
                 self.said.append(told["said"])
 
     def close(self) -> None:
-        """Close this process's end, in a rank."""
+        """Close the read end of the pipe, in a rank."""
         os.close(self._end)
 
 
 class _Rank:
-    """A rank as ``wait_for_all`` sees it: one that ends with 0 before the run does has failed."""
+    """A rank in ``wait_for_all``. Ending with exit code 0 before the run has ended counts as a failure."""
 
     def __init__(self, number: int, process: Started, reports: _Reports) -> None:
-        self._number, self._process, self._reports = number, process, reports
+        self._number = number
+        self._process = process
+        self._reports = reports
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -162,8 +164,8 @@ def _variables(rank: int, world: int, port: int, run_id: str, reports: _Reports)
 def _start_rank(
     variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports
 ) -> "subprocess.Popen[bytes]":
-    """Start a rank as an interpreter of its own."""
-    # Ours lets signals arrive when it has handlers: an import that is interrupted before may go on.
+    """Start a rank as a new interpreter."""
+    # Our program lets signals arrive once it has handlers; before that, an interrupted import may continue.
     until_handled = held_back() if is_program() else nullcontext()
     with log.open("wb") if log else nullcontext() as file, until_handled:
         return subprocess.Popen(
@@ -174,9 +176,9 @@ def _start_rank(
 
 
 def _store(listener: socket.socket) -> "TCPStore":
-    """Return a store behind ``listener``; a store that opens its port itself listens on all networks.
+    """Return a store that listens on ``listener``. A store that opens its port itself listens on all networks.
 
-    Its thread must not be there when ranks are forked.
+    Its thread must not exist when ranks are forked.
     """
     from torch.distributed import TCPStore
 
@@ -188,12 +190,12 @@ def _report_end(
     failed: Mapping[int, int], config: RunConfig, output: Path, said: Sequence[str], *, since: float,
     was_asked_to_stop: bool,
 ) -> int:  # fmt: skip
-    """Print what the ranks could not report themselves, and return the exit code of the run.
+    """Print the failures that the ranks could not report, and return the exit code of the run.
 
     Args:
-        failed: exit codes, negative for a signal, by rank.
+        failed: exit codes by rank, negative for a signal.
         said: errors of ranks whose output is a file.
-        since: when the run was started.
+        since: start time of the run in Unix seconds.
     """
     codes = set(failed.values())
     if not codes:
@@ -205,12 +207,12 @@ def _report_end(
             record_kill(config.run.dir, killed, since=since)
     status = read_status(config.run.dir)
     if status is not None and status.time < since:
-        status = None  # an earlier run's
+        status = None  # written by an earlier run
     code = _exit_code(codes, status, was_asked_to_stop=was_asked_to_stop)
     if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
         print(_NOT_STARTED, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
-        # A disk that is full has not taken the report.
+        # A full disk has not stored the report.
         report = "" if killed else _report_of_another_rank(output) or "".join(said[:1])
         if code == EXIT_MISTAKE:
             _remove_output(output)
@@ -221,7 +223,7 @@ def _report_end(
 
 def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
     """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
-    if codes == {EXIT_MISTAKE}:  # such as that another command trains in this folder, and may have written it
+    if codes == {EXIT_MISTAKE}:  # such as another command in this folder, which may own status.json
         return EXIT_MISTAKE
     if status is not None and status.exit_code is not None:
         return status.exit_code
@@ -233,7 +235,7 @@ def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: boo
 
 
 def _first_killed(failed: Mapping[int, int], stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:
-    """Return, in words, the first rank that was killed by a signal which this process did not send."""
+    """Describe the first rank that was killed by a signal which this process did not send; None if there is none."""
     asked = set(PASSED_ON.values()) if was_asked_to_stop else set()
     killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0 and -code not in asked]
     if not killed:
@@ -246,7 +248,7 @@ def _first_killed(failed: Mapping[int, int], stop_timeout_seconds: float, *, was
 
 
 def _gone(failed: Mapping[int, int]) -> str | None:
-    """Return, in words, the ranks that ended as if the run had finished."""
+    """Describe the ranks that ended as if the run had finished; None if there are none."""
     gone = [str(rank) for rank, code in sorted(failed.items()) if code == _GONE]
     if not gone:
         return None

@@ -1,4 +1,4 @@
-"""Processes that a launcher starts: signals are passed on to them, and none is left behind."""
+"""Waiting for the processes of a launcher: signals are passed on, and no process is left behind."""
 
 import signal
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-PASSED_ON = {  # what arrives, and what the processes get
+PASSED_ON = {  # received signal: signal to pass on
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR1: signal.SIGUSR1,
@@ -18,7 +18,7 @@ _OTHERS_END_SECONDS = 30.0
 
 
 class Started(Protocol):
-    """A process that this one started: ``subprocess.Popen``, or ``forks.Forked``."""
+    """A process started by this one: ``subprocess.Popen``, or ``forks.Forked``."""
 
     returncode: int | None
 
@@ -28,14 +28,14 @@ class Started(Protocol):
 
 
 class NotedSignals:
-    """While open, records signals that would end this process, for the caller to act on."""
+    """Context manager that records signals which would end this process, for the caller to act on."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         """The signals to pass on, in the order they arrived."""
 
     def __enter__(self) -> "NotedSignals":
-        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here as in the processes.
+        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here and in the processes.
         self._before = {
             number: signal.signal(number, self._note)
             for number in PASSED_ON
@@ -50,14 +50,14 @@ class NotedSignals:
         self.restore()
 
     def restore(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let signals wait, here and in the processes that are started within."""
+    """Block signals, here and in the processes that are started within."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
@@ -73,21 +73,23 @@ def wait_for_all(
 ) -> dict[int, int]:
     """Wait until all ``processes`` have ended, and pass signals on to them.
 
-    The first that fails ends the others: by SIGTERM, then SIGKILL. What still runs ``patience_seconds`` after a signal
-    is killed, too. ``on_look`` is called several times a second.
+    The first process that fails ends the others: by SIGTERM, then SIGKILL. Processes that still run
+    ``patience_seconds`` after a signal are killed, too. ``on_look`` is called several times a second.
 
     Returns:
-        Exit codes, negative for a signal, of the processes that failed before others were ended, by index.
+        Exit codes by index, negative for a signal, of the processes that failed before others were ended.
     """
     failed: dict[int, int] = {}
-    passed_on, deadline, is_ending = 0, float("inf"), False
+    passed_on = 0
+    deadline = float("inf")
+    is_ending = False
     try:
         while True:
             running = [process for process in processes if process.poll() is None]
             failed = failed or {n: process.returncode for n, process in enumerate(processes) if process.returncode}
             if not running:
                 return failed
-            count = len(signals.received)  # once: a signal may arrive between two looks at it
+            count = len(signals.received)  # read once: a signal may arrive between two reads
             new, passed_on = signals.received[passed_on:count], count
             if new:
                 deadline = min(deadline, time.monotonic() + patience_seconds)
@@ -109,6 +111,6 @@ def wait_for_all(
 
 
 def killed_by(number: int) -> str:
-    """Return the reason of a process that signal ``number`` ended."""
+    """Describe the end of a process by signal ``number``."""
     hint = " (by a user, or by the system when memory ran out: see dmesg)" if number == signal.SIGKILL else ""
     return f"killed by {signal.Signals(number).name}{hint}"

@@ -28,11 +28,11 @@ _LOOK_SECONDS = 2.0
 _SILENT_SECONDS = 300
 _LOOKS = 10
 _LAST_LINES = {"preflight": "verdict", "plan calibrate": "written"}
-"""What commands that measure nodes print last."""
+"""First word of the last line that each measuring command prints."""
 _NO_LINE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""What no option of a batch script may hold."""
+"""Characters that no option of a batch script may contain."""
 _SAME_NAMES = ("partition", "account", "qos", "reservation", "constraint", "exclude", "dependency")
-"""Keys of ``slurm`` that sbatch calls so."""
+"""Keys of ``slurm`` with the same name as sbatch's option."""
 
 
 class _NothingSubmitted(UserError):
@@ -40,11 +40,11 @@ class _NothingSubmitted(UserError):
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
-    """Submit the runs ``points``, keyed by command line, several as one array job. Return the exit code.
+    """Submit the runs ``points``, keyed by command line; several become one array job. Return the exit code.
 
     The submitted script is kept as ``slurm/JOB.sbatch`` in the (first) run folder.
 
-    Raises ``UserError`` if a job of one of the runs is in the queue already, or Slurm refuses the job.
+    Raises ``UserError`` if a job of one of the runs is already in the queue, or Slurm refuses the job.
     """
     configs = list(points.values())
     text = script(points)
@@ -52,21 +52,21 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
         return say(text)
     folders = [_absolute(config.run.dir) for config in configs]
     _refuse_a_second_job(configs)
-    with NotedSignals():  # until the job is recorded: a queued job that is not would be submitted a second time
+    with NotedSignals():  # until the job is recorded: an unrecorded job would be submitted a second time
         job, path = _submit(text, folders, is_training=True)
     return say(_what_to_watch(job, path, configs, folders))
 
 
 def refuse_unequal(configs: Sequence[RunConfig]) -> None:
-    """Check that all runs of a sweep ask for the same nodes, as the tasks of an array do. Raises ``UserError`` if two
-    ask for different nodes."""
+    """Check that all runs of a sweep request the same nodes, since all tasks of an array do. Raises ``UserError`` if
+    two runs differ."""
     first, *others = [_asked_for(config) for config in configs]
-    for key, value in ((key, each[key]) for each in others for key in each):
+    for key, value in ((key, asked[key]) for asked in others for key in asked):
         if value != first[key]:
-            one, another = ("null" if each is None else each for each in (first[key], value))
+            one, another = ("null" if setting is None else setting for setting in (first[key], value))
             raise UserError(
-                f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job, "
-                f"whose tasks all get the same; start one sweep for each value: {key}={one} {configs[0].another_run}"
+                f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job: "
+                f"all its tasks get the same. Start one sweep for each value: {key}={one} {configs[0].another_run}"
             )
 
 
@@ -77,12 +77,12 @@ def _asked_for(config: RunConfig) -> dict[str, object]:
 
 
 def measure_by_job(command: str, argv: Sequence[str], config: RunConfig) -> int:
-    """Submit a job that measures its nodes by ``command``, ``preflight`` or ``plan calibrate``, wait for it, and print
-    its findings. Return the exit code.
+    """Measure nodes by submitting a job that runs ``command`` (``preflight`` or ``plan calibrate``). Wait for the
+    job and print its findings. Return the exit code.
 
-    Ctrl-C and other signals that would end this process cancel the job.
+        Ctrl-C and other signals that would end this process cancel the job.
 
-    Raises ``UserError`` if Slurm refuses the job, or the run folder cannot be written.
+        Raises ``UserError`` if Slurm refuses the job, or the run folder cannot be written.
     """
     text = measuring_script(command, argv, config)
     if config.slurm.dry_run:
@@ -117,7 +117,7 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
     """
     shown = None
     answered = time.monotonic()
-    while (queued := queued_jobs()) is None or any(each.name == job for each in queued):
+    while (queued := queued_jobs()) is None or any(queued_job.name == job for queued_job in queued):
         if signals.received:
             raise StopRequested(signals.received[0].name)
         if queued is not None:
@@ -127,7 +127,7 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
                 f"squeue has not answered for {_SILENT_SECONDS} s, so job {job} is cancelled; see `squeue --me` (if it "
                 f"still lists the job: scancel {job}), and run the same command when that answers"
             )
-        now = next((each for each in queued or [] if each.name == job), None)
+        now = next((queued_job for queued_job in queued or [] if queued_job.name == job), None)
         # Until Slurm has considered the job, its reason is (None).
         if (
             now is not None
@@ -166,9 +166,10 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
         The job's number, and the path of the script in the first of ``run_dirs``.
 
     Raises:
-        UserError: Slurm refuses the job, or a folder cannot be written. If nothing was submitted, no folder is left.
+        UserError: Slurm refuses the job, or a folder cannot be written. If nothing was submitted, no folder is
+            left.
     """
-    wanted = {each for run_dir in run_dirs for each in (run_dir / "slurm", run_dir, *run_dir.parents)}
+    wanted = {folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir, *run_dir.parents)}
     missing = [folder for folder in sorted(wanted, reverse=True) if not folder.exists()]  # the innermost first
     path, job = run_dirs[0] / "slurm" / "submitted.sbatch", ""
     try:
@@ -189,7 +190,7 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
 
 
 def _remove(script: Path, folders: Sequence[Path]) -> None:
-    """Remove a script that was not submitted, and the folders that were made for it."""
+    """Remove a script that was not submitted, and the folders that were created for it."""
     with suppress(OSError):
         script.unlink()
     for folder in folders:
@@ -219,7 +220,7 @@ def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> st
         "slurm": config.slurm.model_copy(update=changes),
     })  # fmt: skip
     folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
-    flags = [f"--config-dir={each}" for each in declared().config_dirs]
+    flags = [f"--config-dir={path}" for path in declared().config_dirs]
     words = f"arguments=({shlex.join([*command.split(), *flags, *_without_dry_run(argv)])})"
     return _script(_options([short]), short, ["-m", "serried"], [folder, words, "measures=true"])
 
@@ -250,7 +251,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
 
 
 def _options(configs: Sequence[RunConfig]) -> list[str]:
-    """Return the options of sbatch, which are the same for all tasks of an array."""
+    """Return the options of sbatch, which are equal for all tasks of an array."""
     config, is_array = configs[0], len(configs) > 1
     slurm = config.slurm
     gpus = slurm.gpus_per_node
@@ -277,8 +278,8 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         if _NO_LINE.search(str(value)):  # bash would run what follows a line break
             key = {"output": "run.dir", "job-name": "run.name"}.get(name, f"slurm.{name}")
             raise UserError(
-                f"{key}: {str(value)!r} holds a line break, a control character or bytes that are not UTF-8, which a "
-                f"script for sbatch cannot; use {key}=OTHER"
+                f"{key}: {str(value)!r} holds a line break, a control character or bytes that are not UTF-8, "
+                f"and options of sbatch cannot contain these; use {key}=OTHER"
             )
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
     options += [
@@ -289,7 +290,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
-    """Refuse a second job in the same run folder, which would wait for the first or fail."""
+    """Refuse to submit a second job for a run folder: it would wait for the first, or fail."""
     if configs[0].slurm.dependency is not None:
         return
     queued = queued_before_another([_absolute(config.run.dir) for config in configs])
@@ -314,7 +315,7 @@ def _sbatch(path: Path) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise _NothingSubmitted(
-            "launch=slurm needs sbatch, which is not on this machine's PATH; submit from a login node of the cluster, "
+            "launch=slurm needs sbatch, and it is not on this machine's PATH; submit from a login node of the cluster, "
             "or print the script: slurm.dry_run=true"
         ) from None
     except subprocess.TimeoutExpired:

@@ -17,16 +17,16 @@ _ENDING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_M
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or one task of an array, in the queue."""
+    """A job, or a task of an array job, in the queue."""
 
     name: str
-    """Its number, followed by ``_TASK`` for one task of an array."""
+    """Job number, followed by ``_TASK`` for a task of an array."""
     state: str
     """RUNNING, PENDING, COMPLETING, ..."""
     elapsed: str
     left: str
     where: str
-    """The nodes it runs on, or the reason it is pending, in parentheses."""
+    """Nodes that the job runs on, or the reason why it is pending, in parentheses."""
     partition: str
 
     def describe(self) -> str:
@@ -68,7 +68,7 @@ def _noted(run_dir: Path) -> list[str]:
 
 
 def queued_jobs() -> list[Job] | None:
-    """Return this user's jobs that have not ended; None if there is no Slurm, or it does not answer."""
+    """Return this user's jobs that have not ended; None if Slurm is not installed or does not answer."""
     try:
         done = subprocess.run(
             ["squeue", "--me", "--array", "--noheader", f"--format={_FORMAT}"],
@@ -81,8 +81,8 @@ def queued_jobs() -> list[Job] | None:
 
 
 def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
-    """Return this user's jobs that have not ended, before others are submitted for ``run_dirs``. Raises ``UserError``
-    if squeue does not answer, and an earlier job of one of these may still run."""
+    """Return this user's jobs that have not ended, to be checked before jobs are submitted for ``run_dirs``. Raises
+    ``UserError`` if squeue does not answer and an earlier job of one of ``run_dirs`` may still run."""
     queued = queued_jobs()
     if queued is not None:
         return queued

@@ -14,7 +14,7 @@ from serried.configs.plain_data import parse_json, read_bytes
 from serried.records.status import read_status
 
 ENDS = "ends.jsonl"
-"""In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""
+"""File in ``run.dir/slurm`` that records how each start of the run under Slurm ended, as a line of JSON."""
 
 _WANTED = ("control", "trainer.stop_at")  # the user asked for it
 _ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # mostly preemption, not a fault of the run
@@ -24,21 +24,26 @@ _FRUITLESS_STARTS = 2
 
 
 def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
-    """Return the exit code of the job, 75 if it is worth another start, and a line with the reason.
+    """Return the job's exit code, which is 75 if it should be queued again, and a line with the reason.
 
-    ``start`` is a file named after the job and made when this start began: an older ``status.json`` belongs to an
-    earlier start. A run that is still ``running`` was killed, and resumes from its checkpoint. The same end at the
-    same step twice, or two starts in a row without a checkpoint, are a crash loop.
+    ``start`` is a file named after the job and created when this start began: a ``status.json`` older than it
+    belongs to an earlier start. A run whose state is still ``running`` was killed, and resumes from its
+    checkpoint. Ending twice in the same way at the same step, or two starts in a row without a checkpoint, count
+    as a crash loop.
     """
     status = read_status(run_dir)
     if status is not None and status.time >= start.stat().st_mtime:
-        state, step, where = status.state, status.step, f"at step {status.step}"
+        state = status.state
+        step = status.step
+        where = f"at step {status.step}"
         reason = "killed without a message" if state == "running" else status.reason or ""
         if state in ("finished", "failed"):
             _note(run_dir, start, state, step, reason)
             return status.exit_code or 0, f"{state} {where}: {reason}"
     elif _was_stopped(start):
-        state, step, where = "stopped", -1, "before training began"
+        state = "stopped"
+        step = -1
+        where = "before training began"
         reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
     else:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
@@ -56,16 +61,17 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
 
 
 def _was_stopped(start: Path) -> bool:
-    """Return whether a request ended the start before there was a status: a rank or a node's shell left a file. False
-    if a node failed, after which Slurm sends SIGTERM to the others."""
+    """Return whether a request ended the start before a status was written: a rank or a node's shell left a file.
+    False if a node failed, since Slurm then sends SIGTERM to the others."""
     return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
 
 
 def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
-    """Record how this start ended. Return whether the previous start of the same job ended the same way, and how many
-    starts in a row saved nothing, not counting those that were asked to end: they may have had no time to."""
+    """Record how this start ended. Return whether the previous start of the same job ended in the same way, and the
+    number of starts in a row that saved nothing. Starts that were asked to end are not counted: they may have had no
+    time to save."""
     before = _last_end(run_dir)
-    # Without numbers: ranks, seconds and hours differ from one start to the next.
+    # Compared without numbers: ranks, seconds and times of day differ between starts.
     now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
     is_same = all(before.get(key) == value for key, value in now.items())
     newest = _newest_checkpoint(run_dir)
@@ -80,7 +86,8 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
 
 
 def _newest_checkpoint(run_dir: Path) -> int | None:
-    """Return the step of the newest checkpoint; None if there is none. A name without a dot is a complete one."""
+    """Return the step of the newest checkpoint; None if there is none. Folders of complete checkpoints have no dot
+    in their name."""
     names = (_CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return max((int(name[1]) for name in names if name is not None), default=None)
 

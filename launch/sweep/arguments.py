@@ -1,4 +1,4 @@
-"""The words of a sweep's command line, whose keys have several values, and the runs made of them."""
+"""Parse a sweep's command line, in which keys have several values, and build its runs."""
 
 import math
 import re
@@ -19,7 +19,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.launch.sweep.points import Point
 
 MOST_RUNS = 1000
-"""Of a grid, and most values of a key."""
+"""Largest number of runs of a grid, and of values of a key."""
 SEARCH = "search."
 """Prefix of the options of a search."""
 SEARCH_EXAMPLE = "-m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
@@ -35,10 +35,10 @@ _ONE_VALUE = {
 
 @dataclass
 class Words:
-    """The words of a sweep's command line, sorted by what they mean."""
+    """The arguments of a sweep's command line, sorted by kind."""
 
     fixed: list[str] = field(default_factory=list)
-    """Overrides with one value, and words that ``compose`` will refuse."""
+    """Overrides with one value, and arguments that ``compose`` will refuse."""
     swept: dict[str, Override] = field(default_factory=dict)
     """Overrides with several values, as Hydra parses them, by key."""
     options: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Words:
 
 
 def read_words(argv: Sequence[str]) -> Words:
-    """Sort the words of ``argv``; for a key that is repeated, the last one counts."""
+    """Sort the arguments ``argv``. For a repeated key, the last one counts."""
     words = Words()
     parser = OverridesParser.create()
     for typed in last_of_each(argv):
@@ -79,8 +79,7 @@ def read_words(argv: Sequence[str]) -> Words:
 
 
 def values_of(override: Override) -> list[str]:
-    """Return the values of a swept key as one would type them. Raises ``UserError`` if it has none that can be
-    listed."""
+    """Return the values of a swept key as the user would type them. Raises ``UserError`` if they cannot be listed."""
     value = override.value()
     if isinstance(value, RangeSweep) and not _length(value) <= MOST_RUNS:
         raise UserError(
@@ -100,7 +99,7 @@ def values_of(override: Override) -> list[str]:
 
 
 def _length(value: RangeSweep) -> float:
-    """Return the number of values of a range, not rounded; infinite or NaN if it never ends."""
+    """Return the unrounded number of values of a range; infinite or NaN if it never ends."""
     if not value.step or value.start is None or value.stop is None:
         return 0  # which listing the values reports
     try:
@@ -111,13 +110,13 @@ def _length(value: RangeSweep) -> float:
 
 @dataclass(frozen=True)
 class PointBuilder:
-    """Makes the runs of one sweep from the values of the swept keys."""
+    """Builds the runs of a sweep from the values of the swept keys."""
 
     fixed: tuple[str, ...]
     """Overrides that all runs share."""
     sweep_folder: Path
     config: RunConfig
-    """Of the first run, in the folder that was typed."""
+    """Config of the first run, in the folder that the user gave."""
     home: Path | None
     """Parent of the run folders, if it is not the default ``runs/``."""
 
@@ -157,10 +156,10 @@ class PointBuilder:
 
 
 def overrides(values: Mapping[str, str]) -> list[str]:
-    """Return ``values`` as words of a command line."""
+    """Return ``values`` as command-line arguments."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
 def in_a_name(value: str) -> str:
-    """Return ``value`` without the characters that do not belong in a folder's name."""
+    """Return ``value`` without characters that are unsuitable for a folder name."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "_", value).strip("_") or "_"

@@ -1,4 +1,4 @@
-"""``-m``: every combination of the values that keys are given, or with ``search.trials`` a search."""
+"""``-m``: train every combination of the values given for each key; with ``search.trials``, search them."""
 
 import itertools
 import math
@@ -20,13 +20,13 @@ from serried.launch.sweep.points import Point, Sweep, labels
 from serried.runtime.process import say
 
 _MANY_RUNS = 20
-"""Checking this many takes more than a second."""
+"""Number of runs that take more than a second to check."""
 
 
 def read_sweep(argv: Sequence[str]) -> Sweep:
-    """Return the sweep that the words of ``argv`` ask for.
+    """Return the sweep of the command line ``argv``.
 
-    Every run of a grid is composed and checked; for a search, the corners of its space.
+    Every run of a grid is composed and checked; for a search, the corners of its space are.
 
     Raises ``UserError`` if no key has several values, or a run would have a mistake. Names every mistake found.
     """
@@ -49,7 +49,7 @@ def _grid(words: Words) -> Sweep:
         compose(words.fixed, found=words.mistakes)  # raises with all mistakes
         raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")
     keys = tuple(values)
-    combinations = [dict(zip(keys, each, strict=True)) for each in itertools.product(*values.values())]
+    combinations = [dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values.values())]
     label = labels(keys)
     name = f"sweep-{in_a_name('-'.join(label.values()))}"
     builder = PointBuilder.of(words.fixed, combinations[0], name, inside=False)
@@ -65,7 +65,7 @@ def _grid(words: Words) -> Sweep:
 
 
 def _values(words: Words) -> dict[str, list[str]]:
-    """Return the values of each swept key; a key with one value joins the fixed words."""
+    """Return the values of each swept key; keys with one value become fixed arguments."""
     values: dict[str, list[str]] = {}
     for key, override in words.swept.items():
         try:

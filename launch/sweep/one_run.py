@@ -1,4 +1,4 @@
-"""Train one run of a sweep in processes of its own, its output in a file."""
+"""Train one run of a sweep in new processes, with its output in a file."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from serried.runtime.signals import SWEEP
 from serried.runtime.status_line import Doing, Live, is_terminal
 
 CONSOLE = "console.log"
-"""In the run folder: the output of the run."""
+"""File in the run folder that holds the run's output."""
 
 _LOOK_SECONDS = 0.1
 _OTHERS_END_SECONDS = 60.0
@@ -72,7 +72,8 @@ def _stopped_before_start(outcome: Outcome) -> Outcome:
 
 
 def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
-    """Wait for a process that still trains there: a killed sweep leaves a run that saves. Return whether to start."""
+    """Wait for a process that still trains in the folder: a killed sweep leaves a run that saves. Return whether to
+    start."""
     deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
     while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
         if not is_told:
@@ -83,7 +84,7 @@ def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
 
 
 def _newest_line(console: Path) -> str:
-    """Return the last line of the run's output; a blank if there is none."""
+    """Return the last line of the run's output; a space if there is none."""
     with suppress(OSError), console.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().decode(errors="replace").splitlines()

@@ -1,8 +1,8 @@
-"""``search.trials``: Optuna chooses each run of a sweep from the results of those before it.
+"""``search.trials``: Optuna chooses each run of a sweep from the results of the runs before it.
 
-Nothing of the study is stored. ``sweep.json`` and the run folders have every trial's values and result, and each start
-replays them to Optuna. The sampler is seeded for each trial, so a search that was interrupted suggests what an
-uninterrupted one would have.
+The study is not stored. ``sweep.json`` and the run folders have every trial's values and result, and each start
+replays them to Optuna. The sampler is seeded for each trial, so an interrupted search suggests the same values
+as an uninterrupted one.
 """
 
 import random
@@ -28,19 +28,19 @@ _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.Random
 _OPTIONS = {"trials": "20", "sampler": "tpe", "seed": "0"}
 _TRIAL = "trial-"
 _ATTEMPTS = 20
-"""A suggestion that was tried before, or that does not fit, is replaced this often."""
+"""How often a suggestion that was tried before, or does not fit, is replaced."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Trains trials one after the other until there are ``trials`` of them."""
+    """Runs trials one after the other until there are ``trials`` of them."""
 
     space: Mapping[str, BaseDistribution]
     trials: int
     sampler: str
     seed: int
     earlier: Mapping[str, Mapping[str, Any]]
-    """Parameters of the trials of an earlier start, by name, in the order they were chosen."""
+    """Parameters of an earlier start's trials, by name, in the order they were chosen."""
     builder: PointBuilder
 
     def __call__(self, evaluate: Evaluate) -> None:
@@ -66,8 +66,8 @@ class Search:
             study.tell(trial, loss, TrialState.FAIL if loss is None else None)
 
     def _suggest(self, study: optuna.Study, tried: list[Mapping[str, Any]]) -> tuple[optuna.Trial, Point] | None:
-        """Return a trial with values that no earlier one has; None if the space has no more of them. Raises
-        ``UserError`` if none of the values suggested fit the other settings."""
+        """Return a trial with new values; None if all values of the space have been tried. Raises ``UserError`` if
+        no suggested values fit the other settings."""
         problem: UserError | None = None
         for attempt in range(_ATTEMPTS):
             seed = random.Random(f"{self.seed}, trial {len(tried)}, attempt {attempt}").getrandbits(32)
@@ -76,7 +76,7 @@ class Search:
             if trial.params not in tried:
                 try:
                     return trial, self._point(f"{_TRIAL}{len(tried)}", trial.params)
-                except UserError as error:  # such as a number of heads that does not divide the model's width
+                except UserError as error:  # for example a number of heads that does not divide the model's width
                     problem = error
             study.tell(trial, state=TrialState.FAIL)
         if problem is not None:
@@ -88,8 +88,8 @@ class Search:
 
 
 def read_search(words: Words) -> Sweep:
-    """Return the search over the swept keys of ``words``. Raises ``UserError`` if an option, a range or a corner of the
-    space has a mistake, nothing is swept, or the folder holds trials of another space."""
+    """Return the search over the swept keys of ``words``. Raises ``UserError`` if an option, a range or a corner of
+    the space has a mistake, nothing is swept, or the folder holds trials of another space."""
     options = _read_options(words)
     space: dict[str, BaseDistribution] = {}
     for key in words.swept:
@@ -155,19 +155,20 @@ def _distribution(words: Words, key: str) -> BaseDistribution:
 
 
 def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return points that between them have the ends of every range and every choice."""
+    """Return points that together contain both ends of every range and every choice."""
     ends = {
-        key: [str(each) for each in getattr(one, "choices", None) or (one.low, one.high)] for key, one in space.items()
+        key: [str(value) for value in getattr(one, "choices", None) or (one.low, one.high)]
+        for key, one in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
 
 
 def _earlier(builder: PointBuilder, space: Mapping[str, BaseDistribution]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of the trials in the sweep's folder, by name. Raises ``UserError`` if they were chosen from
-    a space that is not within ``space``."""
+    """Return the parameters of the trials in the sweep's folder, by name. Raises ``UserError`` if they were chosen
+    from a space that is not within ``space``."""
     _, outcomes = read_summary(builder.sweep_folder)
-    trials = {each.run_dir.name: each.values for each in outcomes}
+    trials = {outcome.run_dir.name: outcome.values for outcome in outcomes}
     earlier = {}
     for name in sorted(trials, key=lambda name: int(name.removeprefix(_TRIAL))):
         try:

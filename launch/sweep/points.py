@@ -1,4 +1,4 @@
-"""A sweep and its runs, as data."""
+"""Data classes of a sweep and its runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,31 +12,32 @@ class Point:
     """One run of a sweep."""
 
     name: str
-    """Distinguishes it from the other runs: ``lr-0.001-layers-2``, ``trial-3``."""
+    """Name that distinguishes the run: ``lr-0.001-layers-2``, ``trial-3``."""
     values: Mapping[str, str]
-    """The value of each swept key, as one would type it."""
+    """The value of each swept key, as the user would type it."""
     argv: tuple[str, ...]
-    """Its own command line."""
+    """Command line of this run."""
     config: RunConfig
 
 
 Evaluate = Callable[[Point], float | None]
-"""Trains a point and returns its result, lower being better; None if it failed or has none."""
+"""Function that trains a point and returns its result, lower being better; None if the run failed or has no result."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs that differ in the values of a few keys: a grid, or a search that chooses each from the results so far."""
+    """Runs that differ in the values of a few keys: a grid, or a search that chooses each run from the results so
+    far."""
 
     folder: Path
-    """Holds the table and the report; the same command finds it again."""
+    """Folder of the table and the report, the same for the same command."""
     keys: tuple[str, ...]
     """The swept keys, full and dotted, in the order they were typed."""
     points: tuple[Point, ...]
-    """Every run of a grid. For a search the corners of its space, which are checked but never run."""
+    """Every run of a grid. For a search, the corners of its space, which are checked but never run."""
     runs: int
     search: Callable[[Evaluate], None] | None = None
-    """Chooses points and evaluates each; None for a grid."""
+    """Function that chooses points and evaluates each of them; None for a grid."""
 
 
 def labels(keys: Sequence[str]) -> dict[str, str]:

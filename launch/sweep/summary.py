@@ -1,4 +1,4 @@
-"""The runs of a sweep side by side, from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
+"""The runs of a sweep side by side, read from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
 
 RECORD = "sweep.json"
-"""In the folder of a sweep: its keys and the outcome of each run."""
+"""File in a sweep's folder with the swept keys and the outcome of each run."""
 _TABLE = "sweep.csv"
 _RESULTS = (
     "loss", "validation_loss", "metric", "metric_value", "tokens_per_second", "state", "step", "reason", "run_dir",
@@ -39,19 +39,19 @@ class Outcome:
     reason: str | None = None
     exit_code: int | None = None
     loss: float | None = None
-    """Of the last logged step."""
+    """Training loss of the last logged step."""
     validation_loss: float | None = None
-    """The lowest."""
+    """Lowest validation loss."""
     tokens_per_second: float | None = None
-    """The median of the logged steps, in the task's unit."""
+    """Median rate of the logged steps, in the task's unit per second."""
     unit: str = "tokens"
     metric: str = "loss"
-    """What runs are compared by on the validation set: ``checkpoint.best_metric``."""
+    """Validation metric by which runs are compared (``checkpoint.best_metric``)."""
     metric_value: float | None = None
     """The best value of a metric other than the loss."""
     is_maximised: bool = False
     time: float = field(default_factory=time.time)
-    """When this was written, in Unix seconds."""
+    """Time of this record in Unix seconds."""
 
     @property
     def is_finished(self) -> bool:
@@ -59,12 +59,13 @@ class Outcome:
 
     @property
     def to_minimise(self) -> float | None:
-        """The result of the run, with the sign that makes lower better."""
+        """Result of the run, negated if higher is better."""
         value = self.validation_loss if self.metric == "loss" else self.metric_value
         return -value if value is not None and self.is_maximised else value
 
     def rank(self) -> tuple[bool, float, float]:
-        """Return a sort key, best first: by result, or by loss without one, and runs without either last."""
+        """Return a sort key, best first: by result, then by loss for runs without one. Runs without either come
+        last."""
         last, result = float("inf"), self.to_minimise
         return result is None, last if result is None else result, last if self.loss is None else self.loss
 
@@ -108,7 +109,7 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     """Write ``sweep.json`` and ``sweep.csv`` into the folder of a sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     best = sorted(outcomes, key=Outcome.rank)
-    runs = [{**asdict(each), "run_dir": str(each.run_dir)} for each in best]
+    runs = [{**asdict(outcome), "run_dir": str(outcome.run_dir)} for outcome in best]
     write_atomically(
         folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
     )
@@ -120,19 +121,20 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
 
 
 def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
-    """Return the keys and current outcomes of the sweep in ``folder``; empty if there is none that can be read."""
+    """Return the keys and current outcomes of the sweep in ``folder``; empty if there is no readable record."""
     try:
         record = read_json(folder / RECORD)
-        names = [each.name for each in fields(Outcome)]
+        names = [attribute.name for attribute in fields(Outcome)]
         noted = [Outcome(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
         keys = [str(key) for key in record["keys"]]
     except (OSError, ValueError, KeyError, TypeError):
         return [], []
-    return keys, [newer(Outcome(**{**vars(each), "run_dir": Path(each.run_dir)})) for each in noted]
+    return keys, [newer(Outcome(**{**vars(outcome), "run_dir": Path(outcome.run_dir)})) for outcome in noted]
 
 
 def newer(noted: Outcome) -> Outcome:
-    """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails at start writes no status."""
+    """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails while it starts writes no
+    status."""
     found = read_outcome(noted.run_dir, noted.values, noted.metric, is_maximised=noted.is_maximised)
     return found if found.state != "not started" and found.time >= noted.time else noted
 
@@ -140,19 +142,21 @@ def newer(noted: Outcome) -> Outcome:
 def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     """Return the runs, best first: swept values, losses, metric, rate, state and folder."""
     label = labels(keys)
-    metrics = [each.metric for each in outcomes[:1] if each.metric != "loss"]
-    units = {each.unit for each in outcomes if each.tokens_per_second is not None} or {"tokens"}
+    metrics = [outcome.metric for outcome in outcomes[:1] if outcome.metric != "loss"]
+    units = {outcome.unit for outcome in outcomes if outcome.tokens_per_second is not None} or {"tokens"}
     rate = "tok/s" if units == {"tokens"} else f"{units.pop()}/s" if len(units) == 1 else "rate"
     rows = [[*label.values(), "loss", "validation", *metrics, rate, "state", "folder"]]
-    for each in sorted(outcomes, key=Outcome.rank):
-        results = [each.loss, each.validation_loss, *([each.metric_value] if metrics else [])]
-        numbers = [*(_number(result, ".4f") for result in results), _number(each.tokens_per_second)]
-        rows.append([*(shown(each.values.get(key, "")) for key in keys), *numbers, _state(each), str(each.run_dir)])
+    for outcome in sorted(outcomes, key=Outcome.rank):
+        results = [outcome.loss, outcome.validation_loss, *([outcome.metric_value] if metrics else [])]
+        numbers = [*(_number(result, ".4f") for result in results), _number(outcome.tokens_per_second)]
+        rows.append(
+            [*(shown(outcome.values.get(key, "")) for key in keys), *numbers, _state(outcome), str(outcome.run_dir)]
+        )
     return "\n".join(columns(rows))
 
 
 def shown(value: str) -> str:
-    """Return a value for a person to read: long numbers have six digits."""
+    """Return a value as shown to the user: long numbers have six digits."""
     try:
         return value if len(value) <= _LONG else f"{float(value):.6g}"
     except ValueError:

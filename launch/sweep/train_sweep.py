@@ -24,13 +24,13 @@ from serried.runtime.exit import in_one_line, say_why
 from serried.runtime.process import say
 
 WriteReport = Callable[[Sequence[Path], Path], object]
-"""Writes the page that compares the runs in some folders to a file."""
+"""Writes a page that compares the runs in the given folders to a file."""
 Train = Callable[[Point, NotedSignals], Outcome]
-"""Trains a run to its end."""
+"""Trains a run until it ends."""
 
 _FRUITLESS_RUNS = 3
 _NOT_COMPARED = ("run", "launch", "slurm", "track", "profile", "dry_run")
-"""Sections that do not change a run's result."""
+"""Config sections that do not change a run's result."""
 
 
 class _AskedToStop(BaseException):
@@ -38,10 +38,10 @@ class _AskedToStop(BaseException):
 
 
 def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> int:
-    """Train the runs that are not finished, print a table of all, and return the exit code.
+    """Train the unfinished runs, print a table of all runs, and return the exit code.
 
-    A run that fails does not end the sweep, unless several in a row fail for the same reason before their first step.
-    A signal is passed on to the current run, which saves, and ends the sweep; the same command resumes it.
+    A run that fails does not end the sweep, unless several in a row fail for the same reason before their first
+    step. A signal is passed on to the current run, which saves, and ends the sweep. The same command resumes it.
 
     Raises ``UserError`` if another process runs this sweep, or its folder cannot be written.
     """
@@ -80,18 +80,18 @@ def _claimed(sweep: Sweep) -> FolderLock:
 
 
 def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals, problem: Exception | None) -> int:
-    failed = [each for each in outcomes if each.state == "failed"]
-    for each in failed:
-        say_why(f"failed: {each.run_dir}: {each.reason}")
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for outcome in failed:
+        say_why(f"failed: {outcome.run_dir}: {outcome.reason}")
     if problem is not None:
         say_why(f"{'error' if isinstance(problem, UserError) else 'failed'}: {problem}")
-    done = f"{sum(each.is_finished for each in outcomes)} of {sweep.runs} runs are finished"
+    done = f"{sum(outcome.is_finished for outcome in outcomes)} of {sweep.runs} runs are finished"
     if signals.received:
         say(f"stopped    {signals.received[0].name}: {done}; run the same command to resume")
         return EXIT_STOPPED
     if failed or problem is not None:
-        return EXIT_MISTAKE if {each.exit_code for each in failed} == {EXIT_MISTAKE} else EXIT_FAILED
-    stopped = [each.reason or "" for each in outcomes if not each.is_finished]
+        return EXIT_MISTAKE if {outcome.exit_code for outcome in failed} == {EXIT_MISTAKE} else EXIT_FAILED
+    stopped = [outcome.reason or "" for outcome in outcomes if not outcome.is_finished]
     if not stopped:
         return EXIT_FINISHED
     reasons = ", ".join(dict.fromkeys(filter(None, stopped))) or "before the last step"
@@ -102,14 +102,14 @@ def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals
 
 
 def values_shown(keys: Sequence[str], point: Point) -> str:
-    """Return the values of the swept ``keys`` for a person to read."""
+    """Return the values of the swept ``keys`` as shown to the user."""
     label = labels(keys)
     return " ".join(f"{label[key]}={shown(value)}" for key, value in point.values.items())
 
 
 def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
-    """Submit the runs that are neither finished nor in the queue, and print a table of all. Return the exit code.
-    Raises ``UserError`` if Slurm refuses the job, or squeue does not answer."""
+    """Submit the runs that are neither finished nor in the queue, and print a table of all runs. Return the exit
+    code. Raises ``UserError`` if Slurm refuses the job, or squeue does not answer."""
     if sweep.points[0].config.slurm.dry_run:
         return submit({point.argv: point.config for point in sweep.points})
     outcomes = [outcome_of(point) for point in sweep.points]
@@ -143,7 +143,7 @@ def summarize(sweep: Sweep, outcomes: Sequence[Outcome], write_report: WriteRepo
 def update_summary(folder: Path, write_report: WriteReport) -> None:
     """Write the table and the report of the sweep in ``folder`` from the current state of its runs.
 
-    Does nothing if there is no sweep, or if a process that runs it will write them.
+    Does nothing if there is no sweep, or if a running process of the sweep will write them.
     """
     keys, outcomes = read_summary(folder)
     if outcomes and not is_locked(folder):
@@ -152,12 +152,14 @@ def update_summary(folder: Path, write_report: WriteReport) -> None:
 
 def _write(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
     files = ["sweep.json", "sweep.csv"] if _write_table(folder, keys, outcomes) else []
-    started = [each.run_dir for each in sorted(outcomes, key=Outcome.rank) if (each.run_dir / METRICS).exists()]
+    started = [
+        outcome.run_dir for outcome in sorted(outcomes, key=Outcome.rank) if (outcome.run_dir / METRICS).exists()
+    ]
     if started:
         try:
             write_report(started, folder / "report.html")
             files.append("report.html")
-        except Exception as error:  # the runs are trained, with or without a page
+        except Exception as error:  # the runs are trained, with or without a report
             say(f"WARNING    no report: {in_one_line(error)}")
     if files:
         say(f"files      {folder}: {', '.join(files)}")
@@ -176,15 +178,17 @@ class _Runs:
     """The runs of one sweep and their outcomes."""
 
     def __init__(self, sweep: Sweep, signals: NotedSignals, train: Train) -> None:
-        self._sweep, self._signals, self._train = sweep, signals, train
+        self._sweep = sweep
+        self._signals = signals
+        self._train = train
         grid = sweep.points if sweep.search is None else ()
-        self.outcomes = {each.config.run.dir: outcome_of(each) for each in grid}
+        self.outcomes = {point.config.run.dir: outcome_of(point) for point in grid}
         self.started = 0
         self._fruitless = 0
         self._last_reason = ""
 
     def evaluate(self, point: Point) -> float | None:
-        """Train ``point``, unless it is finished. Return its result, lower being better; None if it has none.
+        """Train ``point`` unless it is finished. Return its result, lower being better; None if it has none.
 
         Raises:
             TrainingFailed: several runs in a row failed for the same reason before their first step.
@@ -233,13 +237,13 @@ class _Runs:
 
 
 def _is_done(point: Point, outcome: Outcome) -> bool:
-    """Return whether ``point`` is finished with these settings. If anything changed, the run itself decides."""
+    """Return whether ``point`` is finished with these settings. If any setting changed, the run itself decides."""
     config, trainer = point.config, point.config.trainer
     if not outcome.is_finished or config.checkpoint.resume == "never":
         return False
     chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
     earlier = read_if_there(config.run.dir / "config.yaml")
-    its = {key: value_at(f"trainer.{key}", earlier) for key in chosen}  # as the run wrote them
+    its = {key: value_at(f"trainer.{key}", earlier) for key in chosen}  # as recorded by the run
     steps = its.get("steps", trainer.steps)
     has_ended = (is_count(steps) and outcome.step >= steps) or "trainer.patience" in (outcome.reason or "")
     now = parse_yaml(config_yaml(config))

@@ -121,8 +121,10 @@ class Registry:
     def _load_built_in(self) -> None:
         if self.built_in_package is not None:
             package, self.built_in_package = import_module(self.built_in_package), None
-            for module in pkgutil.iter_modules(package.__path__):
-                import_module(f"{package.__name__}.{module.name}")
+            names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+            # An optimizer's class, which needs torch, is in a module beside that of its section.
+            for name in [name for name in names if name.endswith("_config")] or names:
+                import_module(f"{package.__name__}.{name}")
 
 
 @functools.cache

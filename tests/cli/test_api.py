@@ -43,7 +43,7 @@ PUBLIC = [
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's script in a folder of its own."""
-    return Path(shutil.copy(ROOT / "tests" / "own_task.py", tmp_path_factory.mktemp("own")))
+    return Path(shutil.copy(ROOT / "tests" / "support" / "own_task.py", tmp_path_factory.mktemp("own")))
 
 
 def task_of(script: str | Path, name: str) -> Any:
@@ -647,7 +647,7 @@ def test_next_command_starts_a_run_as_this_one_was_started(
 def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
     folder = tmp_path / "my scripts"
     folder.mkdir()
-    shutil.copy(ROOT / "tests" / "own_task.py", folder / "points.py")
+    shutil.copy(ROOT / "tests" / "support" / "own_task.py", folder / "points.py")
 
     def pasted(command: str) -> str:
         done = typed(*shlex.split(command)[1:], cwd=tmp_path)

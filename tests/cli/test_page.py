@@ -542,7 +542,7 @@ def test_the_page_may_fetch_nothing_and_run_nothing_else(chromium: Browser, page
 
 
 def test_the_library_is_the_one_it_says(page_file: Path) -> None:
-    folder = ROOT / "records" / "page" / "uplot"
+    folder = ROOT / "records" / "report" / "uplot"
     told = re.findall(r"\| ([0-9a-f]{64}) \| (\S+) \|", (folder / "README.md").read_text())
     assert len(told) == 2
     for digest, name in told:

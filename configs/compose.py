@@ -245,9 +245,7 @@ def _composed(line: CommandLine) -> dict[str, Any]:
     be read or merged, or refers to something that does not exist."""
     shipped = declared().shipped
     try:
-        yamls = sorted(path for folder in declared().folders for path in folder.rglob("*.yaml"))
-        stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)
-        files, choices = _from_files(declared().root, shipped, _for_hydra(line), stamp)
+        files, choices = _from_files(declared().root, shipped, _for_hydra(line), _stamp())
         config = OmegaConf.create(files)
         _fill_in(config, choices, line)
     except yaml.MarkedYAMLError as error:
@@ -268,6 +266,12 @@ def _composed(line: CommandLine) -> dict[str, Any]:
             cure = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
             reason = f"the environment variable {unset[1]} is not set; {cure}"
         raise UserError(f"{given} cannot be filled in: {reason}") from None
+
+
+def _stamp() -> object:
+    """Return what changes with the YAML files."""
+    yamls = sorted(path for folder in declared().folders for path in folder.rglob("*.yaml"))
+    return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)
 
 
 @functools.lru_cache(maxsize=64)  # of a sweep, most runs choose the same files
@@ -328,10 +332,8 @@ def _for_hydra(line: CommandLine) -> tuple[str, ...]:
 def _origins(line: CommandLine) -> Origins:
     """Return the origins of the values of a composed config."""
     shipped, folders = declared().shipped, declared().folders
-    with initialize_config_dir(str(shipped), version_base=None):
-        loader = GlobalHydra.instance().config_loader()
-        defaults = loader.compute_defaults_list(declared().root, [*_for_hydra(line)], RunMode.RUN).defaults
-    files = [(each / f"{default.config_path}.yaml", default.package or "") for default in defaults for each in folders]
+    defaults = _defaults_list(declared().root, shipped, _for_hydra(line), _stamp())
+    files = [(each / f"{path}.yaml", package) for path, package in defaults for each in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.
     typed = {key: value for key, value in line.typed.items() if key not in line.choices}
     return Origins(typed, [(file, section) for file, section in files if file.exists()], shipped.parent)
@@ -342,6 +344,16 @@ def _of_folder(preset: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str,
     before, after = preset.get("model") or {}, plain.get("model") or {}
     origin = f"config.json of {after.get('path')}"
     return {f"model.{key}": origin for key, value in after.items() if key not in before or before[key] != value}
+
+
+@functools.lru_cache(maxsize=64)
+def _defaults_list(root: str, folder: Path, words: tuple[str, ...], stamp: object) -> list[tuple[str | None, str]]:
+    """Return the YAML files that Hydra merges, in order, and the section of each. ``stamp``: as for ``_from_files``."""
+    del stamp
+    with initialize_config_dir(str(folder), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        defaults = loader.compute_defaults_list(root, [*words], RunMode.RUN).defaults
+    return [(default.config_path, default.package or "") for default in defaults]
 
 
 def _not_composed(error: Exception, folder: str, groups: Groups) -> str:

@@ -78,12 +78,12 @@ class Run:
             began = metrics(self.run_dir, "start")[-1]["resumed_from"] or 0
             return any(line["step"] > began for line in metrics(self.run_dir, "checkpoint"))
 
-        wait_for(is_so, f"start {starts} with {size} processes (so far {self.worlds()})", 150, self.printed)
+        wait_for(is_so, f"start {starts} with {size} processes (so far {self.worlds()})", self.printed)
 
     def stop(self) -> None:
         """Ask for a stop, and wait for it."""
         (self.run_dir / "control").write_text("stop")
-        wait_for(lambda: self.status() == "stopped", "the stop", 60, self.printed)
+        wait_for(lambda: self.status() == "stopped", "the stop", self.printed)
 
     def status(self) -> str:
         return str(json.loads((self.run_dir / "status.json").read_text())["state"])
@@ -209,7 +209,7 @@ def test_ranks_of_other_hosts_end_soon_after_the_first_host(how: str, hosts: Hos
     started = [start_plain(hosts, host, outputs[host], [], program, PYTHONPATH=".") for host in range(2)]
     try:
         written = run_dir / "metrics.jsonl"
-        wait_for(lambda: written.exists() and len(metrics(run_dir)) >= 3, "step 3", 120, printed)
+        wait_for(lambda: written.exists() and len(metrics(run_dir)) >= 3, "step 3", printed)
         if how == "dies":
             started[0].kill()
         else:
@@ -256,4 +256,4 @@ def test_hosts_of_tests_end_with_them(how: str, tmp_path: Path) -> None:
     if how == "with its guardian":
         assert process in left().split(), "nobody has cleared it"
         Hosts(0, tmp_path).close()
-    wait_for(lambda: not left(), "all of it to be gone", 30, left)
+    wait_for(lambda: not left(), "all of it to be gone", left)

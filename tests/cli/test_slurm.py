@@ -13,9 +13,9 @@ import pytest
 from serried.planner.measured_rates import read_rates
 from testing.cluster import ROOT
 from testing.runs import metrics, tiny_overrides
-from tests.support.slurm import SlurmCluster, wait_for, why_not
+from tests.support.slurm import PATIENCE_SECONDS, SlurmCluster, wait_for, why_not
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 # A login node has no torch: importing it fails here.
 _LOGIN_NODE = "import sys; sys.modules['torch'] = None; from {module} import main; sys.exit(main(sys.argv[1:]))"
@@ -41,7 +41,7 @@ def _no_job_stays(slurm: SlurmCluster) -> Iterator[None]:
 def at_login(slurm: SlurmCluster, module: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _LOGIN_NODE.format(module=module), *words],
-        cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def starts(run_dir: Path) -> list[int | None]:
 
 
 def wait_for_steps(run_dir: Path, more_than: int) -> None:
-    wait_for(lambda: max(steps(run_dir), default=0) > more_than, f"step {more_than}", 150, lambda: printed(run_dir))
+    wait_for(lambda: max(steps(run_dir), default=0) > more_than, f"step {more_than}", lambda: printed(run_dir))
 
 
 def has_trained_on(run_dir: Path, start: int) -> bool:
@@ -88,11 +88,11 @@ def has_trained_on(run_dir: Path, start: int) -> bool:
 
 def wait_for_a_start(run_dir: Path, number: int) -> None:
     """Wait until the run has started that often, and trained on."""
-    wait_for(lambda: has_trained_on(run_dir, number), f"start {number}", 150, lambda: printed(run_dir))
+    wait_for(lambda: has_trained_on(run_dir, number), f"start {number}", lambda: printed(run_dir))
 
 
 def wait_for_state(run_dir: Path, state: str) -> None:
-    wait_for(lambda: status(run_dir).get("state") == state, f"the run to be {state}", 150, lambda: printed(run_dir))
+    wait_for(lambda: status(run_dir).get("state") == state, f"the run to be {state}", lambda: printed(run_dir))
 
 
 def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
@@ -103,7 +103,9 @@ def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
     last = (starts(run_dir)[-1] or 0) + 1
     whole = tmp_path / "undisturbed"
     argv = tiny_overrides(text, whole, *_ENDLESS, f"trainer.stop_at={last}", "launch=local", "launch.processes=2")
-    subprocess.run([sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, timeout=240, check=False)
+    subprocess.run(
+        [sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, timeout=PATIENCE_SECONDS, check=False
+    )
     assert [line["loss"] for line in metrics(run_dir)][:last] == [line["loss"] for line in metrics(whole)]
 
 
@@ -125,7 +127,9 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     assert (run_dir / "slurm" / f"{job}-node-1.log").exists()
     assert metrics(run_dir, "start")[0]["world_size"] == 2
     alone = tmp_path / "alone"
-    subprocess.run([sys.executable, "train.py", *tiny_overrides(text, alone)], cwd=ROOT, timeout=120, check=True)
+    subprocess.run(
+        [sys.executable, "train.py", *tiny_overrides(text, alone)], cwd=ROOT, timeout=PATIENCE_SECONDS, check=True
+    )
     assert [line["loss"] for line in metrics(run_dir)] == pytest.approx([line["loss"] for line in metrics(alone)])
     shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert "finished: all steps done, exit code 0" in shown
@@ -140,7 +144,7 @@ def test_run_saves_before_the_time_limit_and_resumes_when_queued_again(
     job = submit(slurm, *argv, "slurm.time_minutes=30", "slurm.signal_seconds=600")
     wait_for_steps(run_dir, 5)
     slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=9")  # so that 600 s before the limit are over
-    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", 150, lambda: printed(run_dir))
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", lambda: printed(run_dir))
     slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=30")
     wait_for_a_start(run_dir, 2)
     assert "SIGUSR1" in metrics(run_dir, "stop")[0]["reason"]
@@ -183,7 +187,7 @@ def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Pat
         config = (run_dir / "config.yaml").read_text()
         assert f"name: small-seed-{seed}\n" in config
         assert f"seed: {seed}\n" in config
-    wait_for(lambda: not slurm.ask("squeue", "--noheader").strip(), "an empty queue", 60)
+    wait_for(lambda: not slurm.ask("squeue", "--noheader").strip(), "an empty queue")
     done = at_login(
         slurm, "serried.program", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv
     )
@@ -230,7 +234,7 @@ def test_run_preempted_while_python_starts_is_queued_again(slurm: SlurmCluster, 
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
     setup = slow_start(tmp_path, begun, 60)
     job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", setup)
-    wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
+    wait_for(begun.exists, "Python to start", lambda: printed(run_dir))
     urgent = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
     ).strip()
@@ -243,9 +247,9 @@ def test_signal_while_python_starts_stops_the_run(slurm: SlurmCluster, text: Pat
     """torchrun has to ignore SIGUSR1, and so would the ranks, which come later."""
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
     job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), slow_start(tmp_path, begun, 5))
-    wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
+    wait_for(begun.exists, "Python to start", lambda: printed(run_dir))
     slurm.ask("scancel", "--signal=USR1", job)  # as Slurm does before the time limit, at a time of its own
-    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", 150, lambda: printed(run_dir))
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", lambda: printed(run_dir))
     assert "stopped: SIGUSR1 while the processes were joining" in printed(run_dir)
     assert "stopped before training began: SIGUSR1" in printed(run_dir)
     wait_for_steps(run_dir, 1)
@@ -311,7 +315,7 @@ def test_interrupted_preflight_leaves_no_job(
         job = waiting.stdout.readline().split()[2].rstrip(":")
         slurm.wait_for_state(job, "RUNNING")
         waiting.send_signal(number)
-        stdout, stderr = waiting.communicate(timeout=60)
+        stdout, stderr = waiting.communicate(timeout=PATIENCE_SECONDS)
     assert (waiting.returncode, stderr) == (75, "")
     assert stdout.endswith(f"stopped    {number.name}: job {job} is cancelled\n")
     slurm.wait_for_state(job, "CANCELLED")

@@ -62,7 +62,7 @@ class Sweep:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
-        wait_for(lambda: not any(is_alive(pid) for pid in pids), "all to be dead", 60)
+        wait_for(lambda: not any(is_alive(pid) for pid in pids), "all to be dead")
 
     def end(self) -> tuple[int, str, str]:
         stdout, stderr = self.process.communicate(timeout=400)
@@ -103,7 +103,7 @@ def test_stopped_grid_resumes_and_failed_run_does_not_end_it(text: Path, tmp_pat
     second = home / "vocab_size-300"
 
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: steps_of(second) > 1, "the second run to train", 300)
+    wait_for(lambda: steps_of(second) > 1, "the second run to train")
     sweeps[-1].process.terminate()
     code, stdout, _ = sweeps[-1].end()
     assert code == EXIT_STOPPED
@@ -134,7 +134,7 @@ def test_killed_search_resumes_and_suggests_what_an_uninterrupted_one_does(
     words = tiny_overrides(text, tmp_path / "runs", *_SPACE, "search.trials=3", *_LONG, "trainer.eval_every=20")
     folder = tmp_path / "runs" / "search-lr-schedule"
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: steps_of(folder / "trial-1") > 3 and len(steps_saved(folder / "trial-1")) > 1, "trial 1", 300)
+    wait_for(lambda: steps_of(folder / "trial-1") > 3 and len(steps_saved(folder / "trial-1")) > 1, "trial 1")
     sweeps[-1].kill()
     killed_at = steps_saved(folder / "trial-1")[-1]
 
@@ -155,7 +155,7 @@ def test_second_interrupt_ends_a_sweep_without_saving(text: Path, tmp_path: Path
     slow_step = ("trainer.global_batch=100000", "launch.stop_timeout_seconds=300")
     words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2", *slow_step, *_TWO_PROCESSES)
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: (tmp_path / "runs" / "seed-1" / "metrics.jsonl").exists(), "the first run to train", 300)
+    wait_for(lambda: (tmp_path / "runs" / "seed-1" / "metrics.jsonl").exists(), "the first run to train")
     started = sweeps[-1].processes()
     assert len(started) >= 4, "the sweep, its run's launcher and two ranks"
 
@@ -164,10 +164,10 @@ def test_second_interrupt_ends_a_sweep_without_saving(text: Path, tmp_path: Path
             sweeps[-1].process.send_signal(signal.SIGINT)
         return sweeps[-1].process.poll() is not None
 
-    wait_for(interrupted, "the sweep to end", 60)
+    wait_for(interrupted, "the sweep to end")
     code, stdout, _ = sweeps[-1].end()
     assert code == EXIT_STOPPED, stdout
-    wait_for(lambda: not any(is_alive(pid) for pid in started), "all to end", 30)
+    wait_for(lambda: not any(is_alive(pid) for pid in started), "all to end")
 
 
 @pytest.mark.slow
@@ -177,14 +177,14 @@ def test_killed_sweep_leaves_no_run_and_a_second_one_is_refused(
     words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2", *_LONG)
     first = tmp_path / "runs" / "seed-1"
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: (tmp_path / "runs" / "sweep-seed" / "sweep.json").exists(), "the sweep to start", 300)
+    wait_for(lambda: (tmp_path / "runs" / "sweep-seed" / "sweep.json").exists(), "the sweep to start")
     with pytest.raises(UserError, match=r"another process is running this sweep.* use run.dir=OTHER"):
         run_sweep(read_sweep(words), lambda *_: None)
-    wait_for(lambda: steps_of(first) > 1, "the first run to train", 300)
+    wait_for(lambda: steps_of(first) > 1, "the first run to train")
     run = sweeps[-1].processes()[1]
     sweeps[-1].process.kill()
     sweeps[-1].process.communicate()
-    wait_for(lambda: not is_alive(run), "the run to save and stop", 60)
+    wait_for(lambda: not is_alive(run), "the run to save and stop")
     assert read_outcome(first, {}).state == "stopped"
 
 

@@ -113,7 +113,7 @@ def wait_for_a_silent_peer(ended: str) -> float:
         with warnings.catch_warnings(action="error"):
             session.first_step_done()
         if session.rank == 1:
-            wait_for(Path(ended).exists, "the other to lose its patience", 90)
+            wait_for(Path(ended).exists, "the other to lose its patience")
             return 0.0
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="Timed out"):

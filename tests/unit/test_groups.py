@@ -33,7 +33,7 @@ def wait_on_each_axis_for_a_silent_peer(folder: str) -> float:
         axis = {1: "replicate", 2: "fsdp"}.get(session.rank)
         if axis is None:
             for other in ("replicate", "fsdp"):
-                wait_for((Path(folder) / other).exists, "the others to lose their patience", 90)
+                wait_for((Path(folder) / other).exists, "the others to lose their patience")
             return 0.0
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="Timed out"):

@@ -63,7 +63,10 @@ def test_no_overrides_give_the_recipe_tiny():
     assert compose(["recipe=tiny"]) == config
 
 
-@pytest.mark.parametrize("parallel", GROUPS["parallel"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["single", *(pytest.param(each, marks=pytest.mark.slow) for each in GROUPS["parallel"] if each != "single")],
+)
 @pytest.mark.parametrize(
     "recipe", [path.stem for path in sorted((FOLDER / "recipe").glob("*.yaml")) if "\nparallel:" in path.read_text()]
 )
@@ -220,7 +223,13 @@ def test_published_models_have_their_published_size(name: str, count: int, rope_
 # Writing it down
 
 
-@pytest.mark.parametrize("recipe", GROUPS["recipe"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(each, marks=[] if each in ("tiny", "llama8b", "dpo") else pytest.mark.slow)
+        for each in GROUPS["recipe"]
+    ],
+)
 def test_yaml_gives_the_same_config_back(recipe: str, folder: Path):
     config = compose([f"recipe={recipe}", "run.name='2024'", "optim.lr=1e-7", "data=text", "data.path=a: #é"])
     text = config_yaml(config)
@@ -385,7 +394,7 @@ def test_a_slip_of_one_letter_is_refused(slip: tuple[str, str]):
 def test_a_slip_of_one_letter_leads_to_the_key(slip: tuple[str, str]):
     key, typed = slip
     message = unknown_key(typed, "1", "command line", GROUPS)
-    assert re.search(rf"(?<![\w.]){re.escape(key)}=", message.partition("did you mean")[2]), message
+    assert re.search(rf"(?<![\w.]){re.escape(key)}=", message), message  # a question, or a sentence that has the key
 
 
 @given(st.integers(1, 5000))
@@ -492,7 +501,7 @@ def test_a_message_is_one_line_whatever_was_typed():
         assert len(message) < 400
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.lists(st.text(min_size=0, max_size=12), max_size=3))
 def test_no_command_line_ends_in_anything_but_a_config_or_a_refusal(argv: list[str]):
     try:

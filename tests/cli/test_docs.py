@@ -34,6 +34,7 @@ def test_script_of_the_documentation_trains(names: list[str], printed: str, tmp_
     assert printed in done.stdout
 
 
+@pytest.mark.slow
 def test_documented_plan_has_the_same_losses_in_tensor_and_pipeline(tmp_path: Path) -> None:
     (tmp_path / "divided.py").write_text(scripts()["divided.py"], "utf-8")
     short = ["divided.py", "trainer.steps=3", "trainer.log_every=1", "launch.device=cpu"]

@@ -54,14 +54,14 @@ class Local:
 def started(text: Path, tmp_path: Path) -> Iterator[Local]:
     """One that trains, and would for ever, in ``tmp_path / "run"``."""
     run = Local(*tiny_overrides(text, tmp_path / "run", *_ENDLESS))
-    wait_for(lambda: is_training(tmp_path / "run"), "the third step", 120)
+    wait_for(lambda: is_training(tmp_path / "run"), "the third step")
     ranks = run.ranks()
     assert len(ranks) == 2
     yield run
     with suppress(ProcessLookupError):
         run.process.kill()
     run.process.communicate()
-    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end", 60)
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end")
 
 
 def is_training(run_dir: Path) -> bool:
@@ -289,7 +289,7 @@ def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_pa
     ("launch", "said"),
     [
         (["launch=local", "launch.processes=2"], "before training began; the same command starts it"),
-        ([], "while the processes were joining; run the same command to resume"),
+        pytest.param([], "while the processes were joining; run the same command to resume", marks=pytest.mark.slow),
     ],
 )
 def test_signal_that_torch_would_swallow_while_it_is_imported_is_heard(
@@ -400,7 +400,7 @@ def test_killed_rank_is_named_and_the_others_end(started: Local, tmp_path: Path)
 def test_killed_launcher_leaves_no_rank(started: Local, tmp_path: Path) -> None:
     ranks = started.ranks()
     started.process.kill()
-    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end", 60)
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end")
     assert status(tmp_path / "run")["state"] == "stopped"
 
 

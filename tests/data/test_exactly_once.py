@@ -203,10 +203,9 @@ def test_a_run_that_stops_and_changes_its_layout_trains_on_what_a_straight_one_d
         return [(number, tokens) for each in of_ranks for batch in each for number, tokens in batch]
 
     straight = trained(tmp_path / "straight", 1, "trainer.micro_batch=12", "trainer.workers=0")
-    pieces = trained(tmp_path / "pieces", 2, "trainer.micro_batch=3", "trainer.workers=2", "trainer.stop_at=2")
-    pieces += trained(tmp_path / "pieces", 3, "trainer.micro_batch=2", "trainer.workers=0", "trainer.stop_at=5")
+    pieces = trained(tmp_path / "pieces", 3, "trainer.micro_batch=2", "trainer.workers=2", "trainer.stop_at=3")
     pieces += trained(
-        tmp_path / "pieces", 4, "trainer.micro_batch=1", "trainer.workers=2", "parallel=fsdp", "trainer.stop_at=6"
+        tmp_path / "pieces", 2, "trainer.micro_batch=1", "trainer.workers=0", "parallel=fsdp", "trainer.stop_at=5"
     )
     pieces += trained(tmp_path / "pieces", 1, "trainer.micro_batch=4", "trainer.workers=2")
     assert pieces == straight

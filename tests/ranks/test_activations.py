@@ -101,12 +101,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring", "expert"))
-        )
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("single", "fsdp, bf16"))) for name in LAYOUTS],
 )
 def test_a_step_has_the_same_bits_in_every_mode(name: str, cluster: Cluster) -> None:
     ranks, how = LAYOUTS[name]
@@ -184,7 +179,7 @@ def kept_after_forward(model: nn.Module, tokens: Tensor) -> int:
     return found
 
 
-@pytest.mark.parametrize("budget", [0.6, 0.3])
+@pytest.mark.parametrize("budget", [0.6, pytest.param(0.3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["tiny", "moe_tiny", "gpt2"])
 def test_the_allocator_holds_at_most_the_budget(name: str, budget: float) -> None:
     sizes = {"dim": 128, "heads": 4, "hidden_dim": 320, "vocab_size": 257, "max_sequence_length": 128}

@@ -39,6 +39,7 @@ def test_updates_are_those_of_torch() -> None:
         torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.slow
 def test_planned_state_is_what_a_rank_holds() -> None:
     argv = (*TINY, "trainer.global_batch=16", ADAFACTOR, "parallel=fsdp", "parallel.tensor=2")
     (stage,), formula, _ = both(*argv, processes=4)

@@ -47,7 +47,7 @@ EXPERTS: dict[str, tuple[int, list[str]]] = {
 }
 SAVED = ("pipeline x2 x tensor x2", "expert x2 x fsdp x2")
 """A checkpoint of one is read on all that train the same model."""
-QUICK = ("tensor x2 x replicate x2", "expert x2 x tensor x2")
+QUICK = ("expert x2 x tensor x2",)
 
 
 def argv_of(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:

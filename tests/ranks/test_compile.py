@@ -73,10 +73,7 @@ def differing(argv: list[str], modes: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp", "tensor", "context", "expert")))
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "single")) for name in LAYOUTS],
 )
 def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: str, cluster: Cluster) -> None:
     ranks, how, modes = LAYOUTS[name]
@@ -129,6 +126,7 @@ def test_own_blocks_have_the_same_bits_with_selective_checkpointing_too(
     assert not capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: Path, tmp_path: Path) -> None:
     more = ["model.layers=2", "trainer.eval_every=2", "trainer.sample_tokens=6"]
     plain = run_here(tiny_overrides(text, tmp_path / "plain", *more))

@@ -272,6 +272,7 @@ RUN = (
 DIVIDED = ("parallel=fsdp", "parallel.context=2", "parallel.context_method=ring", *RUN)
 
 
+@pytest.mark.slow
 def test_run_evaluates_samples_and_resumes_as_one_process_does(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     def train(name: str, ranks: int, *more: str, code: int = EXIT_FINISHED) -> str:
         argv = tiny_overrides(text, tmp_path / name, *more)

@@ -319,13 +319,17 @@ ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {
 }
 LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 """The last two where attention differs from that of llama, which test_parity.py trains on all."""
-DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
+SELECTIVE = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
+DAILY = ("olmo2_7b",)
 
 
 @pytest.mark.parametrize(
     ("preset", "layouts", "checkpointing"),
     [
-        *((preset, layouts, "selective") for preset, layouts in DAILY.items()),
+        *(
+            pytest.param(preset, layouts, "selective", marks=[pytest.mark.slow] * (preset not in DAILY))
+            for preset, layouts in SELECTIVE.items()
+        ),
         *(
             pytest.param(
                 preset, LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2], "none", marks=pytest.mark.slow

@@ -73,6 +73,7 @@ def curve(cluster: Cluster, ranks: int, layout: str, text: Path, run_dir: Path) 
     return [(line["loss"], line["grad_norm"]) for line in metrics(run_dir)]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_run_equals_one_process_and_opens_in_transformers(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

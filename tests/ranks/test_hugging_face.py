@@ -102,6 +102,7 @@ def test_documents_begin_and_end_as_it_says(folder: Path, tmp_path: Path) -> Non
     assert documents(prepared, "train")[0].startswith(WORDS)
 
 
+@pytest.mark.slow
 def test_long_documents_are_the_same_text(folder: Path, tmp_path: Path) -> None:
     text = "".join(f"word {i} " for i in range(120_000))
     source = write(tmp_path / "text", {"a.txt": text})

@@ -37,9 +37,8 @@ def train(
     return metrics(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks"), [(PLANE, [3]), pytest.param(CUBE, [0, 6], marks=pytest.mark.slow)], ids=["plane", "cube"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "ranks"), [(PLANE, [3]), (CUBE, [0, 6])], ids=["plane", "cube"])
 def test_a_nan_on_any_rank_of_several_axes_skips_the_step_everywhere(
     layout: list[str], ranks: list[int], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

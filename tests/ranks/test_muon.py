@@ -151,7 +151,7 @@ def reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFac
     return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("muon") / "run", *MUON, steps=5)
 
 
-DAILY = ("tensor x2 x fsdp x2",)
+DAILY = ("fsdp x2 (ZeRO-3)",)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.slow)])
 def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded by FSDP2 for a GPU that is not there, on tensors without data, which refuse operations on two devices."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -171,7 +171,7 @@ def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monk
         pytest.param(("parallel=fsdp", "parallel.pipeline=2"), "lion", [[PARAMETERS], []], marks=pytest.mark.slow),
         pytest.param(("parallel=fsdp", "precision=bf16"), "adamw_bf16", [[PARAMETERS], []], marks=pytest.mark.slow),
         (("parallel=ddp",), "adamw", [[OFFLOAD], []]),
-        (("parallel=fsdp",), "rolling", [[], [OFFLOAD]]),
+        pytest.param(("parallel=fsdp",), "rolling", [[], [OFFLOAD]], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_may_switch_it_on_or_off_when_it_resumes(

@@ -107,7 +107,13 @@ def train_with_own(argv: list[str], file: str) -> dict[str, Any]:
 # the step -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optim", "layout"), [("sgd", "fsdp"), ("rolling", "ddp"), ("rolling", "fsdp")])
+@pytest.mark.parametrize(
+    ("optim", "layout"),
+    [
+        ("rolling", "fsdp"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sgd", "fsdp"), ("rolling", "ddp"))),
+    ],
+)
 def test_nan_on_one_rank_leaves_parameters_and_state_bit_unchanged_on_all(
     optim: str, layout: str, cluster: Cluster, text: Path, tmp_path: Path, own_optimizer: Path
 ) -> None:
@@ -360,6 +366,7 @@ def test_group_that_cannot_be_is_one_line(groups: dict[str, Any], message: str) 
         freeze(model(), section(**groups))
 
 
+@pytest.mark.slow
 def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     groups = [
         "optim.groups.embedding.parameters='embed*'", "optim.groups.embedding.frozen=true",
@@ -379,10 +386,10 @@ def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path
 
 
 BOUNDS = {"adamw8bit": 1e-3, "adamw4bit": 1e-3, "adamw_bf16": 5e-3}
-SLOW = ("lion", "rmsprop", "adamw8bit", "adamw4bit", "adamw_bf16")
 
 
-@pytest.mark.parametrize("optim", ["adafactor", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", ["adafactor", "lion", "rmsprop", "adamw8bit", "adamw4bit", "adamw_bf16"])
 def test_the_curve_of_an_optimizer_is_that_of_the_single_process(
     optim: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

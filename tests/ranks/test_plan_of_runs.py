@@ -87,6 +87,7 @@ def test_run_without_known_rates_is_compared_by_memory_and_shown_how_to_get_them
     assert "200 ms" in next(line for line in text.splitlines() if line.startswith("step")), "the median after the first"
 
 
+@pytest.mark.slow
 def test_exchanges_are_read_from_a_profile_with_the_part_that_computing_hides(
     run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_step_that_cannot_be_traced_has_no_products_to_time() -> None:
         traced_products(compose(argv))
 
 
+@pytest.mark.slow
 def test_two_processes_write_rates_that_a_plan_reads(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,8 +91,13 @@ def train_watched(argv: list[str]) -> tuple[list[Batch], dict[str, Tensor]]:
             [*DORA, "adapter.modules=[q_proj,*.1.mlp.down_proj]"],
             {"target_modules": r".*(q_proj|1\.mlp\.down_proj)", "use_dora": True, "use_rslora": True},
         ),
-        ("phi3", [], {"target_modules": "all-linear"}),
-        ("gpt2", [], {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+        pytest.param("phi3", [], {"target_modules": "all-linear"}, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt2",
+            [],
+            {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["lora", "dora, rslora, some layers", "phi3", "gpt2"],
 )  # fmt: skip
@@ -185,7 +190,9 @@ def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return run_dir, runs.losses(run_dir)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "pipeline"))]
+)
 def test_losses_of_two_ranks_equal_those_of_one(
     cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
 ) -> None:

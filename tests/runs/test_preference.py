@@ -166,7 +166,6 @@ def test_layouts_agree_and_a_resumed_run_has_the_same_bits(cluster: Cluster, mod
     assert not runs.different_tensors(tmp_path / "whole", tmp_path / "stopped")
     want = runs.metrics(tmp_path / "whole")
     for name, *layout in (
-        ("ddp", "parallel=ddp", f"data.cache_dir={tmp_path / 'cache'}"),
         ("fsdp", "parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.micro_batch=1"),
         ("tensor", "parallel=fsdp", "parallel.tensor=2", f"data.cache_dir={tmp_path / 'other'}"),
     ):
@@ -216,6 +215,7 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(
     train([*resumed, "checkpoint.allow_changes=[model.path]"])
 
 
+@pytest.mark.slow
 def test_damaged_reference_is_reported_and_computed_again(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

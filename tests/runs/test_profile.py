@@ -38,7 +38,7 @@ def files(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "profile").iterdir())
 
 
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_profile_changes_no_bit_and_shows_the_steps_of_every_rank(
     strategy: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -66,7 +66,6 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
     train(argv)
     assert not runs.different_tensors(tmp_path / "run", tmp_path / "stopped")
     for name, *layout in (
-        ("ddp", "parallel=ddp"),
         ("fsdp", "parallel=fsdp", "parallel.reshard_after_forward=true"),
         ("pipe", "parallel=fsdp", "parallel.pipeline=2"),
     ):
@@ -75,6 +74,7 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
         assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "run"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_score_open_in_peft_and_merge(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Begun on a pipeline, resumed on one process."""
     import peft

@@ -144,12 +144,17 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
     ("at", "count", "numbers", "ranks", "workers", "steps", "reason"),
     [
         ("step", 1, [TERM], [1], 2, [1], "SIGTERM on rank 1"),
-        ("step", 4, [INT], [0, 1], 2, [4], "SIGINT on all ranks"),
-        ("step", 5, [HUP, TERM, USR1, TERM], [1], 2, [5], "SIGHUP on rank 1"),
         ("evaluation", 2, [TERM], [1], 2, [3], "SIGTERM on rank 1"),
         ("save", 1, [USR1], [0], 2, [3, 4, 5], "SIGUSR1 on rank 0"),  # the next save, after step 4, waits for this one
-        ("data", 2, [TERM], [1], 0, [2], "SIGTERM on rank 1"),
-        ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("step", 4, [INT], [0, 1], 2, [4], "SIGINT on all ranks"),
+                ("step", 5, [HUP, TERM, USR1, TERM], [1], 2, [5], "SIGHUP on rank 1"),
+                ("data", 2, [TERM], [1], 0, [2], "SIGTERM on rank 1"),
+                ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
+            )
+        ),
     ],
 )
 def test_signal_ends_the_run_with_a_checkpoint_that_resumes_bitwise(
@@ -189,7 +194,7 @@ def test_on_a_gpu_a_signal_ends_the_run_at_most_a_step_later(text: Path, tmp_pat
     assert steps_saved(tmp_path / "run")[-1] == status(tmp_path / "run")["step"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
     rank: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -419,8 +424,8 @@ def save_by_time(argv: list[str]) -> int:
     ("keys", "saved", "kept"),
     [
         (["checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=true"], [2, 4, 6], [6]),  # evaluated: 3, 6
-        (["checkpoint.every=100", "checkpoint.every_minutes=0"], [6], [6]),
-        (["checkpoint.every=0", "checkpoint.every_minutes=45"], [3, 6], [3, 6]),
+        pytest.param(["checkpoint.every=100", "checkpoint.every_minutes=0"], [6], [6], marks=pytest.mark.slow),
+        pytest.param(["checkpoint.every=0", "checkpoint.every_minutes=45"], [3, 6], [3, 6], marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_save_when_the_clock_of_rank_0_says_so(
@@ -607,7 +612,10 @@ def train_without_a_store(argv: list[str], port: int, folder: str) -> int:
 @pytest.mark.parametrize(
     "more",
     [
-        ("parallel.pipeline=2", "model.layers=2", "trainer.ema_decay=0.9", "trainer.eval_every=2"),
+        pytest.param(
+            ("parallel.pipeline=2", "model.layers=2", "trainer.ema_decay=0.9", "trainer.eval_every=2"),
+            marks=pytest.mark.slow,
+        ),
         ("data=hf", "data.streaming=true", "data.validation_fraction=0.2"),
     ],
 )

@@ -23,7 +23,8 @@ def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-@pytest.mark.parametrize("how", ["no key", "refused", pytest.param("never answers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["no key", "refused", "never answers"])
 def test_run_with_unreachable_wandb_has_the_same_bits_and_keeps_offline_files(
     how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Pat
     assert [(row["step"], row["train/loss"]) for row in wandb_run(run_dir)["history"]] == truth
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_tracker_id_and_a_fork_gets_another(text: Path, tmp_path: Path) -> None:
     run_dir, fork = tmp_path / "run", tmp_path / "fork"
     stopped = run_here(tiny_overrides(text, run_dir, "track.tensorboard=true", "trainer.stop_at=3"))

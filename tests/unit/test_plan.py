@@ -81,7 +81,7 @@ MIXES = {
     "budget": (8, [*FSDP, "trainer.activation_memory_budget=0.6"]),
     "pipeline, budget": (4, [*PIPELINE, "model.layers=6", "trainer.activation_memory_budget=0.3"]),
 }
-IN_SHORT = {"fsdp", "one process, fp32"}
+IN_SHORT = {"fsdp"}
 
 
 def sample() -> Iterator[object]:
@@ -169,6 +169,7 @@ def test_for_zero_bubble_schedules_the_formula_is_at_most_12_percent_above_the_t
     assert 1 <= formula.total / memory_of(stages).peak < 1.12
 
 
+@pytest.mark.slow
 def test_the_formula_knows_what_adafactor_exchanges() -> None:
     argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4", "model.layers=1"]
     stages, _, flows = both(*argv, processes=4)
@@ -180,7 +181,7 @@ def test_the_formula_knows_what_adafactor_exchanges() -> None:
 @pytest.mark.parametrize(
     ("layers", "more"),
     [
-        (5, ["trainer.global_batch=8"]),  # one micro-batch
+        pytest.param(5, ["trainer.global_batch=8"], marks=pytest.mark.slow),  # one micro-batch
         pytest.param(
             11,
             [
@@ -239,7 +240,7 @@ RUNS = {
 
 
 LONG = {
-    "bf16, several micro-batches", "gathered in float8",
+    "one process", "bf16, several micro-batches", "gathered in float8",
     *(name for name, (processes, *_) in RUNS.items() if processes > 2),
 }  # fmt: skip
 

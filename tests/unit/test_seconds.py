@@ -237,7 +237,13 @@ def test_config_of_a_run_holds_nothing_of_its_plan():
 # search --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["recipe=llama8b", "launch.processes=16"], ["precision=bf16", "launch.processes=4"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16", "launch.processes=4"],
+        pytest.param(["recipe=llama8b", "launch.processes=16"], marks=pytest.mark.slow),
+    ],
+)
 def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, capsys, tmp_path):
     words, page = [*words, "plan.device=h100"], tmp_path / "layouts.html"
     assert cli.plan(["search", *words, f"out={page}"]) == 0

@@ -252,7 +252,7 @@ class Asked(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_step_asks_a_device_for_nothing_and_copies_nothing_to_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From forward to update, in a window of losses too: the host of a GPU waits at log lines alone."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device

@@ -127,6 +127,7 @@ def test_restart_and_rollback_send_steps_the_server_lacks(text: Path, tmp_path: 
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
+@pytest.mark.slow
 def test_wandb_service_killed_keeps_every_record_offline(text: Path, tmp_path: Path, server: WandbServer) -> None:
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
@@ -208,6 +209,7 @@ def test_send_writes_the_records_of_an_ended_run_from_any_folder(
     assert f"{run_dir}?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_send_without_a_key_fails_with_one_warning(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_the_average_is_the_same_on_other_layouts_and_after_a_resume(
         assert losses(tmp_path / name, "eval") == pytest.approx(losses(tmp_path / "single", "eval"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stage_without_trained_weights_resumes(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     groups = {"embedding": "*embed*", "first": "*layers.0.*"}
     frozen = [f"optim.groups.{name}.frozen=true" for name in groups]

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,6 @@ from serried.records.tensors import TensorFolder, TensorSpec, header, index_json
 from serried.trainer.checkpoint import export as module
 from serried.trainer.checkpoint.export import export
 from serried.trainer.checkpoint.manifest import record_of, write_manifest
-from testing.forked_runs import typed
 from tests.unit.test_checkpoint_files import whole, write
 
 
@@ -143,7 +144,9 @@ def test_memory_stays_small_whatever_the_tensor(tmp_path: Path) -> None:
         "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype=torch.bfloat16, shard_bytes=10**10)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    run = typed("-c", program, str(folder), str(tmp_path / "out"))
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "out")]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 128 * 1024  # KiB
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > rows * 2048

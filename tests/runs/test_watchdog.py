@@ -227,7 +227,7 @@ def report_nothing(run_dir: str) -> bool:
     with (
         open_session(LaunchSection()) as session,
         patch.object(Watchdog, "_my_beat", side_effect=RuntimeError("here")),
-        patch("serried.trainer.watchdog._ANSWERS_WITHIN_SECONDS", 60.0),  # of a busy machine
+        patch(f"{Watchdog.__module__}._ANSWERS_WITHIN_SECONDS", 60.0),  # of a busy machine
     ):
         session.local_rank = 0
         console = Console(session.is_main, session.rank)

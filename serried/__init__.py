@@ -1,6 +1,7 @@
 """Distributed training with the same loss curve on every parallel layout."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _HOMES = {
@@ -17,6 +18,24 @@ _HOMES = {
     "register_optimizer": "serried.configs.schema.registry",
 }
 __all__ = list(_HOMES)
+
+
+def _check_links(folder: Path) -> None:
+    """Raise ImportError if links to the top-level folders are text files, as in a Windows clone without links."""
+    broken = [
+        path.name
+        for path in folder.iterdir()
+        if not path.suffix and not path.is_dir() and (path.is_symlink() or path.read_bytes().startswith(b"../"))
+    ]
+    if broken:
+        raise ImportError(
+            f"{', '.join(sorted(broken))} in {folder} must be links to the top-level folders of the checkout, and lead "
+            "nowhere; on Windows clone in WSL 2 (or with git clone -c core.symlinks=true in developer mode), and copy "
+            "a checkout together with its links"
+        )
+
+
+_check_links(Path(__file__).parent)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -673,32 +672,3 @@ def test_public_names_are_those_of_the_documentation() -> None:
     assert sorted(serried.__all__) == sorted(PUBLIC)
     for name in PUBLIC:
         assert getattr(serried, name)
-
-
-# Installed ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_everything_that_a_command_needs(tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    source = tmp_path / "source"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build"))
-    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={tmp_path}", "."]
-    subprocess.run(wheel, cwd=source, check=True, timeout=120)
-    (built,) = tmp_path.glob("serried-*.whl")
-    names = set(zipfile.ZipFile(built).namelist())
-    shipped = ["configs/recipe/tiny.yaml", "configs/task.yaml", "slurm/train.sbatch", "records/page/template/page.html"]
-    assert {f"serried/{name}" for name in shipped} <= names
-    assert not [name for name in names if name.startswith(("configs/", "trainer/", "tests/"))]
-    installed = tmp_path / "installed"
-    subprocess.run([*pip, "install", "--no-deps", f"--target={installed}", str(built)], check=True, timeout=120)
-    for arguments in (["-m", "serried", "recipes"], ["-m", "serried.program", "recipe=tiny", "--cfg", "job"]):
-        code = f"import sys; sys.path.insert(0, {str(installed)!r}); import serried; print(serried.__file__)"
-        where = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert str(installed) in where.stdout
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env={"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin"},
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert "tiny" in done.stdout

@@ -1,7 +1,7 @@
 """Step times and memory against those that others have published.
 
-``python -m benchmarks.published``: the tables of docs/how-to/plan.md; ``... rows``: every row's time; ``... fit``:
-rates that fit the rows marked for calibration, to be written into planner/published_rates.py.
+``python -m benchmarks.published``: the tables of docs/evidence/plan-accuracy.md; ``... rows``: every row's time;
+``... fit``: rates that fit the rows marked for calibration, to be written into planner/published_rates.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Peak memory against published figures: ``python -m benchmarks.published`` prints the table of docs/how-to/plan.md.
+"""Peak memory against published figures, as docs/evidence/plan-accuracy.md shows: ``python -m benchmarks.published``.
 
 torchtitan's runs are planned as runs of this project, with their own loss. Figure 1 of Korthikanti et al.
 (arXiv 2205.05198) is of Megatron-LM's block: it is traced as a user's module, and counted as often as the plan of a

@@ -306,7 +306,7 @@ def test_a_traced_plan_counts_what_the_allocator_reserves(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_documentation_shows_published_memory_as_planned() -> None:
     """Every fourth is planned here, without context parallelism, whose traces take long."""
-    page = (ROOT / "docs/how-to/plan.md").read_text("utf-8")
+    page = (ROOT / "docs/evidence/plan-accuracy.md").read_text("utf-8")
     rows = rows_with_memory()
     assert len(rows) == 28
     assert all(f"| {row.run} | {row.memory:.1f} |" in page for row in rows)

@@ -124,7 +124,7 @@ def test_what_rates_cover_is_in_the_rows():
 
 
 def test_documentation_shows_the_table_as_computed():
-    assert table() in Path("docs/how-to/plan.md").read_text("utf-8")
+    assert table() in Path("docs/evidence/plan-accuracy.md").read_text("utf-8")
 
 
 # a step --------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ ROWS = {
     "compiled": [COMPILED],
     "compiled, selective": [COMPILED, "trainer.activation_checkpoint=selective"],
     "compiled, float8 rowwise": [COMPILED, "precision=float8"],
-    "compiled, float8 tensorwise": [COMPILED, "precision=float8", "precision.recipe=tensorwise"],
+    "compiled, float8 tensorwise": [COMPILED, "precision=float8", "precision.scaling=tensorwise"],
     "compiled, adamw8bit": [COMPILED, "optim=adamw8bit"],
 }
 WARM_UP_STEPS = 3

@@ -32,7 +32,7 @@ MODES = {
     "`precision=float8`": ("precision=float8",),
     "`precision.gather=float8`": (
         "precision=float8",
-        "precision.recipe=tensorwise",
+        "precision.scaling=tensorwise",
         "precision.gather=float8",
     ),
 }

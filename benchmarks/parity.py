@@ -66,16 +66,16 @@ CUTS = (
     Cut("tensor x2 x fsdp x2", 4, ("parallel=fsdp", TENSOR), 2, (3,), True),
     Cut("tensor x2 x replicate x2", 4, ("parallel=hsdp", "parallel.replicate=2", TENSOR), 2, (3,), True),
     pipeline("x2, 1f1b", 2, is_slow=False),
-    pipeline("x2, zbv", 2, "parallel.schedule=zbv", is_slow=False),
+    pipeline("x2, zbv", 2, "parallel.pipeline_schedule=zbv", is_slow=False),
     *(
-        pipeline(f"x2, {schedule}", 2, f"parallel.schedule={schedule}")
+        pipeline(f"x2, {schedule}", 2, f"parallel.pipeline_schedule={schedule}")
         for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zero_bubble", "dualpipev")
     ),
     pipeline("x2, layers 3 + 1", 2, "parallel.layers_of_stages=[3,1]"),
     pipeline("x3, layers 2 + 1 + 1", 3),
     pipeline("x4", 4),
     pipeline("x2 x fsdp x2", 2, others=2, accumulation=6, is_slow=False),
-    pipeline("x2, zbv x fsdp x2", 2, "parallel.schedule=zbv", others=2, accumulation=6),
+    pipeline("x2, zbv x fsdp x2", 2, "parallel.pipeline_schedule=zbv", others=2, accumulation=6),
     pipeline("x2 x replicate x2", 2, "parallel=hsdp", "parallel.replicate=2", others=2, accumulation=6),
     Cut("context x2", 2, ("parallel=fsdp", "parallel.context=2"), 1, (3,)),
     Cut("context x2, ring", 2, ("parallel=fsdp", "parallel.context=2", RING), 1, (3,), is_slow=True),
@@ -86,10 +86,12 @@ CUTS = (
     Cut("context x2 x tensor x2", 4, ("parallel=fsdp", "parallel.context=2", TENSOR), 1, (3,), is_slow=True),
     Cut("context x2 x tensor x2 x fsdp x2", 8, ("parallel=fsdp", "parallel.context=2", TENSOR), 2, (3,), is_slow=True),
     pipeline("x2 x tensor x2", 2, TENSOR, others=2, data_ranks=1),
-    pipeline("x2, zbv x tensor x2", 2, TENSOR, "parallel.schedule=zbv", others=2, data_ranks=1),
+    pipeline("x2, zbv x tensor x2", 2, TENSOR, "parallel.pipeline_schedule=zbv", others=2, data_ranks=1),
     pipeline("x2 x tensor x2 x fsdp x2", 2, TENSOR, others=4, data_ranks=2, accumulation=6),
     pipeline("x2 x context x2", 2, "parallel.context=2", others=2, data_ranks=1),
-    pipeline("x2, zbv x context x2", 2, "parallel.schedule=zbv", "parallel.context=2", RING, others=2, data_ranks=1),
+    pipeline(
+        "x2, zbv x context x2", 2, "parallel.pipeline_schedule=zbv", "parallel.context=2", RING, others=2, data_ranks=1
+    ),
     pipeline("x2 x context x2 x fsdp x2", 2, "parallel.context=2", others=4, data_ranks=2, accumulation=6),
     Cut("single, compiled", 1, ("parallel=single", COMPILED), 1, (3,), is_slow=True),
     Cut("ddp x2, compiled", 2, ("parallel=ddp", COMPILED), 2, (3,), is_slow=True),
@@ -130,7 +132,7 @@ EXPERT_CUTS = (
     experts(" x tensor x2", 2, TENSOR, data_ranks=1),
     experts(" x tensor x2 x fsdp x2", 4, TENSOR, expert=4, data_ranks=2),
     experts(" x pipeline x2", 4, "parallel.pipeline=2", data_ranks=2),
-    experts(" x pipeline x2, zbv", 4, "parallel.pipeline=2", "parallel.schedule=zbv", data_ranks=2),
+    experts(" x pipeline x2, zbv", 4, "parallel.pipeline=2", "parallel.pipeline_schedule=zbv", data_ranks=2),
     experts(" x pipeline x2 x tensor x2", 4, "parallel.pipeline=2", TENSOR, data_ranks=1),
     experts(" x pipeline x2 x tensor x2 x fsdp x2", 8, "parallel.pipeline=2", TENSOR, expert=4, data_ranks=2),
 )

@@ -184,7 +184,7 @@ def _argv(row: Row) -> tuple[str, ...]:
     keys = {
         **{f"model.{key}": value for key, value in sizes.items()},
         **{f"parallel.{axis}": degree for axis, degree in degrees.items()},
-        "parallel.schedule": layout.schedule,
+        "parallel.pipeline_schedule": layout.schedule,
         "parallel.stages_per_rank": layout.stages // layout.pipeline,
         "trainer.micro_batch": job.micro_batch,
         "trainer.global_batch": job.micro_batch * job.accumulation * layout.data_ranks,

@@ -27,7 +27,7 @@ class Signals(Storm):
 
     def keys_of_a_start(self) -> list[str]:
         mode, workers = self.chance.choice(["async", "sync"]), self.chance.choice([0, 2])
-        return [f"checkpoint.mode={mode}", f"trainer.workers={workers}"]
+        return [f"checkpoint.mode={mode}", f"data.workers={workers}"]
 
     def aim(self) -> tuple[int, int]:
         return 0, self.chance.randrange(1, 7)

@@ -189,7 +189,7 @@ class CommandLine:
             return None
         if leaf in all_keys().named.get(section, ()):
             return f"{key}={shown(value)}: write {section}.NAME.{leaf}, with a name of your choice"
-        if is_section(key) and squeezed(key) not in other_names().advice:
+        if is_section(key) and f"task.{key}" not in all_keys() and squeezed(key) not in other_names().advice:
             return f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}"
         return _Unknown("", key, value)
 

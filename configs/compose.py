@@ -32,9 +32,10 @@ from serried.configs.messages.invalid_values import Origins, explain, shown
 from serried.configs.messages.keys import all_keys, is_section
 from serried.configs.messages.suggestions import Groups, nearest, nearest_keys, pasteable, unknown_choice
 from serried.configs.plain_data import expanded, flatten, read_if_there, read_yaml, value_at
+from serried.configs.renamed_keys import RENAMED, read_saved_config
 from serried.configs.schema.data import DataSection, TextRunConfig
 from serried.configs.schema.declaration import FOLDER, declared
-from serried.configs.schema.run_config import CHOSEN, base_schema, check, config_yaml
+from serried.configs.schema.run_config import CHOSEN, base_schema, check, chosen_in, config_yaml
 from serried.configs.schema.sections import OptimSection, RunConfig, TrackSection, parse_count
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
@@ -77,7 +78,8 @@ def _unknown_changes(config: RunConfig) -> list[str]:
     found = []
     for name in () if isinstance(allowed, bool) else allowed:
         if name not in all_keys() and not is_section(name):
-            near = [pasteable(key, f"[{each}]") for each in nearest_keys(name, all_keys())]
+            names = [RENAMED[name]] if name in RENAMED else nearest_keys(name, all_keys())
+            near = [pasteable(key, f"[{each}]") for each in names]
             hint = f"did you mean {' or '.join(near)}?" if near else f"e.g. {all_keys()[key].example}"
             found.append(f"{key}=[{name}]: there is no key {name}; {hint}")
     return found
@@ -149,7 +151,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     groups = choices_of()
     line = CommandLine(groups).read(argv)
     try:
-        plain = read_yaml(saved)
+        plain = read_saved_config(saved)
         recipe = plain["recipe"]
     except (OSError, ValueError, KeyError) as error:
         _refuse([*_misread(line, reads, None), _unreadable(saved, error)])
@@ -219,6 +221,10 @@ def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any]
     return mistakes
 
 
+_TRAINED_FOR = ("quantize_aware",)
+"""Keys of ``precision`` that another choice of it leaves as they are in a saved config."""
+
+
 def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> None:
     """Copy ``key``, a key or a group, from ``composed`` to ``plain``."""
     if key == "data":
@@ -228,6 +234,9 @@ def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> 
         plain[key] = {**{name: value for name, value in plain[key].items() if name in shared}, **source}
         plain[key].update(validation={})
         return
+    if key == "precision":
+        # The weights were trained for it.
+        composed = {key: composed[key] | {name: plain[key][name] for name in _TRAINED_FOR if name in plain[key]}}
     *sections, last = key.split(".")
     for name in sections:
         composed = composed[name]
@@ -300,8 +309,8 @@ def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) 
             "# @package _global_"
         )
     config.recipe = choices["recipe"] or declared().name
-    for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
-        if registry.key == "name" and group in base_schema().model_fields:
+    for group, registry in chosen_in(base_schema()).items():  # a choice without a YAML file, or one without a name
+        if registry.key == "name":
             name = line.choices.get(group, choices.get(group))
             _name(config, group, name)
     if declared().name:

@@ -90,7 +90,8 @@ def _evaluations(run: Run) -> float:
 
 
 def _has_patience(run: Run) -> bool:
-    return run.config.trainer.patience == 0 or _evaluations(run) > run.config.trainer.patience
+    patience = run.config.trainer.early_stopping_patience
+    return patience == 0 or _evaluations(run) > patience
 
 
 def _finds_spikes(run: Run) -> bool:
@@ -122,7 +123,7 @@ def _chooses_experts(run: Run) -> bool:
 
 
 def _compares_evaluations(run: Run) -> bool:
-    return run.is_sweep or run.config.checkpoint.keep_best or run.config.trainer.patience > 0
+    return run.is_sweep or run.config.checkpoint.keep_best or run.config.trainer.early_stopping_patience > 0
 
 
 _NO_EFFECT = "has no effect"
@@ -138,12 +139,12 @@ READERS: tuple[Reader, ...] = (
         "shards nothing, as each process is a replica", "parallel=ddp", is_instead=True,
     ),
     Reader(
-        "parallel.schedule parallel.layers_of_stages", lambda run: run.layout.pipeline > 1,
+        "parallel.pipeline_schedule parallel.layers_of_stages", lambda run: run.layout.pipeline > 1,
         f"{_NO_EFFECT} without a pipeline", "parallel=fsdp parallel.pipeline=2",
     ),
     Reader(
         "parallel.stages_per_rank", lambda run: run.layout.pipeline > 1,
-        f"{_NO_EFFECT} without a pipeline", "parallel=fsdp parallel.pipeline=2 parallel.schedule=interleaved",
+        f"{_NO_EFFECT} without a pipeline", "parallel=fsdp parallel.pipeline=2 parallel.pipeline_schedule=interleaved",
     ),
     Reader(
         "parallel.context_method", lambda run: run.layout.context > 1,
@@ -158,13 +159,13 @@ READERS: tuple[Reader, ...] = (
         f"{_NO_EFFECT} where no parameters are sharded", "parallel=fsdp launch=local launch.processes=2",
     ),
     Reader(
-        "precision.recipe", lambda run: run.config.precision.name == "float8",
+        "precision.scaling", lambda run: run.config.precision.name == "float8",
         f"{_NO_EFFECT} with precision={{config.precision.name}}", "precision=float8",
     ),
     Reader(
         "precision.gather", lambda run: run.config.precision.name == "float8",
         f"{_NO_EFFECT} with precision={{config.precision.name}}",
-        "precision=float8 precision.recipe=tensorwise parallel=fsdp",
+        "precision=float8 precision.scaling=tensorwise parallel=fsdp",
     ),
     Reader(
         "precision.initial_scale precision.growth_interval", lambda run: run.config.precision.name == "fp16",
@@ -216,7 +217,7 @@ READERS: tuple[Reader, ...] = (
         "trainer.sample_tokens=200",
     ),
     Reader(
-        "trainer.patience", _has_patience,
+        "trainer.early_stopping_patience", _has_patience,
         f"{_NO_EFFECT}: the run has no more evaluations than that", "trainer.eval_every={often}",
     ),
     Reader(
@@ -371,7 +372,7 @@ def _figures(run: Run) -> dict[str, int]:
         "last": last,
         "tenth": max(1, last // 10),
         "window": max(4, last // 2),
-        "often": max(1, last // (run.config.trainer.patience + 2)),
+        "often": max(1, last // (run.config.trainer.early_stopping_patience + 2)),
     }
 
 

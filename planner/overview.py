@@ -280,7 +280,7 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     name = config.precision.name
     chosen, rounded = chosen_layers(config, model, plan, layout), ""
     if chosen and not is_eight_bits(name):
-        rounded = f"; rounded as by {config.trainer.quantize_aware} in {chosen.describe()}"
+        rounded = f"; rounded as by {config.precision.quantize_aware} in {chosen.describe()}"
     if name == "fp32":
         return f"fp32{rounded}"
     is_on_cpu = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
@@ -288,7 +288,7 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     if is_on_cpu and not is_eight_bits(name) and torch.backends.cpu.get_cpu_capability() == "AVX2":
         products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN takes 16-bit types from AVX-512 on
     if chosen and is_eight_bits(name):
-        recipe = [config.precision.recipe, *["gathered in float8"] * (config.precision.gather == "float8")]
+        recipe = [config.precision.scaling, *["gathered in float8"] * (config.precision.gather == "float8")]
         how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_on_cpu)
         products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""

@@ -271,7 +271,7 @@ class _Search:
             for copies in sorted({1, max(1, left // inside), max(1, left // (8 * inside))}):
                 strategy = {"parallel": "hsdp", "parallel.replicate": copies} if copies > 1 else {"parallel": "fsdp"}
                 for schedule, per_rank in _SCHEDULES if pipeline > 1 else ():
-                    stages = {"parallel.schedule": schedule, "parallel.stages_per_rank": per_rank}
+                    stages = {"parallel.pipeline_schedule": schedule, "parallel.stages_per_rank": per_rank}
                     yield {**strategy, **mesh, **stages}
                 if pipeline == 1:
                     yield {**strategy, **mesh}

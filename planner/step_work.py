@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from serried.configs.schema.data import DataSection
 from serried.configs.schema.models import GPT2Section, HuggingFaceSection, LlamaSection, MoESection
 from serried.configs.schema.sections import RunConfig, TaskSection
 from serried.configs.schema.tasks import CausalLMSection
@@ -26,8 +27,8 @@ _LARGEST_CONTEXT = 8
 def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
     """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
     for more than the next token, in ways that have other work."""
-    section, data = getattr(config, "model", None), getattr(config, "data", None)
-    if type(config.task) not in (TaskSection, CausalLMSection) or section is None or data is None:
+    section, data = getattr(config, "model", None), config.data
+    if type(config.task) not in (TaskSection, CausalLMSection) or section is None or not isinstance(data, DataSection):
         return None
     if (shape := _shape(section)) is None:
         return None

@@ -169,17 +169,17 @@ def plan(words: list[str]) -> int:
 def prepare(words: list[str]) -> int:
     """Tokenize the data once, before training or on another machine.
 
-    trainer.workers  threads; one per core by default
-    data.cache_dir   where to write; give the same to train.py
+    data.workers    threads; one per core by default
+    data.cache_dir  where to write; give the same to train.py
     """
     from serried.configs.compose import compose
     from serried.recipes.text.causal_lm import CausalLM
     from serried.runtime.console import Console
 
     config = compose(words)
-    threads = config.trainer.workers if "workers" in config.trainer.model_fields_set else None
+    threads = config.data.workers if "workers" in config.data.model_fields_set else None
     if threads == 0:
-        raise UserError("trainer.workers=0 leaves no thread to prepare with; use trainer.workers=1, or leave it out")
+        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
     recipe = CausalLM(config)
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
     recipe.vocab_size()  # refuses a model that is too small for the tokenizer
@@ -466,7 +466,7 @@ def evaluate(words: list[str]) -> int:
     )
     if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
         raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
-    if is_other_data and "data" in type(config).model_fields and config.data.name == "mixture":
+    if is_other_data and isinstance(config.data, DataSection) and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
     is_resharded = not any(key.startswith("parallel") for key in keys)
     if config.trainer.micro_batch == AUTO:

@@ -155,7 +155,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
 
 def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Format") -> int:
     """Write the file of a format that is not Hugging Face's, run it, and put it in its place."""
-    trained_for = str(_section_of(saved.folder, "trainer").get("quantize_aware"))
+    trained_for = str(_section_of(saved.folder, "precision").get("quantize_aware"))
     dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
         raise UserError(f"dtype={dtype} is not a dtype of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
@@ -282,10 +282,10 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
             f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"
         )
     config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
-    trainer, optim = config.trainer.model_copy(update={"quantize_aware": quantized}), config.optim
-    if _section_of(saved.folder, "trainer").get("quantize_aware") == quantized != "none":
+    precision, optim = config.precision.model_copy(update={"quantize_aware": quantized}), config.optim
+    if _section_of(saved.folder, "precision").get("quantize_aware") == quantized != "none":
         optim = type(optim).model_validate(_section_of(saved.folder, "optim"))  # frozen layers were not rounded
-    config = config.model_copy(update={"trainer": trainer, "optim": optim})
+    config = config.model_copy(update={"precision": precision, "optim": optim})
     task = CausalLM(config)
     module = task.build_model()
     freeze(module, optim)

@@ -185,7 +185,7 @@ def _check_text(config: RunConfig, task: "Task") -> None:
     from serried.trainer.task import TextTask
 
     trainer, name = config.trainer, type(task).__name__
-    if isinstance(task, TextTask) or hasattr(config, "data"):
+    if isinstance(task, TextTask) or hasattr(config, "model"):
         return
     if trainer.sample_tokens:
         raise UserError(

@@ -52,7 +52,7 @@ def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layou
     """
     if is_eight_bits(config.precision.name):
         chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
-    elif config.trainer.quantize_aware != "none":
+    elif config.precision.quantize_aware != "none":
         chosen = quantized_layers(model, plan)
     else:
         return None
@@ -79,7 +79,7 @@ def check_products(config: RunConfig, device: torch.device) -> None:
         refuse_emulation(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     if is_eight_bits(config.precision.name):
         check_eight_bits(config.precision.name, device)
-    elif config.trainer.quantize_aware != "none":
+    elif config.precision.quantize_aware != "none":
         check_torchao(*_setting(config))
 
 
@@ -105,14 +105,14 @@ def _setting(config: RunConfig) -> tuple[str, str]:
     """Return the override that asks for products of torchao, and one that does not."""
     if is_eight_bits(config.precision.name):
         return f"precision={config.precision.name}", "precision=bf16"
-    return f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none"
+    return f"precision.quantize_aware={config.precision.quantize_aware}", "precision.quantize_aware=none"
 
 
 def _product(config: RunConfig, device: torch.device) -> Product:
     if config.precision.name == "float8":
         gathers = config.precision.gather == "float8"
-        return Float8(config.precision.recipe, gathers=gathers, emulates=device.type == "cpu")
-    return Int8() if config.precision.name == "int8" else FakeQuantized(config.trainer.quantize_aware)
+        return Float8(config.precision.scaling, gathers=gathers, emulates=device.type == "cpu")
+    return Int8() if config.precision.name == "int8" else FakeQuantized(config.precision.quantize_aware)
 
 
 class GradScaler:

@@ -74,7 +74,7 @@ def train(
         for note in start.notes:
             console.say(note)
         is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
-        is_over = is_last or _ended_early(start, config.trainer.patience)
+        is_over = is_last or _ended_early(start, config.trainer.early_stopping_patience)
         if start.checkpoint is not None and is_over:
             data = data or Data(task, session, console)
             session.once(partial(task.check_resumed, start.checkpoint))
@@ -199,7 +199,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or use "
             f"{weights_alone(start.checkpoint)}"
         )
-    early = _ended_early(start, config.trainer.patience)
+    early = _ended_early(start, config.trainer.early_stopping_patience)
     if start.step < config.trainer.steps and early is None:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"

@@ -28,12 +28,13 @@ def check_validation(config: RunConfig, validation: Collection[str]) -> None:
     """Raise ``UserError`` if the run has a use for evaluations and nothing to evaluate on."""
     if DEFAULT_VALIDATION in validation:
         return
+    patience = config.trainer.early_stopping_patience
     uses = {
-        f"trainer.patience={config.trainer.patience}": config.trainer.patience,
+        f"trainer.early_stopping_patience={patience}": patience,
         "checkpoint.keep_best=true": config.checkpoint.keep_best,
     }
     for given in (given for given, is_set in uses.items() if is_set):
-        how = "set data.validation_fraction=0.01" if hasattr(config, "data") else "give the task a validation data set"
+        how = "set data.validation_fraction=0.01" if hasattr(config, "model") else "give the task a validation data set"
         raise UserError(f"{given} compares evaluations, and there is no validation data; {how}, or leave it out")
 
 
@@ -94,7 +95,7 @@ class Data:
             sample_order(self.training, trainer.seed),
             BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
             steps=range(self._step, trainer.last_step),
-            workers=trainer.workers,
+            workers=config.data.workers,
             pin_memory=self._session.device.type == "cuda",
             first_index=self._sample,
         )

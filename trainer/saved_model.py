@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.plain_data import NotPlainData, read_yaml
+from serried.configs.plain_data import NotPlainData
+from serried.configs.renamed_keys import read_saved_config
 from serried.configs.schema.declaration import Declaration, declaring
 from serried.configs.schema.registry import task_of_model, tasks
 from serried.configs.schema.run_config import check
@@ -42,7 +43,7 @@ def _open(
     """Do the work of ``open_model`` with ``checkpoint``, the one that ``path`` means."""
     saved = checkpoint.parent.parent / "config.yaml"
     try:
-        plain = read_yaml(saved)
+        plain = read_saved_config(saved)
     except (OSError, NotPlainData) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path} is neither a run folder nor a checkpoint in one: {saved}: {reason}") from None

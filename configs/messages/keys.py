@@ -17,7 +17,7 @@ from pydantic.json_schema import SkipJsonSchema
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.schema.data import names_of_singles
-from serried.configs.schema.run_config import CHOSEN, base_schema, registered_sections
+from serried.configs.schema.run_config import CHOSEN, base_schema, chosen_in, registered_sections
 from serried.configs.schema.sections import NAME_PATTERN, RunConfig, Section
 
 _WORDS = {
@@ -223,7 +223,8 @@ def check_fields(section: type[Section], name: str) -> None:
 def readers(path: str) -> list[str]:
     """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
     group, _, last = path.partition(".")
-    entries = CHOSEN[group].entries() if group in CHOSEN else []
+    chosen = chosen_in(base_schema())
+    entries = chosen[group].entries() if group in chosen else []
     if is_source(path.rpartition(".")[0]):
         return [entry.name for entry in entries if path.rpartition(".")[2] in entry.own.model_fields]
     return [entry.name for entry in entries if last.partition(".")[0] in entry.section.model_fields]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.messages.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
+from serried.configs.renamed_keys import RENAMED
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.run_config import CHOSEN
 from serried.configs.schema.sections import parse_count
@@ -103,6 +104,8 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
 
     Without a value the overrides get an example of one.
     """
+    if key in RENAMED:
+        return [_assignment(RENAMED[key], value, groups)]
     section, _, last = key.rpartition(".")
     names = keys_of(section) if section not in all_sections() and is_section(section) else [*all_keys(), *groups]
     if key in names:
@@ -257,6 +260,8 @@ def _figure(example: str, compute: Callable[[float, _Config], float], value: str
 def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Config | None = None) -> str:
     """Return the sentence for a key that the schema does not have."""
     given = f"{key}={value} ({source})"
+    if new := RENAMED.get(key):
+        return f"{given} has been renamed; use {_assignment(new, value, groups)}"
     section = key.rpartition(".")[0]
     own = _keys_of_choice(section, config or {})
     same = [name for name in own or () if squeezed(name) == squeezed(key)]

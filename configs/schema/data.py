@@ -21,6 +21,7 @@ from serried.configs.schema.sections import (
     NAME_PATTERN,
     TRAINING,
     Count,
+    LoadingSection,
     LocalPath,
     Number,
     PathText,
@@ -87,7 +88,7 @@ Sources = dict[str, Annotated[SerializeAsAny[MixedSource], _by_name(MixedSource)
 ValidationSets = dict[str, Annotated[SerializeAsAny[SourceSection], _by_name(SourceSection)]]
 
 
-class DataSection(SourceSection):
+class DataSection(LoadingSection, SourceSection):
     """Training data: the keys that all sources share."""
 
     free = ("cache_dir",)
@@ -269,8 +270,9 @@ class TextRunConfig(RunConfig):
     def _mistakes_of_comparing(self) -> Iterator[str]:
         if self.lacks_validation and self.checkpoint.keep_best:
             yield f"checkpoint.keep_best=true {COMPARES_NOTHING}, or checkpoint.keep_best=false"
-        if self.lacks_validation and self.trainer.patience:
-            yield f"trainer.patience={self.trainer.patience} {COMPARES_NOTHING}, or trainer.patience=0"
+        if self.lacks_validation and (patience := self.trainer.early_stopping_patience):
+            key = "trainer.early_stopping_patience"
+            yield f"{key}={patience} {COMPARES_NOTHING}, or {key}=0"
 
     def mistake_of_evaluation(self) -> Iterator[str]:
         """Refuse evaluations where nothing is kept for them."""

@@ -19,10 +19,20 @@ CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimiz
 """Sections of ``RunConfig`` whose class depends on a name, by section."""
 
 
+def chosen_in(schema: type[RunConfig]) -> dict[str, Registry]:
+    """Return the registries that a configuration of ``schema`` chooses from, by section."""
+    annotations = {name: field.annotation for name, field in schema.model_fields.items()}
+    return {
+        group: registry
+        for group, registry in CHOSEN.items()
+        if registry.key in getattr(annotations.get(group), "model_fields", {})
+    }
+
+
 def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Config]:
     """Return ``schema`` with the sections of what the config ``plain``, as nested dicts, chooses. Raises ``UserError``
     if it names something that is not registered."""
-    chosen = {group: registry for group, registry in CHOSEN.items() if group in schema.model_fields}
+    chosen = chosen_in(schema)
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]
     chosen_here = {tasks.group: {}, **plain}  # the built-in task by default
@@ -67,7 +77,7 @@ def check(plain: Mapping[str, Any]) -> RunConfig:
 def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
     """Return ``values`` without null for keys of a source, an optimizer, ... that is not chosen: that unsets what a
     YAML file set."""
-    if group not in CHOSEN or group not in schema.model_fields or not isinstance(values, dict):
+    if group not in chosen_in(schema) or not isinstance(values, dict):
         return values
     own: Any = schema.model_fields[group].annotation
     known = {name for entry in CHOSEN[group].entries() for name in entry.section.model_fields}
@@ -77,7 +87,8 @@ def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
     """Return the section of each name that is registered, after the section of ``RunConfig`` that it replaces."""
-    chosen = [*CHOSEN.values(), *([tasks] if _task_is_chosen(base_schema()) else [])]
+    schema = base_schema()
+    chosen = [*chosen_in(schema).values(), *([tasks] if _task_is_chosen(schema) else [])]
     return tuple((registry.group, entry.section) for registry in chosen for entry in registry.entries())
 
 

@@ -217,7 +217,7 @@ class ParallelSection(Section):
     """With ``tensor``: shard the activations between the matrices along the sequence; false keeps them whole."""
     context_method: Literal["gather", "ring"] = "gather"
     """With ``context``: gather all keys and values, or pass them around the ranks (less memory, more messages)."""
-    schedule: Schedule = "1f1b"
+    pipeline_schedule: Schedule = "1f1b"
     """With ``pipeline``: the order of forwards and backwards of the micro-batches."""
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
     """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
@@ -248,26 +248,29 @@ class PrecisionSection(Section):
     name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
     """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
     elsewhere."""
-    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
+    scaling: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
     """float8: one scale per row, or per tensor (faster, less exact); or per row, with the gradients of weights in
     bf16."""
     gather: Literal["bf16", "float8"] = "bf16"
-    """float8 with ``recipe=tensorwise``: dtype in which FSDP gathers the weights of these layers; ``float8`` sends half
-    the bytes, with bitwise the same results."""
+    """float8 with ``scaling=tensorwise``: dtype in which FSDP gathers the weights of these layers; ``float8`` sends
+    half the bytes, with bitwise the same results."""
+    quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
+    """Compute the linear layers of the blocks as after quantization, so that training compensates for it: 4-bit
+    weights in groups of 32; ``int8_dynamic_int4``: also 8-bit inputs per token. Checkpoints are not quantized."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
     """fp16: initial loss scale."""
     growth_interval: PositiveCount = 2000
     """fp16: steps without overflow after which the loss scale doubles."""
 
     def _mistakes(self) -> Iterator[str]:
-        for key, name in {"recipe": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
+        for key, name in {"scaling": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
             if self.name != name and (value := getattr(self, key)) != type(self).model_fields[key].default:
                 yield f"precision.{key}={value} is only read with precision={name}; use that, or leave it out"
-        if self.gather == "float8" and (self.name, self.recipe) != ("float8", "tensorwise"):
-            given = f"precision.recipe={self.recipe}" if self.name == "float8" else f"precision={self.name}"
+        if self.gather == "float8" and (self.name, self.scaling) != ("float8", "tensorwise"):
+            given = f"precision.scaling={self.scaling}" if self.name == "float8" else f"precision={self.name}"
             yield (
                 f"precision.gather=float8 with {given}: weights have one scale each, and are gathered so, with "
-                "precision=float8 precision.recipe=tensorwise alone; use these, or precision.gather=bf16"
+                "precision=float8 precision.scaling=tensorwise alone; use these, or precision.gather=bf16"
             )
 
 
@@ -356,9 +359,9 @@ class TrainerSection(Section):
     """The loop. A step is one optimizer step; batches are counted in sequences."""
 
     free = (
-        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate", "patience",
-        "stop_at", "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
-        "activation_memory_budget", "compile",
+        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate",
+        "early_stopping_patience", "stop_at", "max_minutes", "sample_tokens", "activation_checkpoint",
+        "activation_checkpoint_every", "activation_memory_budget", "compile",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -382,9 +385,6 @@ class TrainerSection(Section):
     ema_decay: Number = Field(default=0.0, ge=0, le=0.999999)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
     the average; training continues from the weights, which are saved too."""
-    quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
-    """Compute the linear layers of the blocks as after quantization, so that training compensates for it: 4-bit
-    weights in groups of 32; ``int8_dynamic_int4``: also 8-bit inputs per token. Checkpoints are not quantized."""
     compile: bool = False
     """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
@@ -403,14 +403,12 @@ class TrainerSection(Section):
     evaluate: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored at each evaluation on at most as many
     documents; a path to a ``.yaml`` is your own task."""
-    patience: CountOrZero = 0
+    early_stopping_patience: CountOrZero = 0
     """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
     stop_at: PositiveCount | None = None
     """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
     """Save and stop this many minutes after the start; the same command resumes."""
-    workers: Annotated[Count, Field(ge=0, le=256)] = 2
-    """Threads per process that prefetch batches; 0: read in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
@@ -459,6 +457,15 @@ class TrainerSection(Section):
         return min(self.steps, self.stop_at or self.steps)
 
 
+class LoadingSection(Section):
+    """Loading of the data. Every task has these keys, whatever its data; language models have more."""
+
+    free = ("workers",)
+
+    workers: Annotated[Count, Field(ge=0, le=256)] = 2
+    """Threads per process that prefetch batches; 0: read in the training thread."""
+
+
 class HealthSection(Section):
     """Response to spikes, non-finite steps and replicas that differ."""
 
@@ -499,7 +506,8 @@ class CheckpointSection(Section):
     """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count, so none
     that is saved for its time."""
     best_metric: str = Field(default="loss", min_length=1)
-    """What ``keep_best`` and ``trainer.patience`` compare on the validation set: ``loss`` or a metric of the task."""
+    """What ``keep_best`` and ``trainer.early_stopping_patience`` compare on the validation set: ``loss`` or a metric of
+    the task."""
     best_mode: Literal["min", "max"] = "min"
     """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
     mode: Literal["async", "sync"] = "async"
@@ -813,6 +821,7 @@ class RunConfig(Section):
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
+    data: LoadingSection = Field(default_factory=LoadingSection)
 
     @property
     def another_run(self) -> str:
@@ -851,9 +860,9 @@ class RunConfig(Section):
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
             )
         yield from self._mistakes_of_saving()
-        if self.trainer.patience and not self.trainer.evaluates_every:
+        if (patience := self.trainer.early_stopping_patience) and not self.trainer.evaluates_every:
             yield (
-                f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 turns evaluation off; "
+                f"trainer.early_stopping_patience={patience} but trainer.eval_every=0 turns evaluation off; "
                 f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"
             )
         if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):
@@ -898,21 +907,21 @@ class RunConfig(Section):
             )
 
     def _quantizing_mistakes(self) -> Iterator[str]:
-        if (how := self.trainer.quantize_aware) == "none":
+        if (how := self.precision.quantize_aware) == "none":
             return
-        without = "or trainer.quantize_aware=none"
+        without = "or precision.quantize_aware=none"
         if self.precision.name in ("fp16", "float8", "int8"):
             yield (
-                f"trainer.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
+                f"precision.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
                 f"use precision=bf16, {without}"
             )
         if self.adapter.method != "none":
             yield (
-                f"trainer.quantize_aware={how} with adapter.method={self.adapter.method}: weights that are quantized "
+                f"precision.quantize_aware={how} with adapter.method={self.adapter.method}: weights that are quantized "
                 f"must be trained themselves; use adapter=none, {without}"
             )
         if self.parallel.tensor != 1:
             yield (
-                f"trainer.quantize_aware={how} with parallel.tensor={self.parallel.tensor}, whose ranks would divide "
+                f"precision.quantize_aware={how} with parallel.tensor={self.parallel.tensor}, whose ranks would divide "
                 f"what has one scale; use parallel.tensor=1, {without}"
             )

@@ -10,7 +10,8 @@ from pathlib import Path
 from serried.configs.compose import config_yaml
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration
-from serried.configs.plain_data import is_count, parse_yaml, read_if_there, value_at
+from serried.configs.plain_data import is_count, parse_yaml, value_at
+from serried.configs.renamed_keys import read_saved_config_if_there
 from serried.configs.schema.sections import AUTO, RunConfig
 from serried.launch.local.processes import NotedSignals
 from serried.launch.slurm.batch_script import submit
@@ -31,6 +32,8 @@ Train = Callable[[Point, NotedSignals], Outcome]
 _FRUITLESS_RUNS = 3
 _NOT_COMPARED = ("run", "launch", "slurm", "track", "profile", "dry_run")
 """Config sections that do not change a run's result."""
+_PATIENCE = ("trainer.early_stopping_patience", "trainer.patience")
+"""Key that the reason of an early stop names, and its name in earlier versions."""
 
 
 class _AskedToStop(BaseException):
@@ -242,10 +245,11 @@ def _is_done(point: Point, outcome: Outcome) -> bool:
     if not outcome.is_finished or config.checkpoint.resume == "never":
         return False
     chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
-    earlier = read_if_there(config.run.dir / "config.yaml")
+    earlier = read_saved_config_if_there(config.run.dir / "config.yaml")
     its = {key: value_at(f"trainer.{key}", earlier) for key in chosen}  # as recorded by the run
     steps = its.get("steps", trainer.steps)
-    has_ended = (is_count(steps) and outcome.step >= steps) or "trainer.patience" in (outcome.reason or "")
+    has_stopped_early = any(key in (outcome.reason or "") for key in _PATIENCE)
+    has_ended = (is_count(steps) and outcome.step >= steps) or has_stopped_early
     now = parse_yaml(config_yaml(config))
     now["trainer"] |= its
     return has_ended and _compared(earlier) == _compared(now)

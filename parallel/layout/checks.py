@@ -83,13 +83,13 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     is_split = layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
     if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
         raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; traced: 5 times, and 7 % more memory
-            f"{keeps_less[0]} with parallel.schedule={layout.schedule}, which would recompute a block for each group "
-            f"of its weights and hold it all, more than without; use {keeps_less[1]}, or parallel.schedule=1f1b or "
-            "interleaved"
+            f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}, which would recompute a block for "
+            f"each group of its weights and hold it all, more than without; use {keeps_less[1]}, or "
+            "parallel.pipeline_schedule=1f1b or interleaved"
         )
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
-    model, data = getattr(config, "model", None), getattr(config, "data", None)
+    model = getattr(config, "model", None)
     if isinstance(model, HuggingFaceSection):
         _check_axes_of_any_model(layout, model)
     divisible = model.divisible() if model is not None else {}
@@ -98,8 +98,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     check_experts(layout, divisible.get("expert", {}), divisible.get("expert_shard", {}))
     if layout.tensor > 1:
         _check_tensor(layout, _divided_by_tensor(config, divisible))
-    if data is not None:
-        _check_sequence(layout, data.sequence_length)
+    if sequence_length := getattr(config.data, "sequence_length", None):
+        _check_sequence(layout, sequence_length)
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
@@ -113,8 +113,8 @@ def check_zero_bubble(schedule: str, torch_version: str) -> None:
     # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
     if tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
         raise UserError(
-            f"parallel.schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
-            "parallel.schedule=1f1b or interleaved"
+            f"parallel.pipeline_schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
+            "parallel.pipeline_schedule=1f1b or interleaved"
         )
 
 
@@ -201,8 +201,8 @@ def _check_bf16_weights(config: RunConfig) -> None:
 def _check_compile(config: RunConfig, layout: Layout) -> None:
     if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
         raise UserError(  # torch frees what a compiled backward has read
-            f"trainer.compile=true with parallel.schedule={layout.schedule}, which runs the backward of a block twice; "
-            "use parallel.schedule=1f1b or interleaved, or trainer.compile=false"
+            f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}, which runs the backward of a "
+            "block twice; use parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
         )
     keeps_less = config.trainer.keeps_less
     if layout.context > 1 and layout.context_method == "ring" and keeps_less:
@@ -332,8 +332,8 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
         )
     if config.parallel.frees_after_forward and layout.schedule in ZERO_BUBBLE_SCHEDULES:
         raise UserError(  # measured: wrong gradients, silently
-            f"parallel.reshard_after_forward=true with parallel.schedule={layout.schedule}, which forms gradients of "
-            "weights when FSDP has freed them; use parallel.reshard_after_forward=false"
+            f"parallel.reshard_after_forward=true with parallel.pipeline_schedule={layout.schedule}, which forms "
+            "gradients of weights when FSDP has freed them; use parallel.reshard_after_forward=false"
         )
     trainer = config.trainer
 
@@ -358,10 +358,10 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
         f"{layout.data_ranks} data ranks)"
     )
     if layout.schedule in _WORKS_IN_ROUNDS:
-        why = f"cannot be dealt to parallel.schedule={layout.schedule} in rounds of {layout.pipeline} or more"
+        why = f"cannot be dealt to parallel.pipeline_schedule={layout.schedule} in rounds of {layout.pipeline} or more"
     else:
-        why = f"are fewer micro-batches than the {layout.stages} stages of parallel.schedule={layout.schedule}"
-    raise UserError(f"{equation} {why}; use {instead}, or parallel.schedule=gpipe")
+        why = f"are fewer micro-batches than the {layout.stages} stages of parallel.pipeline_schedule={layout.schedule}"
+    raise UserError(f"{equation} {why}; use {instead}, or parallel.pipeline_schedule=gpipe")
 
 
 def _multiple(size: int, of: int) -> int:

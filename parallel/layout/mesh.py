@@ -224,18 +224,19 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
     """Fields of the layout that only a pipeline has."""
     if pipeline == 1:
         return {}
-    usual = 1 if section.schedule in ONE_STAGE_SCHEDULES else 2
+    schedule = section.pipeline_schedule
+    usual = 1 if schedule in ONE_STAGE_SCHEDULES else 2
     per_rank = section.stages_per_rank or usual
-    fixed = usual == 1 or section.schedule in V_SCHEDULES
+    fixed = usual == 1 or schedule in V_SCHEDULES
     if fixed and per_rank != usual:
         raise UserError(
-            f"parallel.stages_per_rank={per_rank} with parallel.schedule={section.schedule}: it has {usual} on each "
-            f"rank; use parallel.stages_per_rank={usual}, or parallel.schedule=interleaved"
+            f"parallel.stages_per_rank={per_rank} with parallel.pipeline_schedule={schedule}: it has {usual} on each "
+            f"rank; use parallel.stages_per_rank={usual}, or parallel.pipeline_schedule=interleaved"
         )
     if per_rank < 2 and not fixed:
         raise UserError(
-            f"parallel.stages_per_rank=1 with parallel.schedule={section.schedule}: it has several on each rank; use "
-            "parallel.stages_per_rank=2, or parallel.schedule=1f1b"
+            f"parallel.stages_per_rank=1 with parallel.pipeline_schedule={schedule}: it has several on each rank; "
+            "use parallel.stages_per_rank=2, or parallel.pipeline_schedule=1f1b"
         )
     stages, layers = pipeline * per_rank, section.layers_of_stages or ()
     if layers and len(layers) != stages:
@@ -243,7 +244,7 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
             f"parallel.layers_of_stages has {len(layers)} numbers for {stages} stages = pipeline {pipeline} x "
             f"{per_rank} per rank; give one number for each stage, or leave it out"
         )
-    return {"schedule": section.schedule, "stages": stages, "layers_of_stages": tuple(layers)}
+    return {"schedule": schedule, "stages": stages, "layers_of_stages": tuple(layers)}
 
 
 def _equation(degrees: Mapping[str, int]) -> str:

@@ -198,7 +198,7 @@ class CausalLM(TextTask):
                 return open_dataset(self._held_out[split], "validation", self._data)
         if self._data.is_streamed and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
-            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed, workers=self._trainer.workers)
+            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed, workers=self._data.workers)
         sources, is_whole = dict(self._sources), split == WHOLE
         if is_whole:
             sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"

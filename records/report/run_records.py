@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.plain_data import flatten, is_count, is_number, read_if_there
+from serried.configs.renamed_keys import read_saved_config_if_there
 from serried.records.metrics import METRICS, named_metrics, read_events
 from serried.records.status import Status, read_status
 
@@ -83,7 +84,7 @@ class Records:
 
 def read_records(run_dir: Path) -> Records:
     """Return the records in ``run_dir``. Missing, torn or malformed ones are left out; nothing is raised."""
-    config = flatten(read_if_there(run_dir / "config.yaml"))
+    config = flatten(read_saved_config_if_there(run_dir / "config.yaml"))
     environment = read_if_there(run_dir / "environment.json")
     records = Records(run_dir, config, environment, read_status(run_dir))
     for event in read_events(run_dir / METRICS):

@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from serried.configs.plain_data import read_json, read_yaml
+from serried.configs.plain_data import read_json
+from serried.configs.renamed_keys import read_saved_config
 from serried.records.metrics import METRICS, GrowingFile, read_events
 from serried.records.trackers.rows import Rows, Run, Tracker
 
@@ -129,7 +130,7 @@ def read_run(run_dir: Path) -> Run:
             facts = event
     with suppress(OSError, ValueError):
         facts["environment"] = read_json(run_dir / "environment.json")
-    return Run(run_dir, facts["tracker_run_id"], read_yaml(run_dir / "config.yaml"), facts, rollbacks)
+    return Run(run_dir, facts["tracker_run_id"], read_saved_config(run_dir / "config.yaml"), facts, rollbacks)
 
 
 def _kill_children() -> None:

@@ -117,7 +117,7 @@ def test_early_stopping_and_keep_best_follow_a_metric(
 ) -> None:
     argv = [
         f"run.dir={tmp_path}", "trainer.steps=12", "trainer.micro_batch=12", "trainer.eval_batches=1",
-        "trainer.eval_every=2", "checkpoint.every=2", "checkpoint.keep=1", "trainer.patience=2",
+        "trainer.eval_every=2", "checkpoint.every=2", "checkpoint.keep=1", "trainer.early_stopping_patience=2",
         "checkpoint.keep_best=true", "checkpoint.best_metric=accuracy", "checkpoint.best_mode=max",
     ]  # fmt: skip
     task = task_of(script, "Scores")

@@ -412,7 +412,7 @@ def test_divisors_of_huge_numbers_take_no_time():
 @pytest.mark.parametrize(
     "override",
     [
-        "model.vocab_size=1e18", "model.dim=1e18", "model.head_dim=1e18", "model.layers=1e7", "trainer.workers=1e9",
+        "model.vocab_size=1e18", "model.dim=1e18", "model.head_dim=1e18", "model.layers=1e7", "data.workers=1e9",
         "launch.step_timeout_seconds=1e12", "launch.start_timeout_seconds=1e300", "precision.initial_scale=1e300",
         "precision.initial_scale=1e-300", "health.spike_window=1e9", "trainer.steps=1e18",
     ],
@@ -458,7 +458,7 @@ def test_the_only_number_that_divides_stands_alone():
     assert "use model.heads=1, or set model.head_dim" in refusal("model.dim=2", "model.heads=3", "model.kv_heads=1")
 
 
-@pytest.mark.parametrize("key", ["checkpoint.keep_best=true", "trainer.patience=2"])
+@pytest.mark.parametrize("key", ["checkpoint.keep_best=true", "trainer.early_stopping_patience=2"])
 @pytest.mark.parametrize(
     "more", [["trainer.eval_every=0"], ["data.validation.v.name=text", "data.validation.v.path=v"]]
 )
@@ -482,7 +482,7 @@ def test_comparing_evaluations_is_accepted_where_a_source_may_bring_its_own():
 
 
 def test_all_mistakes_are_reported_together_and_once():
-    message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "trainer.workers=-1", "--foo")
+    message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "data.workers=-1", "--foo")
     head, *rest = message.splitlines()
     assert head == "5 mistakes:"
     assert len(rest) == len(set(rest)) == 5

@@ -325,8 +325,8 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp
 
     def argv(run: Path) -> list[str]:
         return tiny_overrides(
-            text, run, "trainer.steps=8", "trainer.eval_every=4", "trainer.eval_batches=1", "trainer.patience=5",
-            "data.validation.more.name=text", f"data.validation.more.path={text}",
+            text, run, "trainer.steps=8", "trainer.eval_every=4", "trainer.eval_batches=1",
+            "trainer.early_stopping_patience=5", "data.validation.more.name=text", f"data.validation.more.path={text}",
         )  # fmt: skip
 
     def stop(_: object, step: int) -> None:
@@ -358,7 +358,7 @@ def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluatio
     assert steps_saved(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("key", ["trainer.patience=2", "checkpoint.keep_best=true"])
+@pytest.mark.parametrize("key", ["trainer.early_stopping_patience=2", "checkpoint.keep_best=true"])
 def test_what_compares_evaluations_needs_some(key: str) -> None:
     config = compose([key])
     check_validation(config, [DEFAULT_VALIDATION])

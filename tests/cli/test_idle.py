@@ -15,14 +15,14 @@ from serried.program import note_unread, planned_layout
 SITUATIONS = {
     "parallel=fsdp": "",
     "parallel=hsdp": "launch.processes=2",
-    "parallel.schedule=gpipe": "",
+    "parallel.pipeline_schedule=gpipe": "",
     "parallel.layers_of_stages=[2,2]": "",
     "parallel.stages_per_rank=2": "",
     "parallel.context_method=ring": "",
     "parallel.sequence=false": "",
     "parallel.reshard_after_forward=true": "",
     "parallel.sync_every_micro_batch=true": "parallel=fsdp",
-    "precision.recipe=rowwise": "",
+    "precision.scaling=rowwise": "",
     "precision.gather=bf16": "",
     "precision.initial_scale=65536": "",
     "precision.growth_interval=2000": "",
@@ -42,7 +42,7 @@ SITUATIONS = {
     "checkpoint.every=1k": "",
     "trainer.eval_batches=3": "trainer.eval_every=0",
     "trainer.sample_tokens=1M": "",
-    "trainer.patience=5": "trainer.eval_every=100",
+    "trainer.early_stopping_patience=5": "trainer.eval_every=100",
     "trainer.stop_at=1k": "",
     "health.spike_deviations=2": "health.spike=off",
     "health.spike_window=64": "health.spike=off",
@@ -190,13 +190,14 @@ def test_keys_of_checkpoints_get_no_line_where_some_are_saved_for_their_time() -
 
 def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     def note_sweep(swept: str) -> None:
-        words = ["dry_run=true", "launch.processes=2", "parallel=fsdp", "parallel.schedule=gpipe", swept]
+        words = ["dry_run=true", "launch.processes=2", "parallel=fsdp", "parallel.pipeline_schedule=gpipe", swept]
         note_unread(words, [point.config for point in planned_sweep(words).points], is_sweep=True)
 
     note_sweep("parallel.pipeline=1,2")
     assert "note: " not in capsys.readouterr().err
     note_sweep("trainer.seed=1,2")
-    assert capsys.readouterr().err.count("note: parallel.schedule=gpipe has no effect without a pipeline;") == 1
+    note = "note: parallel.pipeline_schedule=gpipe has no effect without a pipeline;"
+    assert capsys.readouterr().err.count(note) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.Capture
         ("trainer.steps=1e15", "it must be at least 1 and at most 1e10"),
         ("trainer.eval_batches=1e15", "it must be at least 1 and at most 1e10"),
         ("launch.threads=10000", "it must be at least 1 and at most 1024"),
-        ("trainer.workers=1024", "it must be at least 0 and at most 256"),
+        ("data.workers=1024", "it must be at least 0 and at most 256"),
         ("task.label_smoothing=0.999999", "it must be at least 0 and at most 0.9"),
         ("trainer.max_minutes=1e-300", "must be above 0, and 1.2e-38 to 3.4e38 in size"),
     ],
@@ -231,7 +232,7 @@ def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:
 @pytest.mark.parametrize(
     "typed",
     [
-        ["trainer.epochs=2", "trainer.eval_every=50", "trainer.patience=3"],
+        ["trainer.epochs=2", "trainer.eval_every=50", "trainer.early_stopping_patience=3"],
         ["health.spike=skip", "health.non_finite=rollback", "checkpoint.every=20", "trainer.steps=100"],
     ],
 )

@@ -136,7 +136,7 @@ MISTAKES = [
         "odd heads", "model.dim=28", "model.head_dim=7 (model.dim=28 / model.heads=4) is odd", "use model.head_dim=8"
     ),
     _mistake("long sequence", "data.sequence_length=16k", "16000 exceeds", "data.sequence_length=8192"),
-    _mistake("idle recipe", "precision=bf16|precision.recipe=tensorwise", "only read with precision=float8; use that"),
+    _mistake("idle recipe", "precision=bf16|precision.scaling=tensorwise", "only read with precision=float8; use that"),
     _mistake("idle scale", "precision.initial_scale=8", "precision.initial_scale=8.0 is only read with precision=fp16"),
     _mistake("idle gather", "precision=bf16|precision.gather=float8", "precision.gather=float8 with precision=bf16"),
     _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),

@@ -202,12 +202,12 @@ def test_a_run_that_stops_and_changes_its_layout_trains_on_what_a_straight_one_d
         of_ranks = zip(*(answer.value for answer in answers), strict=True)
         return [(number, tokens) for each in of_ranks for batch in each for number, tokens in batch]
 
-    straight = trained(tmp_path / "straight", 1, "trainer.micro_batch=12", "trainer.workers=0")
-    pieces = trained(tmp_path / "pieces", 3, "trainer.micro_batch=2", "trainer.workers=2", "trainer.stop_at=3")
+    straight = trained(tmp_path / "straight", 1, "trainer.micro_batch=12", "data.workers=0")
+    pieces = trained(tmp_path / "pieces", 3, "trainer.micro_batch=2", "data.workers=2", "trainer.stop_at=3")
     pieces += trained(
-        tmp_path / "pieces", 2, "trainer.micro_batch=1", "trainer.workers=0", "parallel=fsdp", "trainer.stop_at=5"
+        tmp_path / "pieces", 2, "trainer.micro_batch=1", "data.workers=0", "parallel=fsdp", "trainer.stop_at=5"
     )
-    pieces += trained(tmp_path / "pieces", 1, "trainer.micro_batch=4", "trainer.workers=2")
+    pieces += trained(tmp_path / "pieces", 1, "trainer.micro_batch=4", "data.workers=2")
     assert pieces == straight
     assert len(straight) == 96
     assert [line["samples"] for line in metrics(tmp_path / "pieces")] == [12 * step for step in range(1, 9)]

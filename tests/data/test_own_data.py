@@ -63,7 +63,7 @@ def prepared_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str
 def test_prepare_reports_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"number {i} " * (1 + i % 40) for i in range(200)] + [""] * 7
     write(tmp_path / "rows", {"a.jsonl": "".join(json.dumps({"body": text}) + "\n" for text in texts)})
-    arguments = ["data=text", f"data.path={tmp_path / 'rows'}", "data.text_column=body", "trainer.workers=2"]
+    arguments = ["data=text", f"data.path={tmp_path / 'rows'}", "data.text_column=body", "data.workers=2"]
     arguments += ["data.tokenizer=train", "data.vocab_size=280", f"data.cache_dir={tmp_path / 'cache'}"]
     out = prepared_by(arguments, capsys)
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "memos")
@@ -84,7 +84,7 @@ def test_prepare_reports_its_result(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trainer.workers=0"], "trainer.workers=0 leaves no thread"),
+        (["data.workers=0"], "data.workers=0 leaves no thread"),
         (["data=text", "data.path=nowhere"], "data.path=nowhere does not exist"),
         (["data.tokenzier=bytes"], "did you mean data.tokenizer=bytes?"),
         (["model.vocab_size=100"], "model.vocab_size=100 but data.tokenizer=bytes has 257 ids"),

@@ -257,13 +257,13 @@ def test_blocks_that_keep_nothing_are_one_line() -> None:
         ),
         (
             "trainer.activation_memory_budget=0.5 launch.processes=2 parallel=fsdp parallel.pipeline=2 "
-            "parallel.schedule=zbv trainer.micro_batch=1",
-            "use trainer.activation_memory_budget=1, or parallel.schedule=1f1b or interleaved",
+            "parallel.pipeline_schedule=zbv trainer.micro_batch=1",
+            "use trainer.activation_memory_budget=1, or parallel.pipeline_schedule=1f1b or interleaved",
         ),
         (
             "trainer.activation_checkpoint=selective launch.processes=2 parallel=fsdp parallel.pipeline=2 "
-            "parallel.schedule=zbv trainer.micro_batch=1",
-            "use trainer.activation_checkpoint=none, or parallel.schedule=1f1b or interleaved",
+            "parallel.pipeline_schedule=zbv trainer.micro_batch=1",
+            "use trainer.activation_checkpoint=none, or parallel.pipeline_schedule=1f1b or interleaved",
         ),
         (
             "trainer.activation_memory_budget=0.5 trainer.compile=true model=moe_tiny",

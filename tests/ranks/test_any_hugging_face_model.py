@@ -130,7 +130,7 @@ def sft(folder: Path, run_dir: Path, *more: str) -> list[str]:
         "recipe=sft", "model=hf", f"model.path={folder / 'opt'}", f"data.path={folder / 'chats.jsonl'}",
         "data.tokenizer=bytes", f"data.cache_dir={folder / 'cache'}", f"run.dir={run_dir}",
         "data.sequence_length=128", "trainer.steps=4", "trainer.global_batch=6", "trainer.micro_batch=3",
-        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.001", "schedule=constant",
+        "trainer.eval_every=0", "trainer.log_every=1", "data.workers=0", "optim.lr=0.001", "schedule=constant",
         "schedule.warmup_steps=0", "checkpoint.every=2", *more,
     ]  # fmt: skip
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]

@@ -28,9 +28,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tensor x2 x fsdp x3": (6, ["parallel=fsdp", "parallel.tensor=2", "trainer.micro_batch=6"]),
     "tensor x2 x replicate x2": (4, ["parallel=hsdp", "parallel.replicate=2", "parallel.tensor=2"]),
     "pipeline x3": (3, ["parallel=fsdp", "parallel.pipeline=3"]),
-    "pipeline x2, zbv": (2, ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv"]),
+    "pipeline x2, zbv": (2, ["parallel=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=zbv"]),
     "pipeline x2, interleaved x fsdp x2": (
-        4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=interleaved"],
+        4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=interleaved"],
     ),
     "pipeline x2 x tensor x2": (4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),
     "pipeline x2 x tensor x2 x fsdp x2": (8, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),

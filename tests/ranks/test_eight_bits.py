@@ -124,9 +124,9 @@ def test_a_rowwise_run_learns_as_in_bf16_and_resumes_with_the_same_bits_from_the
     losses = [runs.losses(tmp_path / name) for name in ("whole", "bf16")]
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert losses[0] != losses[1]
-    changed = run_here(tiny_overrides(text, tmp_path / "whole", *more, "precision.recipe=tensorwise"))
+    changed = run_here(tiny_overrides(text, tmp_path / "whole", *more, "precision.scaling=tensorwise"))
     assert changed.code == 78
-    assert "precision.recipe rowwise -> tensorwise" in changed.printed
+    assert "precision.scaling rowwise -> tensorwise" in changed.printed
     assert evaluate([str(tmp_path / "whole"), "json=true"]) == 0
     (found,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
     assert found["loss"] == pytest.approx(metrics(tmp_path / "whole", "eval")[-1]["loss"], rel=1e-6)
@@ -183,7 +183,7 @@ def test_compiled_blocks_have_the_bits_of_plain_ones_with_selective_checkpointin
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
 
 
-GATHERED = ("precision=float8", "precision.recipe=tensorwise", "precision.gather=float8")
+GATHERED = ("precision=float8", "precision.scaling=tensorwise", "precision.gather=float8")
 
 
 @pytest.mark.slow
@@ -276,11 +276,11 @@ def test_gathering_in_float8_changes_no_bit_with(
         ),
         (
             "precision.gather=float8",
-            "precision.gather=float8 with precision.recipe=rowwise: weights have one",
+            "precision.gather=float8 with precision.scaling=rowwise: weights have one",
             "these, or precision.gather=bf16",
         ),
         (
-            "precision.recipe=tensorwise precision.gather=float8 parallel=ddp launch.processes=2",
+            "precision.scaling=tensorwise precision.gather=float8 parallel=ddp launch.processes=2",
             "precision.gather=float8 with parallel=ddp, which gathers no weights",
             "precision.gather=bf16, or parallel=fsdp",
         ),

@@ -109,8 +109,8 @@ def test_experts_learn_as_on_a_cpu(more: list[str], text: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "more",
     [
-        [], [COMPILED], ["precision.recipe=tensorwise"], ["precision.recipe=tensorwise", COMPILED],
-        ["precision.recipe=rowwise_with_gw_hp", COMPILED], ["precision.recipe=tensorwise", "parallel=fsdp"],
+        [], [COMPILED], ["precision.scaling=tensorwise"], ["precision.scaling=tensorwise", COMPILED],
+        ["precision.scaling=rowwise_with_gw_hp", COMPILED], ["precision.scaling=tensorwise", "parallel=fsdp"],
     ],
     ids="-".join,
 )  # fmt: skip

@@ -168,7 +168,7 @@ def test_a_zbv_run_evaluates_samples_and_resumes_with_the_same_bits(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """Tied, with two stages a rank, one of which has both ends. Evaluations pass by the schedule."""
-    layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv", "model.tie_embeddings=true"]
+    layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "model.tie_embeddings=true"]
     small = [*layout, "model.layers=4", "trainer.steps=4", "trainer.global_batch=8", "trainer.micro_batch=2"]
 
     def run(name: str, *more: str) -> str:
@@ -221,7 +221,7 @@ def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: 
         *groups,
         "parallel=fsdp",
         "parallel.pipeline=2",
-        "parallel.schedule=gpipe",
+        "parallel.pipeline_schedule=gpipe",
         f"run.dir={tmp_path / 'staged'}",
     ]
     staged = cluster.run(2, "tests.ranks.test_pipeline:fit_in_stages", overrides=layout)

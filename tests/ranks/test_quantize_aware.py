@@ -1,4 +1,4 @@
-"""trainer.quantize_aware: layers compute as torchao's after quantization, and the export does what was trained."""
+"""precision.quantize_aware: layers compute as torchao's after quantization, and the export does what was trained."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from testing.runs import metrics, run_here, tiny_overrides
 from tests.ranks.test_eight_bits import WIDE, block
 
 HOW = ("int8_dynamic_int4", "int4_weight_only")
-AWARE = (*WIDE, f"trainer.quantize_aware={HOW[0]}")
+AWARE = (*WIDE, f"precision.quantize_aware={HOW[0]}")
 
 
 def results(model: nn.Module) -> list[Tensor]:
@@ -65,7 +65,7 @@ def test_compiled_blocks_have_the_same_bits() -> None:
 
 
 def test_a_run_resumes_with_the_same_bits(text: Path, tmp_path: Path) -> None:
-    more = (*WIDE, "trainer.deterministic=true", f"trainer.quantize_aware={HOW[0]}")
+    more = (*WIDE, "trainer.deterministic=true", f"precision.quantize_aware={HOW[0]}")
     ended = run_here(tiny_overrides(text, tmp_path / "whole", *more))
     assert ended.code == 0, ended.printed
     assert f"precision  fp32; rounded as by {HOW[0]} in 7 of 7 linear layers of the blocks" in ended.printed
@@ -83,7 +83,7 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
 ) -> None:
     trained = tmp_path / "run"
     old = ("optim.groups.old.parameters=*.mlp.*", "optim.groups.old.frozen=true", "trainer.eval_every=6")
-    assert run_here(tiny_overrides(text, trained, *WIDE, *old, f"trainer.quantize_aware={how}")).code == 0
+    assert run_here(tiny_overrides(text, trained, *WIDE, *old, f"precision.quantize_aware={how}")).code == 0
     assert cli.evaluate([str(trained), "json=true"]) == 0
     (found,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
     assert found["loss"] == pytest.approx(metrics(trained, "eval")[-1]["loss"], rel=1e-6)
@@ -143,12 +143,12 @@ def test_layouts_have_the_loss_of_one_process(
 def test_settings_that_cannot_be_quantized_are_refused_in_one_line(
     more: str, told: str, text: Path, tmp_path: Path
 ) -> None:
-    argv = tiny_overrides(text, tmp_path / "run", "dry_run=true", f"trainer.quantize_aware={HOW[1]}", *more.split())
+    argv = tiny_overrides(text, tmp_path / "run", "dry_run=true", f"precision.quantize_aware={HOW[1]}", *more.split())
     assert told in run_here(argv).error
 
 
 def test_a_missing_library_is_one_line_with_the_command_that_installs_it() -> None:
-    check_torchao("trainer.quantize_aware=x", "trainer.quantize_aware=none")
+    check_torchao("precision.quantize_aware=x", "precision.quantize_aware=none")
     with pytest.raises(UserError, match=r"pip install -e '\.\[lowbit\]', or precision=bf16"):
         check_torchao("precision=float8", "precision=bf16", library="no_such_library")
 

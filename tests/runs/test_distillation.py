@@ -61,7 +61,7 @@ def distill(models: Path, run_dir: Path, *more: str) -> list[str]:
         f"data.path={models / 'chats.jsonl'}", "data.tokenizer=bytes", f"data.cache_dir={models / 'cache'}",
         f"run.dir={run_dir}", "data.sequence_length=128", "task.temperature=2", "task.weight=0.7",
         "data.isolate_documents=false", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2",
-        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.003", "schedule=constant",
+        "trainer.eval_every=0", "trainer.log_every=1", "data.workers=0", "optim.lr=0.003", "schedule=constant",
         "schedule.warmup_steps=0", "trainer.max_grad_norm=0", *more,
     ]  # fmt: skip
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]

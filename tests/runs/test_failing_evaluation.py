@@ -16,7 +16,7 @@ from tests.support.own_task import Points
 
 OVERRIDES = [
     "trainer.steps=6", "trainer.eval_every=2", "trainer.eval_batches=1", "checkpoint.every=4", "checkpoint.keep=1",
-    "launch.device=cpu", "checkpoint.keep_best=true", "trainer.patience=9",
+    "launch.device=cpu", "checkpoint.keep_best=true", "trainer.early_stopping_patience=9",
 ]  # fmt: skip
 
 

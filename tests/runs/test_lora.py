@@ -61,7 +61,7 @@ def lora(models: Path, run_dir: Path, *more: str, model: str = "llama") -> list[
         "recipe=lora", f"model.path={models / model}", f"data.path={models / 'chats.jsonl'}", "data.tokenizer=bytes",
         f"data.cache_dir={models / 'cache'}", f"run.dir={run_dir}", "precision=fp32", "data.sequence_length=128",
         "data.isolate_documents=false", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2",
-        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.01", "schedule=constant",
+        "trainer.eval_every=0", "trainer.log_every=1", "data.workers=0", "optim.lr=0.01", "schedule=constant",
         "schedule.warmup_steps=0", "adapter.rank=4", "adapter.alpha=8", *more,
     ]  # fmt: skip
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]

@@ -63,7 +63,7 @@ def dpo(model: Path, run_dir: Path, *more: str) -> list[str]:
         "recipe=dpo", f"model.path={model / 'llama'}", f"data.path={model / 'pairs.jsonl'}", "data.tokenizer=bytes",
         f"data.cache_dir={model / 'cache'}", f"run.dir={run_dir}", "precision=fp32", "data.sequence_length=128",
         "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2", "trainer.eval_every=2",
-        "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.003", "schedule=constant", "schedule.warmup_steps=0",
+        "trainer.log_every=1", "data.workers=0", "optim.lr=0.003", "schedule=constant", "schedule.warmup_steps=0",
         *more,
     ]  # fmt: skip
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]

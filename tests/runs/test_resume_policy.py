@@ -330,7 +330,7 @@ def test_harmless_changes_are_only_reported(text: Path, stopped: Path, tmp_path:
         "trainer.log_every=2": "trainer.log_every 1 -> 2",
         "trainer.eval_every=2": "trainer.eval_every 0 -> 2",
         "trainer.eval_batches=1": "trainer.eval_batches 8 -> 1",
-        "trainer.workers=0": "trainer.workers 2 -> 0",
+        "data.workers=0": "data.workers 2 -> 0",
         "launch.step_timeout_seconds=60": "launch.step_timeout_seconds 300.0 -> 60.0",
     }
     printed = train(text, tmp_path / "run", *changes, "checkpoint.keep=3").printed

@@ -162,7 +162,7 @@ def test_signal_ends_the_run_with_a_checkpoint_that_resumes_bitwise(
     cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path,
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
-    argv = arguments(text, run_dir, f"trainer.workers={workers}")
+    argv = arguments(text, run_dir, f"data.workers={workers}")
     struck = {"argv": argv, "at": at, "count": count, "numbers": [int(number) for number in numbers], "ranks": ranks}
     first, second = cluster.run(2, "tests.runs.test_shutdown:train_struck", **struck)
     assert (first.value, second.value) == (75, 75), first.printed + second.printed

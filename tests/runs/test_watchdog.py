@@ -349,7 +349,7 @@ def test_hanging_rank_is_named_and_the_run_ends_and_resumes(
     told = (tmp_path / "log" / "hang.txt").read_text()
     assert all(f"  rank {rank} on " in told for rank in range(ranks))
     assert all(words in told for words in stands)
-    assert how != "sleep" or "waits for data. Is its disk slow, or trainer.workers too small?" in printed
+    assert how != "sleep" or "waits for data. Is its disk slow, or data.workers too small?" in printed
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
     if how not in ("sleep", "skip"):
         return

@@ -58,10 +58,10 @@ def check(arguments: list[str], processes: int) -> None:
             "trainer.micro_batch=2",
         ),
         (
-            "parallel.pipeline=2 parallel.schedule=interleaved trainer.global_batch=5 trainer.micro_batch=1",
+            "parallel.pipeline=2 parallel.pipeline_schedule=interleaved trainer.global_batch=5 trainer.micro_batch=1",
             2,
-            "cannot be dealt to parallel.schedule=interleaved in rounds of 2",
-            "parallel.schedule=gpipe",
+            "cannot be dealt to parallel.pipeline_schedule=interleaved in rounds of 2",
+            "parallel.pipeline_schedule=gpipe",
         ),
         ("parallel.expert=2", 2, "parallel.expert=2: the model has no experts", "parallel.expert=1"),
         ("parallel=ddp parallel.pipeline=2", 4, "parallel.pipeline=2 with parallel=ddp", "parallel=fsdp"),
@@ -73,7 +73,8 @@ def check(arguments: list[str], processes: int) -> None:
             "parallel.sync_every_micro_batch=false",
         ),
         (
-            "parallel.pipeline=2 parallel.schedule=zbv parallel.reshard_after_forward=true trainer.micro_batch=1",
+            "parallel.pipeline=2 parallel.pipeline_schedule=zbv parallel.reshard_after_forward=true "
+            "trainer.micro_batch=1",
             2,
             "when FSDP has freed them",
             "parallel.reshard_after_forward=false",
@@ -104,7 +105,7 @@ def test_a_layout_that_does_not_fit_says_why_and_what_would(
     [
         ("parallel.tensor=2 parallel.pipeline=2", 8),
         ("parallel.context=2 parallel.tensor=2", 4),
-        ("parallel.pipeline=2 parallel.schedule=zbv trainer.global_batch=16 trainer.micro_batch=2", 4),
+        ("parallel.pipeline=2 parallel.pipeline_schedule=zbv trainer.global_batch=16 trainer.micro_batch=2", 4),
     ],
 )
 def test_layouts_that_fit_are_taken(arguments: str, processes: int) -> None:
@@ -127,7 +128,7 @@ def test_a_login_node_does_not_judge_the_torch_of_a_job(monkeypatch: pytest.Monk
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(checks, "_version_of", none)
-    words = ["parallel.pipeline=2", "parallel.schedule=zbv", "trainer.micro_batch=1"]
+    words = ["parallel.pipeline=2", "parallel.pipeline_schedule=zbv", "trainer.micro_batch=1"]
     check([*words, "launch=slurm"], 2)
     with pytest.raises(PackageNotFoundError):
         check(words, 2)

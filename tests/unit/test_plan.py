@@ -39,7 +39,7 @@ SHORT = [
 SMALL = ["model.dim=512", "model.heads=8", "model.hidden_dim=1536", "model.vocab_size=4096"]
 FSDP, SYNC = ["parallel=fsdp"], ["parallel.sync_every_micro_batch=true"]
 ZERO_2 = ["parallel.reshard_after_forward=false"]
-FLOAT8 = ["precision=float8", "precision.recipe=tensorwise", "precision.gather=float8"]
+FLOAT8 = ["precision=float8", "precision.scaling=tensorwise", "precision.gather=float8"]
 TENSOR, LORA = ["parallel.tensor=4"], ["adapter=lora"]
 PIPELINE = [*FSDP, "parallel.pipeline=2", "model.layers=4"]
 BF16_WEIGHTS = ["optim=adamw_bf16", *SMALL]  # larger matrices are updated in hundreds of pieces, each of them traced
@@ -150,7 +150,7 @@ def test_formula_and_trace_agree_when_blocks_keep_different_activations(name: st
 )
 def test_formula_and_trace_agree_with_several_stages_on_a_rank(schedule: str, mode: str) -> None:
     argv = [*PIPELINE, "model.layers=8", "parallel.stages_per_rank=2", "trainer.global_batch=8"]
-    argv += [f"parallel.schedule={schedule}", f"trainer.activation_checkpoint={mode}"]
+    argv += [f"parallel.pipeline_schedule={schedule}", f"trainer.activation_checkpoint={mode}"]
     stages, formula, _ = both(*argv, processes=4)
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
 
@@ -163,7 +163,7 @@ def test_formula_and_trace_agree_with_several_stages_on_a_rank(schedule: str, mo
 def test_for_zero_bubble_schedules_the_formula_is_at_most_12_percent_above_the_trace(
     schedule: str, precision: str
 ) -> None:
-    argv = [*PIPELINE, f"precision={precision}", f"parallel.schedule={schedule}", "trainer.global_batch=12"]
+    argv = [*PIPELINE, f"precision={precision}", f"parallel.pipeline_schedule={schedule}", "trainer.global_batch=12"]
     argv += ["parallel.stages_per_rank=2"] * (schedule == "interleaved_zero_bubble")
     stages, formula, _ = both(*argv, processes=4)
     assert 1 <= formula.total / memory_of(stages).peak < 1.12

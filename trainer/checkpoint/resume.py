@@ -16,7 +16,8 @@ from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest
-from serried.configs.plain_data import NotPlainData, expanded, flatten, read_yaml, value_at
+from serried.configs.plain_data import NotPlainData, expanded, flatten, value_at
+from serried.configs.renamed_keys import read_saved_config
 from serried.configs.schema.run_config import CHOSEN
 from serried.configs.schema.sections import AUTO, RunConfig, Section
 from serried.records.run_folder import RunFolder
@@ -279,8 +280,8 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _own_sections(config: RunConfig) -> list[str]:
-    """Sections that only some tasks have, data first."""
-    return [section for section in reversed(type(config).model_fields) if section not in RunConfig.model_fields]
+    """Sections that are not the same for all tasks, data first."""
+    return ["data", *(section for section in type(config).model_fields if section not in RunConfig.model_fields)]
 
 
 def _allowing(keys: Sequence[str], config: RunConfig) -> str:
@@ -330,7 +331,7 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
     after somebody edited it."""
     path = config.run.dir / "config.yaml"
     try:
-        recorded = flatten(read_yaml(path))
+        recorded = flatten(read_saved_config(path))
     except (OSError, NotPlainData):
         return []
     saved, now = flatten(state["config"]), flatten(plain(config))

@@ -7,6 +7,7 @@ from typing import Any
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, is_count, read_json, value_at
+from serried.configs.renamed_keys import with_new_names
 
 STATE = "state.json"
 VERSION = 1
@@ -38,7 +39,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         wrong.append(f"step {state['step']} beyond trainer.steps={last} of its config")
     if wrong:
         raise UserError(f"{path} differs from what a run writes: {', '.join(wrong)}; use another checkpoint")
-    return state
+    return state | {"config": with_new_names(state["config"])}
 
 
 @contextmanager

@@ -247,7 +247,8 @@ class Report:
 
     def _judge(self, step: int, finite: dict[str, float], means: Mapping[str, float]) -> None:
         """Compare an evaluation on the validation set with the best so far; the same on all ranks."""
-        progress, checkpoint, patience = self.progress, self._config.checkpoint, self._config.trainer.patience
+        progress, checkpoint = self.progress, self._config.checkpoint
+        patience = self._config.trainer.early_stopping_patience
         metric = checkpoint.best_metric
         if metric not in means:
             raise UserError(
@@ -265,7 +266,8 @@ class Report:
         else:
             progress.evaluations_since_best += 1
         if patience and progress.evaluations_since_best >= patience:
-            progress.early_stop = f"{metric} has not improved in {patience} evaluations (trainer.patience)"
+            key = "trainer.early_stopping_patience"
+            progress.early_stop = f"{metric} has not improved in {patience} evaluations ({key})"
 
     def not_evaluated(self, step: int, name: str) -> None:
         """Report an evaluation on the set ``name`` without targets, which has no loss."""

@@ -177,7 +177,7 @@ class Watchdog:
             is_starved = beat.phase == DATA and beat.age_seconds > threshold and not beat.silent_seconds
             if is_starved and beat.rank not in self._starved:
                 self._starved.add(beat.rank)
-                self._say(f"WARNING    {beat.where()} waits for data. Is its disk slow, or trainer.workers too small?")
+                self._say(f"WARNING    {beat.where()} waits for data. Is its disk slow, or data.workers too small?")
 
     def _say(self, text: str) -> None:
         if self._session.is_main:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, sources
+from serried.configs.schema.sections import LoadingSection
 from serried.recipes.data.readers.files import PIECE_BYTES, open_plain
 from serried.recipes.data.readers.progress import Progress
 
@@ -145,7 +146,7 @@ class Documents(Source):
         self._unit = _Yielded(name=f"data={section.name}", size_bytes=0, read=read)
 
     def identity(self) -> list[str]:
-        return [self._section.model_dump_json()]
+        return [self._section.model_dump_json(exclude={*LoadingSection.model_fields})]
 
     def fingerprint(self, progress: Progress) -> bytes:
         sha256, size_bytes = hashlib.sha256(), 0

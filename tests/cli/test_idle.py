@@ -112,10 +112,10 @@ REFUSED = {
 READ_ALWAYS = {
     "recipe", "dry_run", "run.name", "run.dir", "task.name", "task.label_smoothing", "task.z_loss",
     *(f"parallel.{axis}" for axis in ("strategy", "replicate", "shard", "context", "tensor", "pipeline", "expert")),
-    "precision.name", "adapter.method", "optim.name", "optim.weight_decay", "schedule.name",
+    "precision.name", "precision.quantize_aware", "adapter.method", "optim.name", "optim.weight_decay", "schedule.name",
     *(f"trainer.{name}" for name in (
-        "steps", "epochs", "global_batch", "micro_batch", "activation_checkpoint", "ema_decay", "quantize_aware",
-        "compile", "max_grad_norm", "seed", "deterministic", "max_minutes", "workers",
+        "steps", "epochs", "global_batch", "micro_batch", "activation_checkpoint", "ema_decay",
+        "compile", "max_grad_norm", "seed", "deterministic", "max_minutes",
     )),
     "checkpoint.every_minutes", "checkpoint.mode", "checkpoint.resume",
     "track.wandb", "track.tensorboard", "track.mlflow", "profile.steps",
@@ -123,7 +123,7 @@ READ_ALWAYS = {
         "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds",
     )),
     *(f"data.{name}" for name in (
-        "name", "format", "tokenizer", "sequence_length", "packing", "isolate_documents", "cache_dir",
+        "name", "workers", "format", "tokenizer", "sequence_length", "packing", "isolate_documents", "cache_dir",
     )),
     *(f"model.{name}" for name in ("name", "family", "path", "vocab_size", "max_sequence_length")),
     "optim.groups.NAME.parameters", "optim.groups.NAME.frozen",

@@ -23,8 +23,9 @@ RUN = [
     "trainer.global_batch=8", "trainer.micro_batch=4", "checkpoint.every=4", "checkpoint.keep=2",
     "trainer.eval_every=4", "trainer.log_every=1", "trainer.sample_tokens=0", "trainer.deterministic=true",
     "launch.device=cpu", "run.name=kept",
+    "trainer.early_stopping_patience=3", "data.workers=1",
 ]  # fmt: skip
-"""The command of the run, without ``trainer.patience=3 trainer.workers=1``, which have other names now."""
+"""The command of the run; the last two keys were ``trainer.patience=3 trainer.workers=1``."""
 STEP_4, STEP_8 = "checkpoints/step-00000004", "checkpoints/step-00000008"
 
 

@@ -116,7 +116,8 @@ def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
     for version in ("2.12.0", "2.15.0+cu132", "3.0.0a0+git1234567"):
         check_zero_bubble("zbv", version)
     with pytest.raises(
-        UserError, match=r"^parallel\.schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use "
+        UserError,
+        match=r"^parallel\.pipeline_schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use ",
     ):
         check_zero_bubble("zbv", "2.11.0+cu130")
 

@@ -7,6 +7,7 @@ from typing import Any
 _HOMES = {
     "Task": "serried.trainer.task",
     "TextTask": "serried.trainer.task",
+    "Event": "serried.trainer.task",
     "Inputs": "serried.parallel.plan",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",
@@ -14,9 +15,18 @@ _HOMES = {
     "main": "serried.api",
     "fit": "serried.api",
     "load_model": "serried.api",
+    "Result": "serried.api",
+    "UserError": "serried.configs.errors",
+    "TrainingFailed": "serried.configs.errors",
+    "TrainingStopped": "serried.configs.errors",
     "register_model": "serried.configs.schema.registry",
     "register_optimizer": "serried.configs.schema.registry",
+    "register_schedule": "serried.configs.schema.registry",
+    "register_source": "serried.configs.schema.data",
+    "ModelFamily": "serried.recipes.models.family",
+    "CausalLM": "serried.recipes.text.causal_lm",
 }
+"""Public names and the modules that define them."""
 __all__ = list(_HOMES)
 
 

@@ -23,9 +23,9 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequenc
     """Measure rates on all processes of this start at the same time, and write them to ``out``. Return the exit
     code.
 
-        Args:
-            precision: data type of the matrix products: fp32, bf16 or fp16.
-            shapes: (m, n, k) of the matrix products to time, the most expensive first; the same on all ranks.
+    Args:
+        precision: data type of the matrix products: fp32, bf16 or fp16.
+        shapes: (m, n, k) of the matrix products to time, the most expensive first; the same on all ranks.
     """
 
     def work(session: Session) -> int:

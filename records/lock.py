@@ -1,4 +1,5 @@
-"""``.lock`` in the folder of a run or a sweep: held by one process at a time, and released however that ends."""
+"""``.lock`` in the folder of a run or a sweep: held by at most one process, and released when the process ends in
+any way."""
 
 import errno
 import fcntl
@@ -13,19 +14,20 @@ from serried.configs.plain_data import NotPlainData, open_regular
 
 LOCK = ".lock"
 _LOOKS, _LOOK_SECONDS = 5, 0.05
-"""Before a folder counts as locked by another process: one that only looks holds the lock for a moment."""
+"""Number of tries before a folder counts as locked by another process. A process that only looks holds the lock for
+a moment."""
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
 class FolderLock:
-    """The lock of a folder, held until it is closed."""
+    """Lock of a folder, held until it is closed."""
 
     def __init__(self, file: IO[bytes], stand_in: socket.socket | None) -> None:
         self._file, self._stand_in = file, stand_in
 
     @property
     def warning(self) -> str | None:
-        """What to warn of: a disk without locks, where other machines do not see this lock."""
+        """Warning for a disk without file locks, on which other machines do not see this lock; None otherwise."""
         if self._stand_in is None:
             return None
         return (
@@ -49,11 +51,11 @@ class FolderLock:
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock ``folder``. On a disk without locks other processes of this machine alone see that.
+    """Lock ``folder``. On a disk without file locks, only other processes of this machine see the lock.
 
     Raises:
-        BlockingIOError: another process holds it.
-        OSError: it cannot be written.
+        BlockingIOError: another process holds the lock.
+        OSError: the folder cannot be written.
     """
     looks = _LOOKS
     while True:
@@ -77,13 +79,13 @@ def lock_folder(folder: Path) -> FolderLock:
                 lock.close()
                 raise
         held = FolderLock(lock, stand_in)
-        if is_same_file(folder / LOCK, held):  # not removed meanwhile by a command that was refused
+        if is_same_file(folder / LOCK, held):  # not removed in the meantime by a command that was refused
             return held
         held.close()
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run's or a sweep's folder; None: that cannot be known."""
+    """Return whether a process holds the lock of a run's or sweep's folder; None if that is unknown."""
     try:
         with open_regular(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment
@@ -95,16 +97,16 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def _own(name: str, flags: int) -> int:
-    """Open a file of the folder itself: a link may lead to any file, and a pipe would block."""
+    """Open a file inside the folder: a link could lead to any file, and a pipe would block."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _address_of(file: IO[bytes]) -> socket.socket:
-    """Take an address that one process of this machine can have at a time, and that ends with it: that of ``file``.
-    Raises ``BlockingIOError`` if another has it."""
+    """Bind a socket address derived from ``file``, which only one process of this machine can hold and which is
+    released when the process ends. Raises ``BlockingIOError`` if another process holds it."""
     stat, taken = os.fstat(file.fileno()), socket.socket(socket.AF_UNIX)
     try:
-        if sys.platform == "linux":  # others have no addresses without a file
+        if sys.platform == "linux":  # other systems have no addresses without a file
             taken.bind(f"\0serried-{stat.st_dev}-{stat.st_ino}")
     except OSError as error:
         taken.close()
@@ -113,7 +115,7 @@ def _address_of(file: IO[bytes]) -> socket.socket:
 
 
 def is_same_file(path: Path, file: IO[bytes] | FolderLock) -> bool:
-    """Return whether ``path`` still leads to the open ``file``; true if the disk does not answer."""
+    """Return whether ``path`` is still the open ``file``; true if the disk does not answer."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, readable also after a crash or a full disk."""
+"""``metrics.jsonl``: one JSON object per line, readable even after a crash or on a full disk."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,15 +17,15 @@ _OURS = frozenset((
     "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds", "skipped", "scale",
     "expert_tokens", "expert_load",
 ))  # fmt: skip
-"""Keys of ``step`` and ``eval`` that every run has. Other numbers are metrics of the task."""
+"""Keys of events ``step`` and ``eval`` that every run writes. Other numbers are metrics of the task."""
 _MOST_LINE_BYTES = 16 * 2**20
 _EVENTS_AT_A_TIME = 1000
 
 
 def parse_event(line: bytes | str) -> dict[str, Any] | None:
-    """Return the event in one line; None if it is torn, or not an event as a run writes it.
+    """Return the event in one line; None if the line is torn or not a valid event.
 
-    ``event`` is a string; ``step``, if there, a whole number of at least 0; ``time``, if there, a finite number.
+    ``event`` is a string; ``step``, if present, is an integer >= 0; ``time``, if present, is a finite number.
     """
     try:
         event = parse_json(line)
@@ -46,13 +46,13 @@ def check_metric_names(names: Iterable[str]) -> None:
 
 
 def named_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that the task named in an event ``step`` or ``eval``."""
+    """Return the metrics that the task reported in an event ``step`` or ``eval``."""
     return {name: value for name, value in event.items() if name not in _OURS and is_number(value)}
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a ``metrics.jsonl`` in order. Lines that hold none are skipped, and a file that cannot be
-    read has none."""
+    """Yield the events of a ``metrics.jsonl`` in order. Invalid lines are skipped; an unreadable file yields
+    nothing."""
     try:
         with open_regular(path) as file:
             while line := file.readline(_MOST_LINE_BYTES):
@@ -63,24 +63,27 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_of_each_kind(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last event of each kind in a ``metrics.jsonl``; of ``eval``, the last of the usual validation set."""
+    """Return the last event of each kind in a ``metrics.jsonl``. For ``eval``, only the default validation set
+    counts."""
     usual = (event for event in read_events(path) if event.get("set", DEFAULT_VALIDATION) == DEFAULT_VALIDATION)
     return {event["event"]: event for event in usual}
 
 
 class GrowingFile:
-    """A ``metrics.jsonl``, read while a run writes it. A rollback replaces it by another file.
+    """A ``metrics.jsonl`` that is read while a run writes it. A rollback replaces it by another file.
 
     Raises:
-        OSError: it cannot be opened.
-        NotPlainData: it is not a regular file.
+        OSError: the file cannot be opened.
+        NotPlainData: the path is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._torn = path, open_regular(path), b""
+        self._path = path
+        self._file = open_regular(path)
+        self._torn = b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the next events, up to a thousand."""
+        """Return the next events, at most 1000."""
         events: list[dict[str, Any]] = []
         while len(events) < _EVENTS_AT_A_TIME and (line := self._torn + self._file.readline(_MOST_LINE_BYTES)):
             self._torn = b"" if line.endswith(b"\n") else line
@@ -91,5 +94,5 @@ class GrowingFile:
         return events
 
     def is_replaced(self) -> bool:
-        """Return whether the path leads to another file by now."""
+        """Return whether the path now leads to another file."""
         return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))

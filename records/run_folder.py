@@ -1,4 +1,4 @@
-"""The run folder: which process owns it, and the records that it writes there."""
+"""The run folder: its owner, and the records that the run writes there."""
 
 import json
 import math
@@ -21,17 +21,17 @@ RECORDS = (
     "config.yaml", "environment.json", METRICS, "lost.jsonl", STATUS, "report.html", "log", "checkpoints", "wandb",
     "tensorboard", PROFILES,
 )  # fmt: skip
-"""What a run leaves in its folder, and what is set aside when another starts there."""
+"""Files and folders of a run, which are set aside when another run starts in the same folder."""
 
 _UNFINISHED = ".partial"
 
 
 class RunFolder:
-    """``run.dir``, claimed by one process at a time. Only rank 0 has one."""
+    """``run.dir``, claimed by at most one process. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
-        """Make and claim the folder. Raises ``UserError`` if it cannot be written, would be written through a link, or
-        another process is training there."""
+        """Create and claim the folder. Raises ``UserError`` if it cannot be written, would be written through a
+        link, or another process is training there."""
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
@@ -53,21 +53,21 @@ class RunFolder:
 
     @property
     def warning(self) -> str | None:
-        """What to warn of: see ``FolderLock``."""
+        """Warning of the lock; see ``FolderLock``."""
         return self._lock.warning
 
     @property
     def is_ours(self) -> bool:
-        """Whether the folder is still the one that was claimed, and not removed, renamed or replaced since."""
+        """Whether the claimed folder still exists and was not removed, renamed or replaced."""
         return is_same_file(self.path / LOCK, self._lock)
 
     @property
     def has_begun(self) -> bool:
-        """Whether this start has records of its own here."""
+        """Whether this start has written records here."""
         return self._metrics is not None
 
     def holds_a_run(self) -> bool:
-        """Return whether an earlier run left more here than the log of a start that went no further."""
+        """Return whether an earlier run left more here than the log of a start that ended at once."""
         has_records = any((self.path / name).exists() for name in (METRICS, STATUS))
         return has_records or any((self.path / "checkpoints").glob("*"))
 
@@ -77,9 +77,9 @@ class RunFolder:
         return f"{status.state} at step {status.step}" if status else "state unknown"
 
     def set_run_aside(self) -> Path:
-        """Move an earlier run's records into the next free ``earlier-N``. Returns that.
+        """Move an earlier run's records into the next free ``earlier-N``. Return that folder.
 
-        A start that is killed meanwhile leaves a hidden folder, and the next start moves the rest.
+        A start that is killed during the move leaves a hidden folder, and the next start moves the rest.
         """
         aside = self._next_aside()
         unfinished = aside.with_name(f".{aside.name}{_UNFINISHED}")
@@ -92,7 +92,7 @@ class RunFolder:
         unfinished.rename(self.path / unfinished.name[1:].removesuffix(_UNFINISHED))
 
     def set_aside(self, names: Iterable[str]) -> Path:
-        """Move ``names``, paths within this folder, into the next free ``earlier-N``. Returns that."""
+        """Move ``names``, paths within this folder, into the next free ``earlier-N``. Return that folder."""
         aside = self._next_aside()
         aside.mkdir()
         self._move(names, aside)
@@ -109,10 +109,11 @@ class RunFolder:
                 (self.path / name).rename(aside / name)
 
     def begin(self, config_yaml: str, environment: dict[str, Any], step: int) -> None:
-        """Write ``config.yaml`` and ``environment.json``, open ``metrics.jsonl``; ``step`` steps are done already.
+        """Write ``config.yaml`` and ``environment.json`` and open ``metrics.jsonl``; ``step`` steps are already
+        done.
 
-        Lines of later steps, which a crash left, are moved to ``lost.jsonl``: these steps are trained again, and
-        ``metrics.jsonl`` has each step once.
+        Lines of later steps, which a crash left, are moved to ``lost.jsonl``. These steps are trained again, so
+        that ``metrics.jsonl`` has each step once.
 
         Raises:
             OSError: the disk fails.
@@ -125,7 +126,7 @@ class RunFolder:
         self.status("running", step=step)
 
     def go_back(self, step: int) -> None:
-        """Set the lines of steps after ``step`` aside: these steps are trained again."""
+        """Move the lines of steps after ``step`` aside, since these steps are trained again."""
         self._unless_it_fails(METRICS, lambda: self._reopen_after(step))
 
     def _reopen_after(self, step: int) -> None:
@@ -155,9 +156,9 @@ class RunFolder:
             write_atomically(self.path / METRICS, b"".join(kept))
 
     def record(self, event: str, **values: Any) -> None:
-        """Append one line of strict JSON to ``metrics.jsonl``; a number that JSON has no name for becomes null.
+        """Append one line of strict JSON to ``metrics.jsonl``. Numbers that JSON cannot represent become null.
 
-        If the disk fails the line is kept, to be written with the next one: a full disk ends no run.
+        If the disk fails, the line is kept and written with the next one: a full disk does not end the run.
         """
         finite = {key: None if _non_finite(value) else value for key, value in values.items()}
         if any(_non_finite(value) for value in values.values()):
@@ -172,7 +173,7 @@ class RunFolder:
             self._unwritten = self._unwritten[self._metrics.write(self._unwritten) or 0 :]
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
-        """Replace ``status.json``, unless the disk fails or the folder is another run's by now."""
+        """Replace ``status.json``, unless the disk fails or the folder now belongs to another run."""
         if self.is_ours:
             self._unless_it_fails(STATUS, lambda: write_status(self.path, Status(state, step, reason, exit_code)))
 
@@ -180,7 +181,7 @@ class RunFolder:
         try:
             write()
         except OSError as error:
-            if name not in self._failing:  # one line for as long as it lasts
+            if name not in self._failing:  # one warning for as long as it lasts
                 with suppress(OSError, ValueError):
                     print(
                         f"WARNING    cannot write {self.path / name}: {error.strerror}. Training continues", flush=True
@@ -198,7 +199,7 @@ class RunFolder:
     def stop_early(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step`` and can be resumed from its newest checkpoint, or started again.
 
-        Also if it had not started, so that its launcher may start it again.
+        Also recorded if the run had not started, so that its launcher may start it again.
         """
         if self._metrics is not None:
             self.record("stop", step=step, state="stopped", reason=reason)
@@ -209,7 +210,7 @@ class RunFolder:
         self.status("stopped", step=step, reason=reason, exit_code=exit_code)
 
     def close(self) -> None:
-        """Let go of the folder. A command that was refused leaves nothing behind."""
+        """Release the folder. A command that was refused leaves nothing behind."""
         if self._metrics is not None:
             with suppress(OSError):
                 self._write()
@@ -223,15 +224,15 @@ class RunFolder:
 
 
 def refuse_links(path: Path) -> None:
-    """Refuse links at what is appended to or moved into: a folder from elsewhere may have some to any file of the user.
-    All else is replaced as a whole."""
+    """Refuse links at files that are appended to and folders that files are moved into: a folder from another person
+    may contain links to any file of the user. Other files are replaced as a whole."""
     written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output")]
     found: list[Path] = []
-    with suppress(OSError):  # such as a name that is too long, which whoever makes the folder reports
+    with suppress(OSError):  # such as a name that is too long: the code that creates the folder reports it
         for pattern in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"):
             found += path.glob(pattern)
     for link in written + found:
-        if os.path.islink(link):  # noqa: PTH114 -- that of Path raises
+        if os.path.islink(link):  # noqa: PTH114 -- Path.is_symlink raises
             raise UserError(
                 f"{link} is a link to {link.readlink()}, and a run writes in its own folder alone; remove the link, "
                 "or use run.dir=FOLDER"
@@ -239,7 +240,8 @@ def refuse_links(path: Path) -> None:
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Return whether a line of ``metrics.jsonl`` is whole and of no later step; starts and stops are history."""
+    """Return whether a line of ``metrics.jsonl`` is whole and not of a later step. Events ``start`` and ``stop`` are
+    kept as history."""
     event = parse_event(line)
     return event is not None and (event["event"] in ("start", "stop") or event.get("step", step + 1) <= step)
 

@@ -1,4 +1,4 @@
-"""``status.json``: state of a run. Ranks and their launcher write it; all code reads it here."""
+"""``status.json``: the state of a run. Ranks and their launcher write it; all code reads it through this module."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -24,11 +24,11 @@ class Status:
     reason: str | None = None
     exit_code: int | None = None
     time: float = field(default=0.0, compare=False)
-    """When it was written, in Unix seconds."""
+    """Time of this record in Unix seconds."""
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Return what ``status.json`` in ``run_dir`` says; None if there is none that can be read."""
+    """Return the contents of ``status.json`` in ``run_dir``; None if it is missing or unreadable."""
     path = run_dir / STATUS
     try:
         values = read_json(path, _MOST_BYTES)
@@ -50,17 +50,18 @@ def write_status(run_dir: Path, status: Status) -> None:
 
 
 def record_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: int) -> None:
-    """Record why this rank ended a run that is recorded as running: rank 0 may be killed before it can."""
+    """Record why this rank ended a run whose status is still ``running``: rank 0 may be killed before it can."""
     now = read_status(run_dir)
     if now is not None and now.state == "running":
         write_status(run_dir, Status(state, step, reason, exit_code))
 
 
 def record_kill(run_dir: Path, reason: str, *, since: float) -> None:
-    """Record that the run failed for ``reason``: a rank was killed, and had no time to write anything.
+    """Record that the run failed for ``reason``: a rank was killed and could not write a status.
 
-    If the status is ``running`` nobody is left to write more; if it is ``failed``, that is what the other ranks saw. A
-    status from before ``since``, in Unix seconds, belongs to an earlier run and stays.
+    A status ``running`` will not be updated any more, and a status ``failed`` holds the consequence that other
+    ranks saw, so both are replaced. A status from before ``since``, in Unix seconds, belongs to an earlier run
+    and stays.
     """
     status = read_status(run_dir)
     if status is not None and status.time >= since and status.state in ("running", "failed"):

@@ -1,10 +1,12 @@
 """safetensors files of checkpoints and prepared data: written as a stream, read by slices. A file cannot run code.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header, a
-JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with spaces; then the bytes
-of the tensors, row-major and little-endian, without gaps. The library checks headers. It does not write them here,
-because it needs every tensor of a file in memory at once; nor read tensors, because it (0.8) maps the file: if that is
-cut short, or the disk fails, the process is killed instead of getting an error, and mapped pages count as its memory.
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the
+header, a JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with
+spaces; then the bytes of the tensors, row-major and little-endian, without gaps.
+
+The safetensors library only checks headers here. It is not used for writing, since it needs every tensor of a
+file in memory at once. It is not used for reading, since it (0.8) maps the file: if the file is cut short or the
+disk fails, the process is killed instead of getting an error, and mapped pages count as its memory.
 """
 
 import json
@@ -43,18 +45,18 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's names of the dtypes that torch has."""
+"""dtypes of torch by their name in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LARGEST_TENSOR_BYTES = 2**62  # more than any disk holds; keeps the arithmetic of torch from overflowing
 _MOST_DIMS = 64
-_READ_BYTES = 4 * 2**20  # in one call: as fast as larger ones, and other threads wait for less
+_READ_BYTES = 4 * 2**20  # bytes per call: as fast as larger ones, and other threads wait for less time
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file says of a tensor before its values."""
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -62,38 +64,39 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a tensor of no dims."""
+        """Number of elements; 1 for a 0-dim tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values in the file."""
+        """Size of its values in the file, in bytes."""
         return self.numel * self.dtype.itemsize
 
     def plain(self) -> list[Any]:
-        """Return it as JSON data."""
+        """Return the spec as JSON data."""
         return [self.name, _NAMES[self.dtype], list(self.shape)]
 
     @classmethod
     def of_plain(cls, data: Sequence[Any]) -> "TensorSpec":
-        """Return what ``plain`` was made of."""
+        """Return the spec whose ``plain()`` is ``data``."""
         name, dtype, shape = data
         return cls(name, DTYPES[dtype], tuple(shape))
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
-    """The beginning of a safetensors file: it, followed by the tensors' bytes in the order of ``specs``, is the file.
+    """Return the beginning of a safetensors file, to be followed by the bytes of the tensors in the order of
+    ``specs``.
 
-    Its length is a multiple of 8, so that tensors of one dtype lie aligned in the file.
+    Its length is a multiple of 8, so that tensors of one dtype are aligned in the file.
 
     Raises:
-        ValueError: a dtype has no name in the format.
+        ValueError: the format has no name for a dtype.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for spec in specs:
         if spec.dtype not in _NAMES:
-            raise ValueError(f"tensor {spec.name!r} is {spec.dtype}, for which safetensors has no name")
+            raise ValueError(f"tensor {spec.name!r} is {spec.dtype}, and safetensors has no name for this dtype")
         end = begin + spec.nbytes
         entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
@@ -103,35 +106,35 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def index_json(files: Mapping[str, Sequence[TensorSpec]]) -> str:
-    """Text of ``*.safetensors.index.json`` for tensors that lie in several ``files``, as transformers writes it."""
+    """Return the text of ``*.safetensors.index.json`` for tensors in several ``files``, as transformers writes it."""
     weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU ``tensor`` of any dtype and shape, shared with it: to be written or read into."""
-    # numpy's arrays are buffers; its types say so from Python 3.12 on.
+    """Return the memory of a contiguous CPU ``tensor`` of any dtype and shape as bytes, to be written to a file or
+    read into."""
+    # numpy's arrays are buffers; numpy's annotations say so from Python 3.12 on.
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class TensorFolder:
     """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
 
-    Opening it reads and checks every header, and no values. The files may come from strangers: the result is
-    tensors or a ``UserError``. May be used by several threads at once.
+    Opening it reads and checks every header, but no values. Files from untrusted sources give either tensors or
+    a ``UserError``. Several threads may use it at once.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
-        """Read the headers. Raises ``UserError`` if there are no such files, or one of them is not as the format wants
-        it."""
+        """Read the headers. Raises ``UserError`` if the files do not exist, or one of them violates the format."""
         self.folder = folder
         self.specs: dict[str, TensorSpec] = {}
-        """By name, in the order of the index, or of the values in the single file."""
+        """Specs by name, in the order of the index, or of the values in a single file."""
         self.file_of: dict[str, str] = {}
-        """Name of a tensor -> name of its file."""
+        """File name of each tensor."""
         self.files: list[str] = []
-        """Names of the files that were read, the index last."""
+        """Names of the files that were read, with the index last."""
         self._begins: dict[str, int] = {}
         single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         if _is_there(folder / single):
@@ -148,8 +151,8 @@ class TensorFolder:
             raise UserError(_nothing_to_read(folder, single, index))
 
     def named_like(self, wanted: Collection[str]) -> "TensorFolder":
-        """Add the first part of ``wanted`` names to all names, if they lack it: so transformers reads a model that was
-        saved without its head, such as GPT-2 on the Hub. Returns itself."""
+        """Prefix all names with the first part of ``wanted`` names if they lack it, as transformers does for a model
+        that was saved without its head (GPT-2 on the Hub). Return ``self``."""
         prefix = next((name.partition(".")[0] for name in wanted if name.partition(".")[2] in self.specs), None)
         if prefix is None or any(name.startswith(f"{prefix}.") for name in self.specs):
             return self
@@ -160,14 +163,14 @@ class TensorFolder:
         return self
 
     def rename(self, name: str, new: str) -> None:
-        """Give the tensor ``name`` the name ``new``."""
+        """Rename the tensor ``name`` to ``new``."""
         self.specs[new] = replace(self.specs.pop(name), name=new)
         self.file_of[new], self._begins[new] = self.file_of.pop(name), self._begins.pop(name)
 
     def _take(self, file: str, index: str | None) -> None:
         path = self.folder / file
         if index is not None and not _is_there(path):
-            raise UserError(f"{self.folder / index} names the file {_shown(file)}, which is not there; copy it too")
+            raise UserError(f"{self.folder / index} names the file {_shown(file)}, which does not exist; copy it too")
         found = read_header(path)
         if index is None:
             self.file_of = dict.fromkeys(found, file)
@@ -175,22 +178,23 @@ class TensorFolder:
             if of != file:
                 continue
             if name not in found:
-                raise UserError(f"{self.folder / str(index)} says that {_shown(name)} is in {file}, where it is not")
+                raise UserError(f"{self.folder / str(index)} says that {_shown(name)} is in {file}, but it is not")
             self.specs[name], self._begins[name] = found[name]
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
-        """A copy of ``count`` elements of tensor ``name``, taken as a flat one, from ``first`` on; CPU, [count].
+        """Return a copy of ``count`` elements of tensor ``name``, flattened, starting at ``first``: a CPU tensor,
+        [count].
 
-        Raises: as ``read``.
+        Raises the same errors as ``read``.
         """
         spec = self.specs[name]
         if first < 0 or count < 0 or first + count > spec.numel:
-            raise ValueError(f"elements {first} to {first + count} of {name!r}, which has {spec.numel}")
+            raise ValueError(f"elements {first} to {first + count} of {name!r} with {spec.numel} elements")
         values = torch.empty(count, dtype=spec.dtype)
         position = self._begins[name] + first * spec.dtype.itemsize
         remaining = tensor_bytes(values)
         path = self.folder / self.file_of[name]
-        # preadv lets other threads run and writes into the tensor: nothing is held twice.
+        # preadv lets other threads run, and writes directly into the tensor: no second copy exists.
         try:
             with path.open("rb", buffering=0) as file:
                 while remaining:
@@ -204,15 +208,15 @@ class TensorFolder:
 
 
 class Entry(NamedTuple):
-    """One tensor in a file."""
+    """A tensor in a file."""
 
     spec: TensorSpec
     begin: int  # byte of the file
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return every tensor of a file with the place of its first byte, in the order of their bytes. Raises ``UserError``
-    if the file cannot be read, or is not in the format."""
+    """Return every tensor of a file with the offset of its first byte, in the order of their bytes. Raises
+    ``UserError`` if the file cannot be read or violates the format."""
     try:
         if not _is_there(path):
             _refuse(path, "it is not a regular file")
@@ -233,7 +237,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if entry["dtype"] not in DTYPES:
             _refuse(path, f"{_shown(name)} has the dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-        # Zeros left out: [0, 2**40, 2**40] has no bytes, and yet torch cannot count its strides.
+        # Without zeros: [0, 2**40, 2**40] has no bytes, and yet torch cannot compute its strides.
         if len(shape) > _MOST_DIMS or math.prod(filter(None, shape)) * dtype.itemsize > _LARGEST_TENSOR_BYTES:
             _refuse(path, f"{_shown(name)} has the shape {_shown(entry['shape'])}")
         found[name] = Entry(TensorSpec(name, dtype, shape), 8 + len(text) + entry["data_offsets"][0])
@@ -241,7 +245,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the ``weight_map``: name of a tensor -> name of a file in the same folder."""
+    """Return the ``weight_map``: file name in the same folder, by tensor name."""
     try:
         weight_map = read_json(path, _LARGEST_HEADER_BYTES).get("weight_map")
     except OSError as error:
@@ -251,7 +255,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         _refuse(path, "it has no weight_map")
     for file in weight_map.values():
-        # Anything else could lead out of the folder, or name what no file is called.
+        # Any other name could lead out of the folder, or cannot be a file name.
         plain = isinstance(file, str) and file.isprintable() and not set(file) & {"/", "\\"}
         if not plain or not file.endswith(".safetensors"):
             _refuse(path, f"it names the file {_shown(file)}; only *.safetensors beside it are read")
@@ -259,10 +263,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _known_format(start: bytes) -> str | None:
-    """Return what the file is instead, if its first eight bytes show it.
+    """Return the file's actual format if its first eight bytes show it; None otherwise.
 
-    A pickle begins with 0x80 and its protocol. So does the length of a header of 640, 896, 1152 or 1408 bytes, whose
-    upper bytes are 0, as in no pickle.
+    A pickle begins with 0x80 and its protocol. So does the length of a header of 640, 896, 1152 or 1408 bytes,
+    but the upper bytes of a length are 0, which no pickle has.
     """
     is_pickle = start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) and any(start[3:])
     if is_pickle or start.startswith(b"PK\x03\x04"):
@@ -296,7 +300,7 @@ def _nothing_to_read(folder: Path, single: str, index: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """What a stranger wrote, on one line and not too long."""
+    """Return an untrusted value on one line, shortened."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 

@@ -1,4 +1,4 @@
-"""The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
+"""Command that starts this process's script again: as ranks, as runs of a sweep or in a Slurm job."""
 
 import os
 import resource
@@ -11,9 +11,11 @@ from pathlib import Path
 from serried.configs.errors import UserError
 
 _LEAST_OPEN_FILES = 64
-"""Two ranks on a CPU work with 40. With 20, torch ends in a traceback, or waits for what cannot be opened."""
+"""Smallest accepted limit on open files. Two ranks on a CPU need 40. With 20, torch ends in a traceback, or waits
+forever."""
 _LEAST_ADDRESS_SPACE = 900 << 20
-"""With less, importing torch ends in a traceback, an abort or a loop without end."""
+"""Smallest accepted address space in bytes. With less, importing torch ends in a traceback, an abort or an endless
+loop."""
 _training_command: tuple[str, ...] = ("-m", "serried.program")
 _flags: tuple[str, ...] = ()
 _words: tuple[str, ...] = ()
@@ -21,8 +23,8 @@ _is_called = False
 
 
 def check_surroundings(words: Sequence[str]) -> None:
-    """Raise ``UserError`` if no path can be resolved, as the current folder was removed, if torch cannot be imported in
-    the address space there is, if too few files may be open, or if one of the ``words`` is not text."""
+    """Raise ``UserError`` if the current folder was removed (no path can be resolved), if the address space is too
+    small to import torch, if too few files may be open, or if one of the ``words`` is not valid text."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -41,9 +43,10 @@ def check_surroundings(words: Sequence[str]) -> None:
 
 
 def remember_script() -> None:
-    """Record that ``__main__`` is a script that trains: ``train.py``, or a user's that ends in ``serried.main``.
+    """Record that ``__main__`` is a script that trains: ``train.py``, or a user's script that ends in
+    ``serried.main``.
 
-    The processes that this one starts are to run it too.
+    The processes that this one starts run it too.
     """
     global _training_command
     main = sys.modules["__main__"]
@@ -53,7 +56,7 @@ def remember_script() -> None:
 
 
 def remember_flags(flags: Sequence[str]) -> None:
-    """Record flags that the processes started from this one need too."""
+    """Record flags to pass on to the processes that this one starts."""
     global _flags
     _flags = tuple(flags)
 
@@ -65,9 +68,9 @@ def remember_words(words: Sequence[str]) -> None:
 
 
 def typed_words() -> str:
-    """Return flags and overrides of the command line as a shell takes them, with a space before each.
+    """Return the flags and overrides of the command line, quoted for a shell, each preceded by a space.
 
-    Those that belong to one run are left out: ``run``, ``dry_run``, the job that ``slurm.dependency`` names, and
+    Overrides that belong to one run are left out: ``run``, ``dry_run``, the job in ``slurm.dependency``, and
     ``checkpoint.resume=must``, which a new run refuses.
     """
     left_out = {"run", "dry_run", "slurm.dependency", "checkpoint.resume=must"}
@@ -76,13 +79,13 @@ def typed_words() -> str:
 
 
 def training_command() -> tuple[str, ...]:
-    """Return what follows the interpreter on a command line that trains; overrides come after it."""
+    """Return the arguments of the interpreter for training. Overrides are appended to them."""
     return (*_training_command, *_flags)
 
 
 @contextmanager
 def called_from_python() -> Iterator[None]:
-    """Within, the run was started by ``serried.fit``, so no command starts it again."""
+    """Context manager for a run that ``serried.fit`` starts, which no command can start again."""
     global _is_called
     _is_called = True
     try:
@@ -97,7 +100,8 @@ def is_called_from_python() -> bool:
 
 
 def typed_command() -> str:
-    """Return how the user starts this program: ``train.py``, which an installed package has not, or their script."""
+    """Return the user's name for this program: ``train.py``, their script, or ``-m serried.program`` in an installed
+    package."""
     if len(_training_command) == 1:
         script = _training_command[0]
         with suppress(FileNotFoundError):  # the current folder was removed

@@ -1,4 +1,4 @@
-"""How a process ends: what is printed, by which rank, and the exit code."""
+"""End of a process: error messages, the rank that prints them, and the exit code."""
 
 import json
 import os
@@ -27,30 +27,31 @@ from serried.runtime.import_signals import LAUNCHER
 from serried.runtime.process import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a rank
-stops on request: before the first step there is no status."""
+"""Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a
+rank stops on request, since no status exists before the first step."""
 
 
 REPORTS = "SERRIED_REPORTS"
-"""Environment variable: descriptor of the pipe in which ``launch=local`` reads what ``tell_launcher`` writes."""
-_MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes are not mixed with those of others
+"""Environment variable: file descriptor of the pipe from which ``launch=local`` reads messages of ``tell_launcher``."""
+_MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes to a pipe are atomic
 
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
-"""At most, once a process has ended. One that reports nothing lets the one that does end first."""
+"""Longest time until torchrun ends all processes, once one has ended. A process without a report lets the reporting
+one end first."""
 
 
 class Failure(NamedTuple):
-    """Why a run ended."""
+    """The reason why a run ended."""
 
     rank: int
-    """The rank that failed first: the other ranks' errors are consequences."""
+    """Rank that failed first. The other ranks' errors are consequences."""
     reason: str
-    """One line."""
+    """Reason, on one line."""
     exit_code: int
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what went wrong as one line."""
+    """Return the message of ``error`` on one line."""
     text = str(error).strip().splitlines()
     named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
     return f"{named}{text[0]}" if text else type(error).__name__
@@ -64,12 +65,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def note_repeated(words: Sequence[str]) -> None:
-    """Print a note for each key that ``words`` give two values, from rank 0 alone."""
+    """Print a note on rank 0 for each key that has two values in ``words``."""
     _note(repeated(words))
 
 
 def note_idle(words: Sequence[str], runs: Sequence[Run]) -> None:
-    """Print a note for each key in ``words`` that none of ``runs`` reads, from rank 0 alone."""
+    """Print a note on rank 0 for each key in ``words`` that none of ``runs`` reads."""
     _note(notes(words, runs))
 
 
@@ -79,7 +80,7 @@ def _note(lines: Sequence[str]) -> None:
 
 
 def report_mistake(error: UserError) -> int:
-    """Print ``error`` from rank 0 only: without a session all processes make the same mistake.
+    """Print ``error`` on rank 0 only: without a session all processes make the same mistake.
 
     Returns the exit code.
     """
@@ -87,7 +88,7 @@ def report_mistake(error: UserError) -> int:
 
 
 def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard: bool) -> int:
-    """Print what ended this process before it joined the others. Returns the exit code."""
+    """Print the error that ended this process before it joined the others. Return the exit code."""
     if isinstance(error, StopRequested):
         if is_heard:
             say_why(f"stopped: {error} while the processes were joining; run the same command to resume")
@@ -110,15 +111,15 @@ def print_traceback(error: BaseException) -> None:
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody is left to read it, or it is a file on a full disk
+    with suppress(OSError, ValueError):  # the reader is gone, or it is a file on a full disk
         print(text, file=sys.stderr, flush=True)
     tell_launcher(said=text[-_MOST_TOLD_CHARACTERS:])
 
 
 def tell_launcher(**what: Any) -> None:
-    """Report to ``launch=local``, if that started this process, that this rank ``ended`` as it should, or what it
-    ``said``: the standard error of most ranks is a file, and the disk may be full."""
-    if os.environ.get(LAUNCHER) == str(os.getppid()):  # a descriptor of a rank alone, not of what that starts
+    """Report to ``launch=local``, if it started this process, that this rank ``ended`` regularly, or the error that
+    it ``said``: the standard error of most ranks is a file, and the disk may be full."""
+    if os.environ.get(LAUNCHER) == str(os.getppid()):  # only a rank has the descriptor, not its children
         with suppress(OSError, ValueError, KeyError):
             told = json.dumps({"rank": int(os.environ["RANK"]), **what}, ensure_ascii=False)
             os.write(int(os.environ[REPORTS]), f"{told}\n".encode("utf-8", "backslashreplace"))
@@ -127,8 +128,8 @@ def tell_launcher(**what: Any) -> None:
 def code_for_agent(code: int) -> int:
     """Return the exit code of the process for a run that ended with ``code``.
 
-    torchrun's agent treats every code but 0 as a failure. With restarts left it would restart a run that was stopped on
-    request, and our Slurm job reads ``status.json`` anyway: for these, stopped is 0.
+    torchrun's agent treats every code but 0 as a failure. With restarts left, it would restart a run that was
+    stopped on request. Our Slurm job reads ``status.json`` instead. In both cases a stopped run exits with 0.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code != EXIT_STOPPED or not (restarts or STATUS_DECIDES in os.environ):
@@ -146,6 +147,6 @@ def leave(code: int) -> NoReturn:
     """
     code = code_for_agent(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody is left to read it
+        with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""Signals that arrive while ``train.py`` is imported and its config composed, which takes seconds on a cold disk;
-output that a terminal cannot encode; and no search for garbage in what is imported.
+"""Process setup before other imports: signal handlers, output encoding and garbage collection.
 
-Imported first, for its side effects, and imports next to nothing itself. What trains or starts processes later installs
-handlers of its own.
+Importing ``train.py`` and composing its config take seconds on a cold disk, and signals may arrive then. This
+module is imported first, for its side effects, and imports almost nothing itself. Code that trains or starts
+processes later installs its own handlers.
 """
 
 import gc
@@ -18,30 +18,30 @@ from types import FrameType
 from serried.configs.errors import EXIT_STOPPED, UserError
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a run to stop: from preemption and torchrun, Ctrl-C, Slurm before a time limit, and a terminal that
-closed."""
+"""Signals that ask a run to stop: from preemption and torchrun, Ctrl-C, Slurm before a time limit, and a closed
+terminal."""
 
 LAUNCHER = "SERRIED_LAUNCHER"
-"""Environment variable: the process that started this one, if that is ``launch=local``."""
+"""Environment variable: id of the ``launch=local`` process that started this one."""
 EXIT_UNREPORTED = 74
-"""Exit code for that process: a signal ended this one before training began, and nothing was printed."""
+"""Exit code for that launcher: a signal ended this process before training began, and nothing was printed."""
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """End in one line instead of a traceback, with the exit code of a stop on request."""
+    """End with one line instead of a traceback, with the exit code of a stop on request."""
     if LAUNCHER in os.environ:
         os._exit(EXIT_UNREPORTED)
     # torchrun sends SIGTERM to the other ranks when one has failed.
     is_told = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
     if os.environ.get("RANK", "0") == "0" and not is_told:
         name = signal.Signals(number).name
-        with suppress(OSError):  # nobody is left to read it
+        with suppress(OSError):  # the reader is gone
             os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
     os._exit(EXIT_STOPPED)
 
 
 def is_program() -> bool:
-    """Return whether this process was started to train, and is not a test or command that imports this."""
+    """Return whether this process was started to train, and is not a test or command that imports this module."""
     return _was_started_as("serried.program", "train.py")
 
 
@@ -53,14 +53,14 @@ def _was_started_as(module: str, file: str) -> bool:
 
 
 def end_in_one_line(numbers: Iterable[signal.Signals] = ASKING) -> None:
-    """Make the signals ``numbers`` end this process in one line from here on."""
+    """From now on, let the signals ``numbers`` end this process with one line."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup may ignore them
             signal.signal(number, _end)
 
 
 def check_temporary_folder() -> None:
-    """Raise ``UserError`` if there is no folder for temporary files, without which torch cannot be imported."""
+    """Raise ``UserError`` if no folder for temporary files is writable: torch cannot be imported without one."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
@@ -71,8 +71,8 @@ def check_temporary_folder() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch within it without garbage collection, which takes a third of the time and finds nothing. Raises
-    ``UserError`` if it could not be imported, without a folder for temporary files."""
+    """Context manager for importing torch without garbage collection, which takes a third of the time and finds
+    nothing. Raises ``UserError`` if torch cannot be imported because no folder for temporary files is writable."""
     check_temporary_folder()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -84,20 +84,20 @@ def importing() -> Iterator[None]:
 
 
 def print_any_text() -> None:
-    """Make printing never fail: characters that the encoding lacks, as under PYTHONIOENCODING=latin-1, are escaped, and
-    what a closed stream would get is dropped."""
+    """Make printing never fail: characters outside the encoding (PYTHONIOENCODING=latin-1) are escaped, and output
+    to a closed stream is dropped."""
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 -- None after ``>&-``
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test puts there
+        if isinstance(stream, io.TextIOWrapper):  # not the replacement that a notebook or a test may install
             stream.reconfigure(errors="backslashreplace")
 
 
 if _was_started_as("serried.__main__", "serried"):
-    gc.set_threshold(100_000)  # a command is mostly imports, here and later: as in importing()
+    gc.set_threshold(100_000)  # a command is mostly imports, now and later; see importing()
 if is_program():
     gc.disable()  # until the config is composed
     end_in_one_line()
-    if LAUNCHER in os.environ:  # which started this process with signals held back
+    if LAUNCHER in os.environ:  # the launcher started this process with signals blocked
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     print_any_text()

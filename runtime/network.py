@@ -1,4 +1,4 @@
-"""The network between nodes: which interface of this machine leads to the others."""
+"""Network between nodes: the interface through which this machine reaches the others."""
 
 import ipaddress
 import os
@@ -30,7 +30,7 @@ def check_interface() -> None:
         found = [name for _, name in socket.if_nameindex()]
     if found and (unknown := [name for name in named.split(",") if name and name not in found]):
         raise UserError(
-            f"{INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}, which has "
+            f"{INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}. It has "
             f"{', '.join(found)}; unset {INTERFACE}, or use {INTERFACE}={found[-1]}"
         )
 
@@ -38,14 +38,14 @@ def check_interface() -> None:
 def choose_interface(store: "Store", ranks: tuple[int, int, int, int], patience: timedelta) -> None:
     """Set ``GLOO_SOCKET_IFNAME``, unless it is set, to the interface through which this node reaches the others.
 
-    Without it Gloo announces what the name of the host means on the host itself, which is often 127.0.1.1. On most
-    nodes it is the interface on the way to the rendezvous. The node that hosts the rendezvous may know itself by a
-    loopback address, so it looks for the way to one of the others.
+    Without it, Gloo announces the address to which the host's name resolves on the host itself, which is often
+    127.0.1.1. Most nodes use the interface on the route to the rendezvous host. The rendezvous host itself may
+    resolve its name to a loopback address, so it uses the interface on the route to another node.
 
     ``ranks``: rank, local rank, world size and local world size. A collective.
 
     Raises:
-        RuntimeError: the other nodes did not tell their addresses within ``patience``.
+        RuntimeError: the other nodes did not publish their addresses within ``patience``.
     """
     _, local_rank, world_size, local_world_size = ranks
     if local_world_size == world_size:
@@ -61,7 +61,7 @@ def choose_interface(store: "Store", ranks: tuple[int, int, int, int], patience:
     deadline = time.monotonic() + patience.total_seconds()
     while not is_known and not store.check(["interface/address"]):
         if store.add("interface/told", 0) >= world_size:
-            break  # all are on one machine
+            break  # all processes are on one machine
         if time.monotonic() > deadline:
             store.wait(["interface/address"], timedelta(milliseconds=1))  # raises torch's own error
         time.sleep(_LOOK_SECONDS)
@@ -72,7 +72,7 @@ def choose_interface(store: "Store", ranks: tuple[int, int, int, int], patience:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Return this machine's address on the way to ``host``; None if there is no way. Sends nothing."""
+    """Return this machine's source address on the route to ``host``; None if there is no route. Sends nothing."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as way:
@@ -82,7 +82,8 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface of this machine that has ``address``; None if there is none, or not on Linux."""
+    """Return the network interface of this machine that has ``address``; None if there is none, or on systems other
+    than Linux."""
     wanted = ipaddress.ip_address(address)
     with suppress(OSError, ImportError):
         for name, found in _addresses_of_version_6() if wanted.version == 6 else _addresses_of_version_4():
@@ -101,7 +102,7 @@ def _addresses_of_version_4() -> list[tuple[str, bytes]]:
         asked = struct.pack("iP", _ROOM_BYTES, room.buffer_info()[0])
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, asked))[0]
     entries = (room[start : start + entry].tobytes() for start in range(0, used, entry))
-    return [(each[:16].partition(b"\0")[0].decode(), each[20:24]) for each in entries]
+    return [(record[:16].partition(b"\0")[0].decode(), record[20:24]) for record in entries]
 
 
 def _addresses_of_version_6() -> list[tuple[str, bytes]]:
@@ -110,9 +111,9 @@ def _addresses_of_version_6() -> list[tuple[str, bytes]]:
 
 
 def describe_interface(name: str, folder: Path = Path("/sys/class/net")) -> str:
-    """Return ``name`` with its speed, where the system knows it: ``eth0 (10 Gb/s)``."""
+    """Return ``name`` with its speed, if the system knows it: ``eth0 (10 Gb/s)``."""
     megabits = 0
-    with suppress(OSError, ValueError):  # an interface without a cable, and many virtual ones, have none
+    with suppress(OSError, ValueError):  # an interface without a cable, and many virtual ones, have no speed
         megabits = int((folder / name.partition(":")[0] / "speed").read_text(encoding="utf-8"))
     if megabits <= 0:
         return name

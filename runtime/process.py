@@ -1,4 +1,4 @@
-"""Which process this is, of how many, and what it computes on."""
+"""Ranks, devices, threads and limits of this process."""
 
 import ctypes
 import os
@@ -18,45 +18,48 @@ if TYPE_CHECKING:
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_FILES = 2**16
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def speaks() -> bool:
-    """Return whether this process prints for the user: rank 0, or one that nothing started with others."""
+    """Return whether this process prints for the user: rank 0, or a process that was started alone."""
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or not all(map(os.environ.get, _TORCHRUN))
     return os.environ.get("RANK", "0") == "0" or is_alone
 
 
 def say(text: str) -> int:
-    """Print ``text`` from rank 0, for a command that only prints. Returns the exit code."""
+    """Print ``text`` on rank 0, for a command that only prints. Return the exit code."""
     if speaks():
-        with suppress(OSError, ValueError):  # nobody reads it any more, such as a pager that was left
+        with suppress(OSError, ValueError):  # the reader is gone, such as a pager that was closed
             print(printable(text.rstrip("\n")), flush=True)
     return EXIT_FINISHED
 
 
 def host_name() -> str:
-    """Return the name of this machine; under Slurm, Slurm's name."""
+    """Return the name of this machine (under Slurm, its Slurm node name)."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sleep_while_waiting(load: float) -> None:
-    """Let OpenMP's threads sleep soon when they wait for each other, if a ``load`` of other work takes the cores.
+    """Let OpenMP's waiting threads sleep soon if a ``load`` of other work occupies the cores.
 
-    Threads that spin would take them from the threads they wait for. libgomp reads the variable when torch is imported.
+    Spinning threads would take cores from the threads that they wait for. libgomp reads the variable when torch
+    is imported.
     """
     if load > usable_cores() and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def threads_per_process(section: LaunchSection, local_world: int) -> int:
-    """Return the number of threads for one process: ``launch.threads``, the user's ``OMP_NUM_THREADS``, or its share
-    of the cores.
+    """Return the number of threads per process: ``launch.threads``, the user's ``OMP_NUM_THREADS``, or an equal
+    share of the cores.
 
     torchrun sets ``OMP_NUM_THREADS=1`` if it is not set, so under torchrun 1 may not be the user's choice.
     """
@@ -70,8 +73,9 @@ def threads_per_process(section: LaunchSection, local_world: int) -> int:
 
 
 def torchrun_says() -> tuple[int, int, int, int]:
-    """Return rank, local rank, world size and local world size from torchrun's variables; those of a single process
-    without them. Raises ``UserError`` if some of the variables are missing, or they contradict each other."""
+    """Return rank, local rank, world size and local world size from torchrun's variables, or the values of a single
+    process if they are not set. Raises ``UserError`` if some of the variables are missing, or they contradict each
+    other."""
     env, wanted = os.environ, _TORCHRUN[:4]
     if env.get("WORLD_SIZE", "1") != "1":
         missing = [name for name in _TORCHRUN if not env.get(name)]
@@ -100,20 +104,21 @@ def _is_number(text: str) -> bool:
 
 
 def is_started() -> bool:
-    """Return whether torchrun or our launcher started this process: then it trains, and starts no other."""
+    """Return whether torchrun or our launcher started this process, so that it trains and starts no others."""
     return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
 
 
 def processes_per_node(section: LaunchSection) -> int:
-    """Return how many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
+    """Return the number of processes that ``launch=local`` and ``launch=slurm`` start on a node. Does not import
+    torch."""
     if section.processes is not None:
         return section.processes
     return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
 
 
 def may_use_gpus(section: LaunchSection) -> bool:
-    """Return whether the processes may compute on GPUs. Needs no torch."""
-    return section.device != "cpu" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists())  # the latter of AMD
+    """Return whether the processes may compute on GPUs. Does not import torch."""
+    return section.device != "cpu" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists())  # AMD: kfd
 
 
 def _gpus_of_the_system() -> int:
@@ -126,13 +131,13 @@ def _gpus_of_the_system() -> int:
 
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Return the number of processes that the run has, will have once they are started, or would have in a dry run.
-    Raises ``UserError`` if ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's
-    variables are there in part only."""
+    """Return the number of processes of the run, also before they are started, or in a dry run. Raises ``UserError``
+    if ``launch.processes`` or ``launch.nodes`` contradicts torchrun's processes, or some of torchrun's variables are
+    missing."""
     _, _, started, per_node = torchrun_says()
     if section.name == "local" and (section.nodes or 1) > 1:
         raise UserError(
-            f"launch.nodes={section.nodes} with launch=local, which starts processes on this machine alone; use "
+            f"launch.nodes={section.nodes} but launch=local starts processes on this machine only; use "
             "launch=slurm, or torchrun on each node"
         )
     if started == 1 and (dry_run or (section.name != "torchrun" and not is_started())):
@@ -166,19 +171,19 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
 
 
 def make_sums_repeatable() -> None:
-    """Let the libraries of a GPU add up in the same order in every run. They read this when they are first used: NCCL
-    when the processes join.
+    """Make the GPU libraries sum in the same order in every run. They read the variables when they are first used;
+    NCCL when the processes join.
 
-    The sums of an NVLink switch (NVLS) have no fixed order, so torch turns them off for deterministic algorithms, but
-    too late for a group that exists (https://github.com/pytorch/pytorch/pull/156381).
+    The sums of an NVLink switch (NVLS) have no fixed order. torch turns NVLS off for deterministic algorithms,
+    but too late for an existing group (https://github.com/pytorch/pytorch/pull/156381).
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def allow_open_files() -> None:
-    """Raise the limit on open files of this process as far as it may: a Gloo group has a socket to each of its ranks,
-    and torchrun's agent on the first node two or three for each rank."""
+    """Raise this process's limit on open files as far as allowed: a Gloo group has a socket to each of its ranks,
+    and torchrun's agent on the first node has two or three for each rank."""
     limit = resource.RLIMIT_NOFILE
     allowed, most = resource.getrlimit(limit)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
@@ -188,7 +193,8 @@ def allow_open_files() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next step: returned, it is paged in again, 10,000 pages a step."""
+    """Let glibc keep memory that a step frees, for the next step. Otherwise the system pages it in again, 10,000
+    pages a step."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):

@@ -1,4 +1,4 @@
-"""Rendezvous: the store that torchrun hosts, in which the processes of a run find each other."""
+"""Rendezvous of a run's processes through the store that torchrun hosts."""
 
 import os
 import time
@@ -24,7 +24,7 @@ def meet(rank: int, world_size: int, patience: timedelta) -> str:
 
 
 def connect(rank: int, world_size: int, patience: timedelta, *, again: bool = False) -> "Store":
-    """Connect to the store; ``again``: with a second connection of this process."""
+    """Connect to the store. With ``again``, open a second connection of this process."""
     import torch.distributed as dist
 
     hosts = rank == 0 and not _agent_hosts() and not again
@@ -37,19 +37,22 @@ def _agent_hosts() -> bool:
 
 
 def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str:
-    """Return a name that rank 0 chooses, on all ranks.
+    """Return a name chosen by rank 0, on all ranks.
 
-    A restart under the same agents uses the store of the previous attempt, which holds addresses of dead processes. No
-    variable of torchrun's identifies the attempt: each agent counts restarts for itself, and a node that joins begins
-    at 0. So rank 0 answers every request in the store, also those of dead processes, until all its ranks checked in.
+    A restart under the same agents uses the store of the previous attempt, which holds addresses of dead
+    processes. No variable of torchrun's identifies the attempt: each agent counts its own restarts, and a new
+    node starts at 0. So rank 0 answers every request in the store, including requests of dead processes, until
+    all its ranks have checked in.
     """
     import torch.distributed as dist
 
     store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine, nap, deadline = uuid.uuid4().hex, 0.005, time.monotonic() + patience.total_seconds()
+    mine = uuid.uuid4().hex
+    nap = 0.005
+    deadline = time.monotonic() + patience.total_seconds()
     if rank != 0:
         store.set(f"asks/{store.add('asked', 1)}", mine)
-        while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
+        while not store.check([f"answer/{mine}"]):  # signals are not handled inside Store.wait
             if time.monotonic() > deadline:
                 raise dist.DistStoreError("rank 0 has not joined")
             time.sleep(nap)

@@ -1,4 +1,4 @@
-"""Why a run ended: the first failure of any rank. The other ranks' errors are its consequences."""
+"""Root cause of a failed run: the first failure of any rank. The other ranks' errors are its consequences."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from serried.runtime.store_exchange import Exchange
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
 _MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05
-_NO_ANSWER = (  # words of Gloo, and of NCCL
+_NO_ANSWER = (  # messages of Gloo and NCCL
     "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
 )  # fmt: skip
 _BROKEN_OFF = (
@@ -23,31 +23,34 @@ _SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process e
 
 
 def is_consequence(reason: str) -> bool:
-    """Return whether ``reason``, of a ``Failure``, only says that another rank hangs, or is gone."""
+    """Return whether a ``Failure``'s ``reason`` only says that another rank hangs or is gone."""
     return reason.startswith((_SILENCE, _END_OF_ANOTHER))
 
 
 def is_end_of_another(reason: str) -> bool:
-    """Return whether ``reason``, of a ``Failure``, only says that another rank is gone."""
+    """Return whether a ``Failure``'s ``reason`` only says that another rank is gone."""
     return reason.startswith(_END_OF_ANOTHER)
 
 
 class Cause:
-    """What ended the run, as far as one rank knows."""
+    """The reason why the run ended, as far as this rank knows."""
 
     def __init__(
         self, rank: int, local_ranks: range, section: LaunchSection, signals: Signals, exchange: Exchange
     ) -> None:
-        """``local_ranks``: those on this machine."""
+        """``local_ranks``: the ranks on this machine."""
         self.is_reported = False
-        """Whether it was reported; consequences are not reported."""
+        """Whether the root cause was reported; consequences are not reported."""
         self.ended_run = False
         """Whether an error ended the work of this rank."""
         self.first_step_is_done = False
         self.processes: list[int] = []
-        """Process ids of all ranks, each of its own machine."""
+        """Process ids of all ranks, each on its own machine."""
         self._local_ranks = local_ranks
-        self._rank, self._section, self._signals, self._exchange = rank, section, signals, exchange
+        self._rank = rank
+        self._section = section
+        self._signals = signals
+        self._exchange = exchange
         self._failure: Failure | None = None
 
     def record(self, rank: int, reason: str, exit_code: int) -> None:
@@ -60,13 +63,13 @@ class Cause:
             mine = self._failure = self.of(error)
             try:
                 self._failure = Failure(*self._exchange.first("failure", mine))
-            except RuntimeError:  # the store is gone with its host
+            except RuntimeError:  # the store ended with its host
                 self._failure = self._without_store(mine)
         return self._failure
 
     def _without_store(self, mine: Failure) -> Failure:
-        """Return ``mine``, unless it is a consequence of the launcher's end: before there was anything to save, or in a
-        rollback, which has nothing to save either."""
+        """Return ``mine``, unless it is a consequence of the launcher's end before there was anything to save, or in
+        a rollback, in which there is nothing to save either."""
         if mine.exit_code == EXIT_MISTAKE or (self.first_step_is_done and not is_consequence(mine.reason)):
             return mine
         time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
@@ -75,7 +78,7 @@ class Cause:
         return mine if end is None else Failure(self._rank, f"{end}{when}", EXIT_STOPPED)
 
     def of(self, error: BaseException) -> Failure:
-        """Return ``error`` of this rank as a failure, from what this rank alone knows."""
+        """Return ``error`` as a failure of this rank, without asking the others."""
         if not isinstance(error, StopRequested):
             reason = self._reason(error)
             if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
@@ -85,7 +88,7 @@ class Cause:
         if not asked.startswith("SIG"):  # the same on every rank
             return Failure(self._rank, f"{asked}{when}", EXIT_STOPPED)
         for peer in self._local_ranks if self.processes else ():
-            # torchrun sends SIGTERM to all when one has died: that is not a request to stop.
+            # torchrun sends SIGTERM to all ranks when one has died: that is not a request to stop.
             if not _is_running(self.processes[peer]):
                 return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""

@@ -1,4 +1,4 @@
-"""This process among the others: rank, device, and the group; one context manager from start to a clean end."""
+"""Session of one process: its rank, device and process group, as one context manager from start to a clean end."""
 
 import hashlib
 import os
@@ -40,7 +40,7 @@ _LOOKS = 10
 
 
 class Session:
-    """One process among ``world_size``."""
+    """One of ``world_size`` processes."""
 
     def __init__(
         self,
@@ -51,17 +51,19 @@ class Session:
     ) -> None:
         """``ranks``: rank, local rank, world size and local world size."""
         self.rank, self.local_rank, self.world_size, self.local_world_size = ranks
-        self.device, self.section, self.signals = device, section, signals or Signals()
+        self.device = device
+        self.section = section
+        self.signals = signals or Signals()
         self.started = time.monotonic()
-        """When this process began to join, by ``time.monotonic``."""
+        """Time when this process began to join, from ``time.monotonic``."""
         self.must_not_wait = False
-        """Set if a thread of this process still uses a group: leave without destroying it, which could hang."""
+        """Set if a thread of this process still uses a group: exit without destroying the group, which could hang."""
         self.exchange = Exchange(self.rank, self.world_size, section.start_timeout_seconds)
         first = self.rank - self.local_rank
         local_ranks = range(first, first + self.local_world_size)
         self.cause = Cause(self.rank, local_ranks, section, self.signals, self.exchange)
         self._attempt = ""
-        """Prefix of the keys of this attempt, in the store."""
+        """Prefix of this attempt's keys in the store."""
         self._patient: list[ProcessGroup] = []
 
     @property
@@ -70,8 +72,8 @@ class Session:
         return self.rank == 0
 
     def place(self) -> str:
-        """Describe it for the plan: ``2 processes on cpu (gloo), 1 thread each``; on several nodes also the
-        network between the hosts."""
+        """Describe the processes for the plan: ``2 processes on cpu (gloo), 1 thread each``; on several nodes also
+        the network between them."""
         import torch
 
         count = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
@@ -87,7 +89,7 @@ class Session:
         return f"{count} on cpu{gloo}, {threads}{network}"
 
     def command(self) -> str:
-        """Return what starts as many processes with the same overrides: a command, or a call."""
+        """Return the command (or call) that starts the same number of processes with the same overrides."""
         if is_called_from_python():
             return "serried.fit with"
         program = f"{typed_command()}{typed_words()}"
@@ -98,14 +100,15 @@ class Session:
         return f"torchrun {where} --nproc_per_node={self.local_world_size} {program}"
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data). Raises
+        """Run ``function`` on rank 0 while the others wait. All ranks return its result (plain JSON data). Raises
         ``UserError`` on every rank if ``function`` raised it on rank 0."""
         return self.exchange.once(function, self.cause.first, leads=self.is_main, group="world")
 
     def once_per_node(self, function: Callable[[], Any]) -> Any:
-        """As ``once``, by the first process of each node, after rank 0.
+        """Like ``once``, on the first process of each node, after rank 0.
 
-        For files: if nodes share a disk, the others find what rank 0 wrote; if not, each node writes its own.
+        Meant for files: if nodes share a disk, the others find the files of rank 0; if not, each node writes its
+        own.
         """
         result = self.once(function)
         leads, again = self.local_rank == 0, (lambda: result) if self.is_main else function
@@ -117,8 +120,8 @@ class Session:
         return self.exchange.gather(value)
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """Check that all ranks have the same ``value``; names the first line that differs. Raises ``UserError`` if they
-        differ; names the first rank that does."""
+        """Check that all ranks have the same ``value``. Raises ``UserError`` if they differ, with the first rank and
+        the first line that differ."""
         if len(set(self.gather(hashlib.sha256(value.encode()).hexdigest()))) == 1:
             return
         values = self.gather(value)
@@ -130,14 +133,14 @@ class Session:
                     )
 
     def first_step_done(self, seconds: float = 0.0) -> None:
-        """Wait for a silent rank from now on only a little longer than ``launch.step_timeout_seconds``, or twice the
-        ``seconds`` of the first step: by then the watchdog should have named it."""
+        """From now on, wait for a silent rank only a little longer than ``launch.step_timeout_seconds``, or twice
+        the ``seconds`` of the first step. The watchdog reports the rank before that."""
         self.cause.first_step_is_done = True
         self.signals.has_begun()
         if self.exchange.store is None:
             return
-        # Private: the only list of all groups, and before torch 2.14 the only way to shorten the timeout of a live one.
-        # tests/runs/test_session.py guards both.
+        # Private API: the only list of all groups and, before torch 2.14, the only way to shorten a live group's
+        # timeout. tests/runs/test_session.py guards both.
         from torch.distributed import distributed_c10d as c10d
 
         set_timeout = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout
@@ -149,11 +152,11 @@ class Session:
                 set_timeout(timeout, group)
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """Return a Gloo group for work beside training, of the ranks in ``partition`` that include this one.
+        """Return a Gloo group for work in the background of training, for this rank's part of ``partition``.
 
-        Its timeout stays ``launch.start_timeout_seconds``: a disk may be slow. None for a single process. A
-        collective: all ranks call it with the same partition. Never share a group between threads: their collectives
-        would mix.
+        Its timeout stays ``launch.start_timeout_seconds``, since a disk may be slow. None for a single process.
+        A collective: all ranks call it with the same partition. Never share a group between threads: their
+        collectives would mix.
         """
         if self.exchange.store is None:
             return None
@@ -165,7 +168,8 @@ class Session:
         return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
 
     def appears(self, path: Path) -> bool:
-        """Return whether a file that another node wrote is visible here; a network disk may show it late."""
+        """Return whether a file that another node wrote is visible here. Waits a while, since a network disk may
+        show it late."""
         for _ in range(_LOOKS):
             if path.exists():
                 return True
@@ -173,16 +177,16 @@ class Session:
         return False
 
     def host(self) -> str:
-        """Return the name of this machine; under Slurm, Slurm's name."""
+        """Return the name of this machine (under Slurm, its Slurm node name)."""
         return host_name()
 
     def background_names(self) -> list[str]:
-        """Return the names of the groups from ``background_group`` that this rank is in."""
+        """Return the names of this rank's groups from ``background_group``."""
         return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
 
     def own_connection(self, name: str, patience_seconds: float | None = None) -> "Store":
-        """Return a store that all ranks share under ``name``, for another thread: with its own connection, as a wait
-        on one blocks all its users. ``patience_seconds``: ``launch.start_timeout_seconds`` if None."""
+        """Return a store for another thread, which all ranks share under ``name``. It has its own connection, since
+        a wait blocks all users of a connection. ``patience_seconds``: ``launch.start_timeout_seconds`` if None."""
         import torch.distributed as dist
 
         if self.exchange.store is None:
@@ -194,13 +198,14 @@ class Session:
     def shield(self) -> None:
         """Let no signal interrupt the cleanup from now on, except Ctrl-C, which ends the process at once.
 
-        torchrun sends SIGTERM to all as soon as one process has failed, which must not cut off the report of why.
+        torchrun sends SIGTERM to all processes as soon as one has failed. That must not cut off the report of
+        the failure.
         """
         self.signals.clean_up()
 
 
 def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> int:
-    """Join the other processes, do ``work``, leave. An error is printed once, by the rank that failed first.
+    """Join the other processes, do ``work`` and leave. An error is printed once, by the rank that failed first.
 
     Returns the exit code.
     """
@@ -213,7 +218,7 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
                 session.shield()
                 code = _report(error, session)
     except (UserError, TrainingFailed, StopRequested) as error:
-        # While joining: each machine reports its own error, as the others may have none.
+        # While joining, each machine reports its own error, since the others may have none.
         code = report_alone(error, is_heard=os.environ.get("LOCAL_RANK", "0") == "0")
     tell_launcher(ended=True)
     return code
@@ -221,7 +226,7 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
 
 @contextmanager
 def open_session(section: LaunchSection) -> Iterator[Session]:
-    """Join the processes that torchrun started; without torchrun be the only one. Always destroys the group.
+    """Join the processes that torchrun started, or be the only process without torchrun. Always destroys the group.
 
     GPU: NCCL for device tensors and Gloo for host tensors, in one group. CPU: Gloo.
 
@@ -235,7 +240,9 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 
 @contextmanager
 def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
-    began, env, ranks = time.monotonic(), os.environ, torchrun_says()
+    began = time.monotonic()
+    env = os.environ
+    ranks = torchrun_says()
     rank, local_rank, world, local_world = ranks
     signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
     with announced("loading torch", speaks=rank == 0), signals.loading(), importing():
@@ -253,7 +260,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"{str(error).splitlines()[0].rstrip('.')}; use launch.device=cpu to train without them"
             ) from None
         torch.cuda.set_device(device)
-        # For the watchdog to name who is missing; with the times, also which collectives a GPU has not begun.
+        # Lets the watchdog name the missing ranks; with times, also the collectives that a GPU has not started.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
         # After a failure end without cleaning up, which may hang. torchrun's default, 1, loses torch's own report
@@ -275,7 +282,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 session.exchange.store = _start_group(session)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            if os.environ.get(INTERFACE) and "Unable to find address for" in reason:  # Gloo's words
+            if os.environ.get(INTERFACE) and "Unable to find address for" in reason:  # Gloo's message
                 named = os.environ[INTERFACE]
                 raise UserError(f"{INTERFACE}={named}: this interface has no address; unset {INTERFACE}") from error
             raise TrainingFailed(
@@ -292,11 +299,11 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
         if world > 1:
             import torch.distributed as dist
 
-            # A Gloo thread that releases its last tensor waits for the interpreter lock while it holds a lock of its
-            # group; destroying the group holds the first and waits for the second. Give the thread time to finish
+            # A Gloo thread that releases its last tensor holds a lock of its group and waits for the interpreter lock.
+            # Destroying the group holds the interpreter lock and waits for the group's. Give the thread time to finish
             # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is related).
             time.sleep(CONNECTIONS_CLOSE_SECONDS)
-            # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
+            # After a failure a GPU may still wait for a rank that is gone, and NCCL would wait with it.
             if not (session.must_not_wait or (session.cause.ended_run and device.type == "cuda")):
                 dist.destroy_process_group()
 
@@ -316,7 +323,7 @@ def _start_group(session: Session) -> "Store":
         world_size=session.world_size,
         timeout=patience,
         # No device_id: with it each new_group would split the communicator of the world, one after the other, and the
-        # groups of a pipeline would send through the world's (torch's ProcessGroupNCCL::pointToPoint).
+        # groups of a pipeline would send through the world's communicator (torch's ProcessGroupNCCL::pointToPoint).
     )
     return dist.PrefixStore("control", store)
 
@@ -327,7 +334,7 @@ def _report(error: BaseException, session: Session) -> int:
     if session.cause.is_reported:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
-        if session.is_main:  # the user reads its console, whichever rank was asked
+        if session.is_main:  # the user reads rank 0's console, whichever rank was asked
             say_why(f"stopped: {failure.reason}; run the same command to resume")
         return EXIT_STOPPED
     if failure.rank != session.rank:
@@ -337,7 +344,7 @@ def _report(error: BaseException, session: Session) -> int:
         say_why(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
-    elif is_end_of_another(failure.reason):  # where this rank was then tells nothing
+    elif is_end_of_another(failure.reason):  # the position of this rank at that time is irrelevant
         say_why(f"failed: {failure.reason}")
     else:
         print_traceback(error)

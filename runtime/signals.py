@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, as one process sees them."""
+"""Signals that ask a run to stop, as received by one process."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ from serried.runtime.exit import STATUS_DECIDES, code_for_agent, tell_launcher
 from serried.runtime.import_signals import ASKING, LAUNCHER
 
 SWEEP = "SERRIED_SWEEP"
-"""Environment variable: the process of the sweep that started this run."""
+"""Environment variable: id of the sweep process that started this run."""
 
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -39,28 +39,32 @@ class _Phase(Enum):
     LEAVE = "leave"
 
 
-_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE, _Phase.RAISED)  # the last until the code that catches it cleans up
+_NOTHING_TO_SAVE = (
+    _Phase.LOAD,
+    _Phase.RAISE,
+    _Phase.RAISED,
+)  # RAISED: until the cleanup begins
 
 
 class Signals:
-    """Signal handlers of the main thread. A context manager.
+    """Signal handlers of the main thread, as a context manager.
 
-    At first a signal raises ``StopRequested``: there is nothing to save. After ``hold`` it is only recorded in
-    ``received``, and the training loop acts on it between steps. During the cleanup after a failure nothing interrupts.
-    A second Ctrl-C, or one during that cleanup, ends the process at once.
+    At first a signal raises ``StopRequested``, since there is nothing to save. After ``hold`` it is only
+    recorded in ``received``, and the training loop acts on it between steps. Nothing interrupts the cleanup
+    after a failure. A second Ctrl-C, or one during that cleanup, ends the process at once.
 
-    Python calls handlers between two of its own instructions, and the main thread may be inside a call that waits for
-    another rank. So a thread listens too: while there is nothing to save, it ends a process that does not react.
-
-    Under Slurm, until the first step is done, another thread watches the clock and looks for a request that arrived
-    before there were handlers (the job script leaves it in a file). Later the training loop watches the clock.
+    Python calls handlers only between two of its own instructions, and the main thread may be inside a call that
+    waits for another rank. So a thread listens, too: while there is nothing to save, it ends a process that does
+    not react. Under Slurm, until the first step is done, another thread watches the clock and checks for a
+    request that arrived before the handlers existed (the job script leaves it in a file). Later the training
+    loop watches the clock.
     """
 
     def __init__(self) -> None:
         self.acknowledge: Callable[[], None] | None = None
-        """Called, in another thread, if the training loop has not acted upon a first Ctrl-C after half a second."""
+        """Called in another thread if the training loop has not acted on a first Ctrl-C after half a second."""
         self.last_words: Callable[[], int | None] | None = None
-        """Called before the process is ended at once. Returns the exit code if that is decided."""
+        """Called before the process is ended at once. Returns the exit code if it is already decided."""
         self.last_words_unheard: Callable[[], int] | None = None
         """Called if there is nothing to save and the main thread does not react. Returns the exit code."""
         self._phase = _Phase.RAISE
@@ -101,7 +105,7 @@ class Signals:
 
     @property
     def end_of_parent(self) -> str | None:
-        """That the torchrun which started this process is gone, in words; None: it is not, or there was none."""
+        """Description of the launcher's end, if the torchrun that started this process is gone; None otherwise."""
         if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
             return None
         started = "the command" if LAUNCHER in os.environ else "torchrun"
@@ -109,7 +113,7 @@ class Signals:
 
     @property
     def received(self) -> str | None:
-        """The first request to stop, in words; None: there was none."""
+        """Description of the first request to stop; None if there was none."""
         if self._told is not None:
             return self._told
         if self._received == signal.SIGTERM and self.end_of_parent is not None:
@@ -118,9 +122,9 @@ class Signals:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within, modules are imported: raise ``StopRequested`` only at the end, as torch may swallow it.
+        """Context manager for imports: raise ``StopRequested`` only at their end, since torch may swallow it.
 
-        If the end is not soon, the thread that listens ends the process.
+        If the end is not soon, the listening thread ends the process.
         """
         if self._phase is not _Phase.RAISE:
             yield
@@ -136,16 +140,16 @@ class Signals:
             self._phase = _Phase.HOLD
 
     def has_begun(self) -> None:
-        """Stop watching the clock: the first step is done, and the training loop watches it from now on."""
+        """Stop watching the clock: the first step is done, and the training loop watches the clock from now on."""
         self._looked_enough.set()
 
     def clean_up(self) -> None:
-        """Let nothing but Ctrl-C interrupt from now on."""
+        """From now on, let only Ctrl-C interrupt."""
         if self._phase is not _Phase.LEAVE:
             self._phase = _Phase.CLEAN_UP
 
     def leave(self) -> None:
-        """Let nothing interrupt from now on: how the run ended is decided and recorded."""
+        """From now on, let nothing interrupt: the outcome of the run is decided and recorded."""
         self._phase = _Phase.LEAVE
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -156,7 +160,7 @@ class Signals:
         self._raise_if_asked()
 
     def _raise_if_asked(self) -> None:
-        # Handling of an error must not be interrupted: _listen ends the process if that takes too long.
+        # Error handling must not be interrupted: _listen ends the process if that takes too long.
         if self._received is not None and self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
             self._phase = _Phase.RAISED
             raise StopRequested(self.received)
@@ -181,7 +185,7 @@ class Signals:
         os._exit(EXIT_FAILED if code is None else code)
 
     def _listen(self, pipe: int) -> None:
-        """Read signal numbers from ``pipe`` as they arrive, and act if the main thread does not."""
+        """Read signal numbers from ``pipe`` as they arrive, and act on them if the main thread does not."""
         first_interrupt: float | None = None
         while number := os.read(pipe, 1):
             now = time.monotonic()
@@ -191,7 +195,7 @@ class Signals:
                     self._end_unheard(number[0])
             elif number[0] == signal.SIGINT and self._phase is not _Phase.LEAVE:
                 if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:
-                    time.sleep(_TWICE_SECONDS)  # the main thread would have ended the process by now
+                    time.sleep(_TWICE_SECONDS)  # otherwise the main thread would have ended the process by now
                     self._end_at_once()
                 if first_interrupt is None:
                     first_interrupt = now
@@ -223,12 +227,12 @@ class Signals:
         assert self.deadline is not None
         self.is_overdue = True
         self._tell(str(self.deadline))
-        # The first step may use half of the remaining time to end. It cannot be interrupted, and has nothing to save.
+        # The first step may take half of the remaining time. It cannot be interrupted, and has nothing to save.
         if not self._looked_enough.wait(self.deadline.spare_seconds / 2) and self._phase is _Phase.HOLD:
             self._end_unheard(signal.SIGUSR1)
 
     def _tell(self, asked: str) -> None:
-        """Treat ``asked`` as if a signal had arrived."""
+        """Treat ``asked`` like a received signal."""
         if self._received is not None or self._looked_enough.is_set():
             return
         self._told = asked
@@ -239,32 +243,33 @@ class Signals:
 
 
 def _asked_before() -> str | None:
-    """Return who asked this start of a Slurm job to stop before this process had handlers; None: nobody is known."""
+    """Return who asked this start of a Slurm job to stop before this process had handlers; None if nobody did."""
     try:
-        # Opened, not only looked for: a network disk may still list the file of the previous start.
+        # Opened, not only checked for existence: a network disk may still list the file of the previous start.
         return Path(os.environ[STATUS_DECIDES]).read_text(encoding="utf-8").strip() or "a request"
     except (OSError, KeyError):
         return None
 
 
 def end_with_torchrun() -> None:
-    """Let the kernel send SIGTERM to this process when its torchrun dies, which may have no time to do so.
+    """Let the kernel send SIGTERM to this process when its torchrun dies, which may not have time to do so.
 
-    Otherwise a torchrun that is killed (by default SIGUSR1 is enough) leaves its processes behind, training. Linux
-    only; does nothing if torchrun did not start this process, or a signal was chosen before.
+    Otherwise a killed torchrun (by default SIGUSR1 is enough) leaves its processes behind, training. Linux only;
+    does nothing if torchrun did not start this process, or a death signal was already set.
     """
     if _UNDER_TORCHRUN in os.environ:
         _end_with_parent(lambda parent: os.environ.get(LAUNCHER, str(parent)) != str(parent) or _is_orphan(parent))
 
 
 def end_with_sweep() -> None:
-    """Do the same for a run that a sweep started: it saves and stops when the sweep is killed."""
+    """Like ``end_with_torchrun``, for a run that a sweep started: it saves and stops when the sweep is killed."""
     if SWEEP in os.environ:
         _end_with_parent(lambda parent: os.environ[SWEEP] != str(parent))
 
 
 def _end_with_parent(is_another: Callable[[int], bool]) -> None:
-    """``is_another`` returns whether a process is not the one that started this one."""
+    """Ask the kernel for SIGTERM when the parent dies. ``is_another(pid)`` returns whether ``pid`` did not start
+    this process."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
@@ -278,8 +283,8 @@ def _end_with_parent(is_another: Callable[[int], bool]) -> None:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Return whether ``parent`` is the init process, and not a torchrun: in a container that may be process 1."""
+    """Return whether ``parent`` is the init process instead of a torchrun, which may be process 1 in a container."""
     try:
         return parent == 1 and not Path("/proc/1/exe").samefile("/proc/self/exe")
-    except OSError:  # no permission to look, so not ours
+    except OSError:  # no permission to look, so it is not ours
         return True

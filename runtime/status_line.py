@@ -1,6 +1,7 @@
-"""The status line: what the run is doing now, redrawn in a terminal; elsewhere a plain line if something takes long.
+"""Status line of a run's current activity, redrawn in a terminal. Elsewhere, a plain line for activities that take
+long.
 
-A thread asks what is being done, so the code that does it only leaves a note and never waits.
+A thread asks for the activity, so the code that performs it only leaves a note and never waits.
 """
 
 import os
@@ -24,11 +25,11 @@ class Doing(NamedTuple):
     """One activity of the run."""
 
     what: str
-    """In words: ``saving step 100``."""
+    """Description: ``saving step 100``."""
     key: Hashable
-    """Its clock restarts when this changes."""
+    """Identity of the activity. The clock restarts when it changes."""
     line: str = ""
-    """For steps: what a terminal shows in place of ``what``. Outside a terminal they are not printed."""
+    """Text that a terminal shows instead of ``what``, for steps. Elsewhere, steps are not printed."""
 
 
 def is_terminal() -> bool:
@@ -37,12 +38,19 @@ def is_terminal() -> bool:
 
 
 class Live:
-    """Shows the current activity, from ``start`` to ``close``."""
+    """Shows the current activity, between ``start`` and ``close``."""
 
     def __init__(self, say: Callable[[str], object], describe: Callable[[], Doing | None], *, is_drawn: bool) -> None:
-        """``say`` prints a plain line; ``describe`` returns the activity, in another thread; ``is_drawn``: redraw a
-        line in a terminal instead of printing plain ones."""
-        self._say, self._describe, self._is_drawn = say, describe, is_drawn
+        """Prepare the line without showing it.
+
+        Args:
+            say: prints a plain line.
+            describe: returns the activity; called in another thread.
+            is_drawn: redraw a line in a terminal instead of printing plain ones.
+        """
+        self._say = say
+        self._describe = describe
+        self._is_drawn = is_drawn
         self._progress = self._drawn = ""
         self._key: Hashable = None
         self._since = self._said = time.monotonic()
@@ -51,12 +59,12 @@ class Live:
         self._thread = threading.Thread(target=self._run, name="status line", daemon=True)
 
     def start(self) -> None:
-        """Show activities from now on. May be called more than once."""
+        """Start to show activities. May be called more than once."""
         if self._thread.ident is None and not self._closed.is_set():
             self._thread.start()
 
     def show(self, progress: str) -> None:
-        """Show ``progress`` in a terminal in place of the activity, until an empty one comes."""
+        """Show ``progress`` in a terminal instead of the activity, until it is empty."""
         with self._lock:
             self._progress = progress
             if not self._closed.is_set():
@@ -64,14 +72,14 @@ class Live:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Clear the line while something else is printed: whole lines."""
+        """Clear the line while whole lines of other text are printed."""
         with self._lock:
             self._draw("")  # even if nothing was drawn: the terminal may have put a ^C there
             self._said = time.monotonic()
             yield
 
     def close(self) -> None:
-        """Leave a clean line behind. May be called more than once, from any thread."""
+        """Clear the line and stop. May be called more than once, from any thread."""
         self._closed.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -84,7 +92,7 @@ class Live:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Show the activity at the time ``now``, or print it if it has taken long."""
+        """Show the activity at time ``now``, or print it if it has taken long."""
         doing = self._describe()
         if doing is None or doing.key != self._key:
             self._key, self._since = doing and doing.key, now
@@ -113,7 +121,7 @@ class Live:
 
 @contextmanager
 def announced(what: str, *, speaks: bool) -> Iterator[None]:
-    """While this is open, print now and then how long ``what`` has taken, if this process ``speaks``."""
+    """Context manager that prints from time to time how long ``what`` has taken, if this process ``speaks``."""
     live = Live(say, lambda: Doing(what, what), is_drawn=False)
     if speaks:
         live.start()

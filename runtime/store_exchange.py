@@ -1,4 +1,4 @@
-"""Values that ranks pass to each other through the store in which they met: plain JSON data, on the host."""
+"""Exchange of values between ranks through the rendezvous store: plain JSON data, on the host."""
 
 import json
 import time
@@ -16,21 +16,24 @@ _LOOK_SECONDS = 0.05
 
 
 class Exchange:
-    """One rank's end. Every rank makes the same calls in the same order."""
+    """One rank's side of the exchange. Every rank makes the same calls in the same order."""
 
     def __init__(self, rank: int, world_size: int, patience_seconds: float) -> None:
-        """``patience_seconds``: how long to wait for another rank."""
+        """``patience_seconds``: longest time to wait for another rank."""
         self.store: Store | None = None
-        """None for a single process, and until the ranks have met."""
+        """None for a single process, and before the rendezvous."""
         self.waits_for: str | None = None
-        """Which ranks this one waits for at present, for the watchdog to name."""
-        self._rank, self._world_size, self._patience_seconds = rank, world_size, patience_seconds
+        """The ranks that this rank currently waits for, for the watchdog's report."""
+        self._rank = rank
+        self._world_size = world_size
+        self._patience_seconds = patience_seconds
         self._count = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank.
 
-        Rank 0 collects them, so that each other rank writes and reads one value, however many ranks there are.
+        Rank 0 collects the values, so that every other rank writes and reads one value, however many ranks
+        there are.
         """
         if self.store is None:
             return [value]
@@ -42,7 +45,7 @@ class Exchange:
             self._await([together], "every rank")
             return json.loads(self.store.get(together))
         self._await(keys, "every rank")
-        values = [json.loads(each) for each in self.store.multi_get(keys)]
+        values = [json.loads(encoded) for encoded in self.store.multi_get(keys)]
         self.store.set(together, json.dumps(values))
         return values
 
@@ -62,7 +65,7 @@ class Exchange:
             try:
                 verdict = {"result": function()}
             except UserError as error:
-                verdict = {"error": [str(each) for each in error.args], "head": error.head}
+                verdict = {"error": [str(argument) for argument in error.args], "head": error.head}
             except BaseException as error:
                 on_crash(error)
                 verdict = {"failure": repr(error)}
@@ -88,11 +91,11 @@ class Exchange:
         return value if self.store is None else json.loads(self.store.compare_set(name, "", json.dumps(value)))
 
     def all_arrive(self, name: str, patience_seconds: float) -> bool:
-        """Return whether all ranks call this with ``name``, this one waiting ``patience_seconds`` at most: the same on
-        all that do.
+        """Return whether all ranks call this with ``name``. Waits at most ``patience_seconds``; all ranks that call
+        it get the same answer.
 
-        Raises:
-            RuntimeError: the store is gone, with its host.
+                Raises:
+                    RuntimeError: the store is gone, with its host.
         """
         if self.store is None:
             return True
@@ -105,7 +108,7 @@ class Exchange:
         return bool(self.first(f"all arrived/{name}", are_here))
 
     def _await(self, keys: list[str], whom: str) -> None:
-        """Wait until the store has ``keys``, by polling: no signal is handled inside ``Store.wait``."""
+        """Wait until the store has ``keys``, by polling: signals are not handled inside ``Store.wait``."""
         assert self.store is not None
         self.waits_for = whom
         deadline, nap = time.monotonic() + self._patience_seconds, 0.001

@@ -42,10 +42,10 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
     """Import the ranks' modules with ``load``. Return whether the ranks can be forks; if not, nothing may be
     imported.
 
-        Other threads do not exist in a fork: a lock that one of them holds stays locked, and OpenMP would wait for
-        its threads. A script may have started threads. CUDA does not work in a fork if its driver was initialized
-        before. Counting the GPUs initializes it, which a script or an imported library may have done, so the ranks
-        of GPUs are never forks.
+    Other threads do not exist in a fork: a lock that one of them holds stays locked, and OpenMP would wait for
+    its threads. A script may have started threads. CUDA does not work in a fork if its driver was initialized
+    before. Counting the GPUs initializes it, which a script or an imported library may have done, so the ranks
+    of GPUs are never forks.
     """
     if sys.platform != "linux" or may_use_gpus(section) or not _is_alone():
         return False
@@ -81,9 +81,9 @@ def fork_ranks(
     """Fork a process for each of ``variables``. Return the processes; None in each of them, where ``signals`` are
     closed.
 
-        Args:
-            variables: environment variables, by rank.
-            logs: output file of each rank; None for this console.
+    Args:
+        variables: environment variables, by rank.
+        logs: output file of each rank; None for this console.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

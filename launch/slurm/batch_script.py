@@ -80,9 +80,9 @@ def measure_by_job(command: str, argv: Sequence[str], config: RunConfig) -> int:
     """Measure nodes by submitting a job that runs ``command`` (``preflight`` or ``plan calibrate``). Wait for the
     job and print its findings. Return the exit code.
 
-        Ctrl-C and other signals that would end this process cancel the job.
+    Ctrl-C and other signals that would end this process cancel the job.
 
-        Raises ``UserError`` if Slurm refuses the job, or the run folder cannot be written.
+    Raises ``UserError`` if Slurm refuses the job, or the run folder cannot be written.
     """
     text = measuring_script(command, argv, config)
     if config.slurm.dry_run:

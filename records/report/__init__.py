@@ -1,4 +1,4 @@
-"""The report of one run or several: their records as curves, in one HTML file that needs no other file."""
+"""The report of one or several runs: their records as curves, in one self-contained HTML file."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One HTML file that needs no other: data as a JSON block, beside the scripts and styles of ``template/``."""
+"""Self-contained HTML file: data as a JSON block, with the scripts and styles of ``template/``."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ _STYLES = ("uplot/uPlot.min.css", "template/page.css")
 
 
 def html_page(title: str, payload: dict[str, Any], scripts: Sequence[str]) -> str:
-    """Return a page on which ``scripts`` of ``template/`` show the ``payload``."""
+    """Return a page that shows ``payload`` with ``scripts`` of ``template/``."""
     files = (_PLOTS, *(f"template/{name}.js" for name in scripts))
     script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in files)])
     fillings = {

@@ -1,4 +1,4 @@
-"""Records of runs -> the data of their report."""
+"""Conversion of run records to the data of a report."""
 
 import json
 import math
@@ -21,22 +21,25 @@ from serried.records.report.run_records import Curve, Mark, Records, read_record
 from serried.records.report.thinning import means, thinned
 
 _SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
-_POINTS, _POINTS_OF_A_RUN, _FEWEST_POINTS = 60_000, 50, 10_000
-"""Of all curves of a page together, about 2 MB, less the space that the text about each run takes."""
+_POINTS = 60_000
+"""Points of all curves of a page, about 2 MB."""
+_POINTS_OF_A_RUN = 50
+"""Points whose space the text about one run takes."""
+_FEWEST_POINTS = 10_000
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
-"""Points of a curve of a chart, relative to other charts: readers look at these two most closely."""
+"""Relative number of points of a chart's curves: readers look most closely at these two charts."""
 _MOST_BUCKETS, _FEWEST_BUCKETS = 1500, 10
-"""Of a curve of weight 1. If there are too many runs for the fewest, only their main curves are drawn; if there are too
-many for that, only those of the best runs."""
+"""Buckets of a curve of weight 1. If there are too many runs for the fewest, only their main curves are drawn; if
+there are still too many, only the best runs are drawn."""
 _MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
 _MARKS = 3000
-"""Marks of each kind on a page."""
+"""Largest number of marks of each kind on a page."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """Write the report of the runs in ``run_dirs``, in this order, to the file ``out``, atomically.
 
-    Run folders are read as they are: empty, of a running run, or of one that crashed.
+    Run folders may be empty, or belong to a running or crashed run.
     """
     write_atomically(out, render([read_records(run_dir) for run_dir in run_dirs]))
 
@@ -91,7 +94,7 @@ _Curves = dict[tuple[str, str], Curve]
 
 
 def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
-    """Return the curves of each run that fit on a page, and a sentence about those that do not."""
+    """Return the curves of each run that fit on a page, and a sentence about curves that are left out."""
     most = _points(runs) // 2 // _FEWEST_BUCKETS  # weight
 
     def weight(of_runs: Iterable[_Curves]) -> int:
@@ -115,7 +118,8 @@ def _rank(run: Records) -> tuple[float, float]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return short, distinct names for ``folders``: the last part of the path, or more if several share that."""
+    """Return short, distinct names for ``folders``: the last part of the path, or more parts if several folders
+    share it."""
     parts = [folder.absolute().parts for folder in folders]
     names = [folder[-1:] for folder in parts]
     for length in range(2, max(map(len, parts), default=0) + 1):
@@ -156,7 +160,7 @@ def _summary(run: Records) -> dict[str, Any]:
 
 
 def _next(run: Records, state: str) -> dict[str, str]:
-    """Return what to do next, in words and, if there is one, as a command."""
+    """Return the suggested next step: a text and, if there is one, a command."""
     folder = shlex.quote(str(run.path))
     saved = [mark.step for mark in run.marks if mark.kind == "checkpoint"]
     if state == "finished":
@@ -188,7 +192,7 @@ def _metrics(run: Records) -> list[dict[str, Any]]:
 
 
 def _sources(run: Records) -> list[dict[str, Any]]:
-    """Return tokens and held-out loss of each source of a mixture."""
+    """Return the tokens and validation loss of each source of a mixture."""
     losses = run.evaluated.get(DEFAULT_VALIDATION, {}).get("source_losses")
     tokens = {name: curve.values[-1] for (chart, name), curve in run.curves.items() if chart == "source_tokens"}
     by_name = losses if isinstance(losses, dict) else {}
@@ -196,9 +200,11 @@ def _sources(run: Records) -> list[dict[str, Any]]:
 
 
 def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
-    """Return a start for the page, with its hosts if it is the last."""
+    """Return a start of the run as the page shows it, with its hosts if it is the last start."""
     end = start["end"] or {}
-    mesh, hosts, device = start.get("mesh"), start.get("hosts"), start.get("device")
+    mesh = start.get("mesh")
+    hosts = start.get("hosts")
+    device = start.get("device")
     return {
         **{name: _known(start.get(name)) for name in ("first_step", "last_step", "seconds", "time", "world_size")},
         "mesh": {str(axis): degree for axis, degree in mesh.items() if is_count(degree)}
@@ -212,10 +218,11 @@ def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
 
 
 def _drawn(run: Records, curves: _Curves, points: float, most_marks: int) -> dict[str, Any]:
-    """Return ``curves`` of ``run``, thinned to ``points`` buckets in a chart of weight 1, and some marks of each kind.
+    """Return ``curves`` of ``run``, thinned to ``points`` buckets in a chart of weight 1, and some marks of each
+    kind.
 
-    ``x`` has a row for each step that one of them needs, and they refer to those rows. Numbers that only grow are given
-    as differences: that is a third of their length.
+    ``x`` has a row for each step of any curve, and curves refer to these rows. Numbers that only grow are stored
+    as differences, which takes a third of the space.
     """
     drawn = [(chart, name, *_thin(run, chart, curve, points)) for (chart, name), curve in sorted(curves.items())]
     marks = _first_of_each_kind(run.marks, most_marks)
@@ -255,10 +262,10 @@ _Points = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Points, _Points]:
-    """Return steps and values to draw, and those to smooth: empty if all values are drawn."""
+    """Return the points to draw, and the points to smooth, which are empty if all values are drawn."""
     buckets = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
     steps, values = np.array(curve.steps, dtype=np.int64), np.array(curve.values)
-    # Stacked curves need the same steps: those of the spikes of their sum.
+    # Stacked curves need equal steps: the steps at which their sum has spikes.
     parts = [other.values for (of, _), other in run.curves.items() if of == chart and other.steps == curve.steps]
     chosen = thinned(np.sum(parts, axis=0) if chart == "time_split" else values, buckets)
     if len(chosen) == len(values):
@@ -268,7 +275,7 @@ def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Point
 
 
 def _clocks(run: Records, rows: NDArray[np.int64]) -> dict[str, Any]:
-    """Return tokens and milliseconds of training up to each step of ``rows``; None if no line has them."""
+    """Return the tokens and milliseconds of training up to each step of ``rows``; None if no line records them."""
 
     def clock(recorded: Sequence[float], unit: float) -> list[int] | None:
         at = np.array(recorded)
@@ -289,7 +296,7 @@ def _differences(numbers: NDArray[Any]) -> list[int]:
 
 
 def _numbers(values: Iterable[float]) -> list[float | int | None]:
-    """Return values as recorded; null if not finite."""
+    """Return values as recorded; null for non-finite ones."""
     return [None if math.isnan(value) else int(value) if value == int(value) else value for value in map(float, values)]
 
 
@@ -298,7 +305,7 @@ def _of(run: Records, chart: str, name: str) -> Curve:
 
 
 def _at(curve: Curve, index: int) -> dict[str, Any] | None:
-    """Return the first (0) or last (-1) finite value of ``curve``, and its step."""
+    """Return the first (index 0) or last (-1) finite value of ``curve``, with its step."""
     finite = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if not math.isnan(value)]
     return {"step": finite[index][0], "value": finite[index][1]} if finite else None
 
@@ -317,7 +324,7 @@ def _known(value: Any) -> float | None:
 
 
 def _counted(value: Any) -> str:
-    """Return ``_text`` of a value; of a list, such as the GPUs, each distinct entry once with its count."""
+    """Return ``_text`` of a value. For a list, such as the GPUs, return each distinct entry with its count."""
     if not isinstance(value, list):
         return _text(value)
     each = [_text(entry) for entry in value]

@@ -1,4 +1,4 @@
-"""The records of a run folder as plain data, also after a crash or a full disk."""
+"""The records of a run folder as plain data, readable even after a crash or on a full disk."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,15 +23,15 @@ _BY_NAME = {
     "lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split", "expert_load": "expert_load",
 }  # fmt: skip
 _KEPT_MARKS = 1000
-"""Marks of each kind; more are counted, not drawn."""
+"""Largest number of marks of each kind that are drawn; further ones are only counted."""
 
 
 class Curve(NamedTuple):
-    """A measured value, at the steps that have it."""
+    """Steps and values of a measured quantity."""
 
     steps: list[int]
     values: list[float]
-    """NaN: it was not finite."""
+    """NaN for a non-finite value."""
 
 
 class Mark(NamedTuple):
@@ -49,41 +49,41 @@ class Records:
 
     path: Path
     config: dict[str, Any]
-    """Values by dotted key; empty if there is no readable ``config.yaml``."""
+    """Config values by dotted key; empty if there is no readable ``config.yaml``."""
     environment: dict[str, Any]
     status: Status | None
     starts: list[dict[str, Any]] = field(default_factory=list)
-    """Events ``start``, with ``first_step``, ``last_step``, ``seconds`` (how long it was up) and ``end``: its event
-    ``stop``, or None."""
+    """Events ``start``, extended by ``first_step``, ``last_step``, ``seconds`` (how long it ran) and ``end`` (its
+    event ``stop``, or None)."""
     curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
-    """By chart and name within the chart; the charts of a task's metrics are called ``metric:NAME``."""
+    """Curves by (chart, name within the chart). The charts of a task's metrics are called ``metric:NAME``."""
     marks: list[Mark] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     """Number of marks by kind."""
     steps: list[int] = field(default_factory=list)
-    """Logged steps; tokens and seconds of training up to each are in the lists below."""
+    """Logged steps. The lists below hold the tokens and seconds of training up to each of them."""
     tokens: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
-    """The last event ``step``."""
+    """Last event ``step``."""
     last_time: float | None = None
     """Time of the last line, in Unix seconds."""
     evaluated: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last event ``eval`` of each validation set."""
+    """Last event ``eval`` of each validation set."""
     waited_seconds: float = 0.0
     """Time spent waiting for data, within ``timed_seconds``."""
     timed_seconds: float = 0.0
     undone_lines: int = 0
-    """Logged steps that a crash or a rollback undid."""
+    """Number of logged steps that a crash or a rollback undid."""
 
     @property
     def elapsed_seconds(self) -> float:
-        """How long the run was up, all starts together."""
+        """Total running time of all starts, in seconds."""
         return sum(start["seconds"] for start in self.starts)
 
 
 def read_records(run_dir: Path) -> Records:
-    """Return the records in ``run_dir``. Missing, torn or malformed ones are left out; nothing is raised."""
+    """Return the records in ``run_dir``. Missing, torn or malformed records are left out; nothing is raised."""
     config = flatten(read_saved_config_if_there(run_dir / "config.yaml"))
     environment = read_if_there(run_dir / "environment.json")
     records = Records(run_dir, config, environment, read_status(run_dir))
@@ -106,7 +106,9 @@ def read_records(run_dir: Path) -> Records:
 
 
 def _add(records: Records, event: dict[str, Any]) -> None:
-    kind, step, time = event["event"], event.get("step"), event.get("time")
+    kind = event["event"]
+    step = event.get("step")
+    time = event.get("time")
     if kind == "start":
         resumed = event.get("resumed_from")
         first = resumed if is_count(resumed) else 0
@@ -143,7 +145,7 @@ def _add(records: Records, event: dict[str, Any]) -> None:
 
 
 def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:
-    if records.steps and step <= records.steps[-1]:  # a line that an interrupted clean-up left twice
+    if records.steps and step <= records.steps[-1]:  # an interrupted clean-up left this line twice
         return
     records.last = event
     records.steps.append(step)

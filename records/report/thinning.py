@@ -1,14 +1,14 @@
-"""Fewer points that look the same: the lowest and highest of each stretch of a curve, so spikes survive."""
+"""Thinning of curves that keeps their look: the lowest and highest value of each stretch stay, so spikes survive."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def thinned(values: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
-    """Return indices of about ``2 * buckets`` of ``values`` at most; all if there are no more.
+    """Return the indices of at most about ``2 * buckets`` of ``values``; all indices if there are no more values.
 
-    Keeps the first and last value, the lowest and highest of each of ``buckets`` stretches, and the first value of a
-    stretch that is not finite.
+    Keeps the first and last value, the lowest and highest value of each of ``buckets`` stretches, and the first
+    non-finite value of each stretch.
     """
     count = len(values)
     if count <= 2 * buckets:
@@ -23,7 +23,7 @@ def thinned(values: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
 
 
 def means(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Return the middle index and the mean of each stretch of ``values`` that has one, for further smoothing."""
+    """Return the middle index and the mean of each stretch of ``values`` with finite values, for further smoothing."""
     table, first = _table(values, buckets)
     found = ~np.isnan(table)
     counts = found.sum(axis=1)
@@ -34,7 +34,7 @@ def means(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.intp], 
 
 
 def _table(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """``values`` as rows of equal length, filled up with NaN; and the index that each row begins with."""
+    """Return ``values`` as rows of equal length, padded with NaN, and the index of each row's first value."""
     length = -(-len(values) // buckets)
     rows = -(-len(values) // length)
     table = np.full(rows * length, np.nan)

@@ -1,9 +1,10 @@
 """Send the records of a run to one tracker: ``python -m serried.records.trackers NAME RUN_DIR NICENESS [OPTION]``.
 
-The training process starts this and keeps the other end of its standard input open while it trains. Each line of
-standard output is for that process to print: ``note TEXT`` or ``warning TEXT``. Everything else goes to standard error,
-a log. Exit code 0: the tracker took everything. OPTION ``once``: the run has ended; send its records or fail.
-OPTION ``again``: this is the second attempt; for W&B, write its offline files.
+The training process starts this process and keeps the other end of its standard input open while it trains. Each
+line of standard output is printed by the training process: ``note TEXT`` or ``warning TEXT``. Everything else
+goes to standard error, which is a log file. Exit code 0: the tracker received everything. OPTION ``once``: the
+run has ended; send its records or fail. OPTION ``again``: this is the second attempt; for W&B, write its offline
+files.
 """
 
 import fcntl
@@ -25,25 +26,28 @@ from serried.records.trackers.rows import Rows, Run, Tracker
 _LOOK_SECONDS, _RESTART_SECONDS = 1.0, 30.0
 _LINGER_SECONDS, _FINISH_SECONDS = 60.0, 40.0  # after the end of training, for each of two attempts
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm sends the signals of a job to all its processes. This process ends after the training process."""
+"""Ignored signals. Slurm sends a job's signals to all its processes, and this process must end after the training
+process."""
 
 
 class Follower:
     """Follows ``metrics.jsonl`` until the training process has ended, and feeds one tracker."""
 
     def __init__(self, name: str, run_dir: Path, option: str) -> None:
-        self._name, self._run_dir, self._option = name, run_dir, option
+        self._name = name
+        self._run_dir = run_dir
+        self._option = option
         self._is_online = False
-        """Whether this is W&B's first attempt to reach its server."""
+        """Whether this is the first attempt to reach W&B's server."""
         self._has_ended = threading.Event()
-        """Set when the training process has ended, or has closed the pipe because no more records will come."""
-        self._environment = dict(os.environ)  # W&B adds to it the service that it starts
+        """Set when the training process has ended, or has closed the pipe because no more records follow."""
+        self._environment = dict(os.environ)  # W&B adds variables of the service that it starts
         self._output = os.dup(1)
-        os.dup2(2, 1)  # what the libraries print goes to the log
+        os.dup2(2, 1)  # output of the libraries goes to the log
         threading.Thread(target=self._wait_for_the_end, daemon=True).start()
 
     def run(self) -> int:
-        """Send everything. Return the exit code. After a failure, restart once."""
+        """Send all records. Return the exit code. After a failure, restart once."""
         try:
             with (self._run_dir / f".tracker-{self._name}.lock").open("wb") as lock:
                 with suppress(OSError):  # a file system without locks
@@ -61,12 +65,15 @@ class Follower:
         return 0
 
     def _follow(self, is_rollback: bool) -> bool:
-        """Send all records, old and new. Return False if a rollback replaced the file: then all is read again."""
-        events, rows, run = GrowingFile(self._run_dir / METRICS), Rows(self._run_dir), read_run(self._run_dir)
+        """Send all records, old and new. Return False if a rollback replaced the file, so that all records must be
+        read again."""
+        events = GrowingFile(self._run_dir / METRICS)
+        rows = Rows(self._run_dir)
+        run = read_run(self._run_dir)
         tracker = self._open(run)
         if not is_rollback:
             self._report("note", tracker.note)
-        # The steps that a rollback undid come again.
+        # The steps that a rollback undid are recorded again.
         sent = min(tracker.last_step, run.rollbacks[-1]) if is_rollback else tracker.last_step
         while True:
             is_last = self._option == "once" or self._has_ended.is_set()  # asked before the file is read
@@ -97,11 +104,11 @@ class Follower:
         return MlflowTracker(run)
 
     def _report(self, kind: str, text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the training process has ended
             os.write(self._output, f"{kind} {text}\n".encode())
 
     def _restart(self, reason: str) -> NoReturn:
-        """Become a new program: a client that has failed may fail again in the same process."""
+        """Replace this process by a new program: a client that failed may fail again in the same process."""
         if self._is_online:
             self._report("warning", f"{reason}; its records are kept in {self._run_dir / 'wandb'}")
         else:
@@ -120,7 +127,7 @@ class Follower:
 
 
 def read_run(run_dir: Path) -> Run:
-    """Return the run in ``run_dir`` as its newest start recorded it."""
+    """Return the run in ``run_dir`` as recorded by its newest start."""
     facts: dict[str, Any] = {}
     rollbacks = []
     for event in read_events(run_dir / METRICS):

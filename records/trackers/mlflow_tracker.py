@@ -17,16 +17,18 @@ from serried.configs.plain_data import flatten
 from serried.records.trackers.rows import Row, Run
 
 _STEP = "step"  # a metric that every row has
-_METRICS_AT_A_TIME, _PARAMETERS_AT_A_TIME, _LONGEST_VALUE = 1000, 100, 5000
+_METRICS_AT_A_TIME = 1000
+_PARAMETERS_AT_A_TIME = 100
+_LONGEST_VALUE = 5000
 _NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")  # MLflow refuses these
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """One run of MLflow, found again by its tags.
+    """A run of MLflow, found again by its tags.
 
-    It gets the steps after its last one. Points cannot be taken back, so after a rollback the whole history is written
-    into a new run and the previous one is deleted.
+    It receives the steps after its last one. Points cannot be removed, so after a rollback the whole history is
+    written into a new run and the previous one is deleted.
     """
 
     last_step = -1
@@ -38,7 +40,9 @@ class MlflowTracker:
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
         existing = client.search_runs([experiment], f"tags.tracker_run_id = '{run.identity}'")
-        kept = next((each for each in existing if each.data.tags.get("rollbacks") == rollbacks), None)
+        kept = next(
+            (existing_run for existing_run in existing if existing_run.data.tags.get("rollbacks") == rollbacks), None
+        )
         if kept is None:
             tags = {"tracker_run_id": run.identity, "rollbacks": rollbacks, **dict.fromkeys(track["tags"], "true")}
             tags |= {"group": track["group"]} if track["group"] else {}
@@ -52,9 +56,9 @@ class MlflowTracker:
             client.update_run(self._run_id, status="RUNNING")
             self.last_step = max((point.step for point in client.get_metric_history(self._run_id, _STEP)), default=-1)
         self.note = f"MLflow: {track['mlflow']}, run {self._run_id}"
-        for each in existing:
-            if each is not kept:
-                client.delete_run(each.info.run_id)
+        for existing_run in existing:
+            if existing_run is not kept:
+                client.delete_run(existing_run.info.run_id)
 
     def write(self, rows: Sequence[Row]) -> None:
         points = [

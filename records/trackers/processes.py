@@ -1,4 +1,4 @@
-"""Start one process per tracker on rank 0, print what it reports, and never wait for it while training."""
+"""Start one process per tracker on rank 0 and print its reports, without ever blocking training."""
 
 import os
 import shlex
@@ -23,7 +23,8 @@ _END_SECONDS, _NICENESS = 5.0, 10
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
     """Return the id by which trackers know the run: eight letters and digits.
 
-    A run that resumes in its folder, from a checkpoint with ``state``, keeps its id; any other gets a new one.
+    A run that resumes in its folder, from a checkpoint with ``state``, keeps its id; any other run gets a new
+    one.
     """
     kept = state.get("tracker_run_id") if is_continued else None
     return str(kept or uuid.uuid4().hex[:8])
@@ -33,7 +34,9 @@ class Trackers:
     """The tracker processes of one run. Does nothing until ``start``, which only rank 0 calls."""
 
     def __init__(self, run_dir: Path, track: TrackSection, say: Callable[[str], None]) -> None:
-        self._run_dir, self._names, self._say = run_dir.absolute(), asked_for(track), say
+        self._run_dir = run_dir.absolute()
+        self._names = asked_for(track)
+        self._say = say
         self._processes: list[_TrackerProcess] = []
 
     def start(self, *options: str, niceness: int = _NICENESS, working_directory: Path | None = None) -> None:
@@ -46,41 +49,44 @@ class Trackers:
                 self._say(f"WARNING    {LABELS[name]}: cannot start its process: {error.strerror}")
 
     def finish(self) -> None:
-        """Report to the processes that no more records will come. Does not wait; may be called twice."""
-        for each in self._processes:
-            each.finish()
+        """Signal to the processes that no more records follow. Does not wait; may be called twice."""
+        for process in self._processes:
+            process.finish()
 
     def end(self, seconds: float = _END_SECONDS) -> None:
-        """Call ``finish`` and wait a few seconds for the processes to end. They may continue for two minutes."""
+        """Call ``finish`` and wait a few seconds for the processes to end. They may continue for up to two minutes."""
         self.finish()
         deadline = time.monotonic() + seconds
-        for each in self._processes:
-            each.thread.join(max(0.0, deadline - time.monotonic()))
-            if each.thread.is_alive():
-                each.warn("it has not taken everything yet, and its process continues for two minutes at most")
-            each.has_warned = True  # the run has ended: report nothing more
+        for process in self._processes:
+            process.thread.join(max(0.0, deadline - time.monotonic()))
+            if process.thread.is_alive():
+                process.warn("it has not taken everything yet, and its process continues for two minutes at most")
+            process.has_warned = True  # the run has ended: report nothing more
         self._processes = []
 
     def send(self, working_directory: Path | None) -> bool:
-        """Send the records of a run that has ended. Return whether every tracker took all of them.
+        """Send the records of a run that has ended. Return whether every tracker received all of them.
 
-        ``working_directory``: the folder in which the run started, to which paths in its config are relative.
+        ``working_directory``: the folder in which the run started; relative paths in its config refer to it.
         """
         self.start("once", niceness=0, working_directory=working_directory)
         self._say(f"{'tracking':<10} sending to {' and '.join(LABELS[name] for name in self._names)}")
-        taken = [each.name for each in self._processes if each.wait() == 0]
+        taken = [process.name for process in self._processes if process.wait() == 0]
         for name in taken:
             self._say(f"{'tracking':<10} {LABELS[name]} has taken everything")
         return taken == self._names
 
 
 class _TrackerProcess:
-    """One tracker process, and the thread that prints what it reports."""
+    """A tracker process, and the thread that prints its reports."""
 
     def __init__(
         self, name: str, run_dir: Path, say: Callable[[str], None], options: list[str], working_directory: Path | None
     ) -> None:
-        self.name, self._run_dir, self._say, self.has_warned = name, run_dir, say, False
+        self.name = name
+        self._run_dir = run_dir
+        self._say = say
+        self.has_warned = False
         self._log = run_dir / "log" / f"tracker-{name}.log"
         self._log.parent.mkdir(exist_ok=True)
         root = str(Path(serried.__file__).parent.parent)  # the process must find serried from any folder

@@ -1,4 +1,4 @@
-"""What trackers are given: the run, and the events of ``metrics.jsonl`` as one row of numbers per step."""
+"""Input of trackers: the run, and the events of ``metrics.jsonl`` as one row of numbers per step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ _SPEED = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
     "memory_reserved_bytes", "eta_seconds", "time_split", "slowest_rank", "slowest_share",
 )  # fmt: skip
-"""Numbers of a step that are shown in a section of their own. All others are shown too, under ``train/``."""
+"""Numbers of a step that are shown in the section ``speed/``. All others are shown under ``train/``."""
 
 
 class Run(NamedTuple):
@@ -20,7 +20,7 @@ class Run(NamedTuple):
     identity: str  # tracker_run_id: the same for all starts of a run
     config: Mapping[str, Any]
     facts: Mapping[str, Any]  # the start event, and environment.json
-    rollbacks: Sequence[int]  # the steps that they went back to
+    rollbacks: Sequence[int]  # the steps that rollbacks returned to
 
     @property
     def name(self) -> str:
@@ -32,34 +32,34 @@ class Row(NamedTuple):
     """All numbers of one step."""
 
     step: int
-    time: float  # unix seconds of the first of them
+    time: float  # time of the first of them, in Unix seconds
     values: dict[str, float]
 
 
 class Tracker(Protocol):
-    """One tracker, made from a ``Run``. An exception costs records, never the run."""
+    """Interface of a tracker, which is created from a ``Run``. An exception costs records, never the run."""
 
     last_step: int
-    """The last step that the tracker already has of the run; -1 if none."""
+    """Last step of the run that the tracker already has; -1 if none."""
     note: str
-    """Address of the run, for the user."""
+    """Address of the run, printed for the user."""
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Take ``rows``, in increasing order of steps."""
+        """Send ``rows``, in increasing order of steps."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Take the summary of the run and end."""
+        """Send the summary of the run and close."""
 
 
 class Rows:
-    """Gathers the numbers of one step from its events, so that a tracker gets each step once."""
+    """Collects the numbers of one step from its events, so that a tracker gets each step once."""
 
     def __init__(self, run_dir: Path) -> None:
         self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html")}
         self._row: Row | None = None
 
     def feed(self, event: Mapping[str, Any]) -> Iterator[Row]:
-        """Take an event; yield the row of the previous step once the event is of a later one."""
+        """Process an event; yield the row of the previous step if the event belongs to a later step."""
         self._sum_up(event)
         if not (values := dict(_numbers(event))):
             return
@@ -69,7 +69,7 @@ class Rows:
         self._row.values.update(values)
 
     def rest(self) -> Iterator[Row]:
-        """Yield the row that is not complete yet."""
+        """Yield the row that is not complete yet, if there is one."""
         row, self._row = self._row, None
         if row is not None:
             yield row
@@ -87,7 +87,7 @@ class Rows:
 
 
 def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number of an event that belongs to a step, named by the section that trackers show it in."""
+    """Yield every number of an event that belongs to a step, named after the section in which trackers show it."""
     section = _SECTIONS.get(event["event"])
     further = "" if event.get("set", "validation") == "validation" else f"/{event['set']}"
     for key, value in event.items() if section else ():

@@ -17,9 +17,10 @@ _TEXT = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text
 
 
 class TensorBoardTracker:
-    """One event file in ``tensorboard/``.
+    """An event file in ``tensorboard/``.
 
-    Events cannot be taken back, so each start writes the whole history into a new file and deletes the previous one.
+    Events cannot be removed, so each start writes the whole history into a new file and deletes the previous
+    one.
     """
 
     last_step = -1
@@ -32,7 +33,7 @@ class TensorBoardTracker:
         self._file = (folder / f"events.out.tfevents.{time.time():.6f}.serried").open("wb")
         self._records: Any = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
-        # A TensorBoard that is open forgets what it read from the previous file.
+        # An open TensorBoard forgets the content of the previous file.
         self._add(session_log=SessionLog(status=SessionLog.START))
         config = "\n".join(f"    {line}" for line in yaml.safe_dump(dict(run.config)).splitlines())
         text = TensorProto(dtype=DT_STRING, string_val=[config.encode()])

@@ -15,10 +15,10 @@ _STEP = "step"
 
 
 class WandbTracker:
-    """One run of W&B.
+    """A run of W&B.
 
-    Online, the run is resumed: the server knows its last step and gets the steps after it. Offline runs cannot be
-    resumed, so each start writes the whole history into a new folder and deletes the previous one.
+    Online, the run is resumed: the server knows its last step and receives the steps after it. Offline runs
+    cannot be resumed, so each start writes the whole history into a new folder and deletes the previous one.
     """
 
     def __init__(self, run: Run, *, is_online: bool, finish_seconds: float) -> None:
@@ -30,9 +30,9 @@ class WandbTracker:
             init_timeout=_INIT_SECONDS,
             finish_timeout=finish_seconds,
             finish_timeout_raises=True,
-            x_transaction_log_flush_interval=_FLUSH_SECONDS,  # a killed process loses what is not flushed
+            x_transaction_log_flush_interval=_FLUSH_SECONDS,  # a killed process loses values that are not flushed
             x_stats_pid=os.getppid(),  # the training process
-            # W&B would record the command, code and packages of this process, which are not those of the run.
+            # Otherwise W&B would record the command, code and packages of this process instead of the run's.
             disable_git=True, disable_code=True, x_disable_meta=True, x_save_requirements=False,
         )  # fmt: skip
         self._run: Any = wandb.init(
@@ -43,7 +43,7 @@ class WandbTracker:
             config={**run.config, "run_facts": run.facts},
             **{key: track[key] for key in ("entity", "group", "tags", "notes")},
         )  # fmt: skip
-        # W&B drops steps that come again after a restart or a rollback, but not on an axis of our own.
+        # W&B drops steps that are repeated after a restart or a rollback, unless a metric of ours is the axis.
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
         self.last_step = int(self._run.summary.get(_STEP, -1)) if self._run.resumed else -1

@@ -141,7 +141,7 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["plan.rates={rates}", "launch.device=cuda"], "are of A CPU, and launch.device=cuda"),
         (["calibrate", "out={folder}"], "out={folder} is not a file in an existing folder; use out"),
         (["calibrate", "out={folder}/none/rates.json"], "is not a file in an existing folder"),
-        (["calibrate", "out={pipe}"], "out={pipe} is a device or a pipe, in whose place a file would be put"),
+        (["calibrate", "out={pipe}"], "out={pipe} is a device or a pipe and would be replaced by a file"),
         (["search", "recipe=tiny", "launch.processes=2", "out={pipe}"], "out={pipe} is a device or a pipe"),
         (["calibrate", "launch=slurm", "launch.nodes=3", "trainer.global_batch=8"], "trainer.global_batch=8"),
     ],

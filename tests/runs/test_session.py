@@ -391,9 +391,7 @@ def test_no_folder_for_temporary_files_is_one_line(
 def test_network_interface_that_does_not_exist_is_refused_before_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**_ONE_OF_TWO, "GLOO_SOCKET_IFNAME": "lo,nope0"}.items():
         monkeypatch.setenv(name, value)
-    told = (
-        r"^GLOO_SOCKET_IFNAME=lo,nope0: there is no network interface nope0 on .*, which has .*lo.*; unset GLOO_SOCKET"
-    )
+    told = r"^GLOO_SOCKET_IFNAME=lo,nope0: there is no network interface nope0 on .*\. It has .*lo.*; unset GLOO_SOCKET"
     with pytest.raises(UserError, match=told), open_session(LaunchSection(device="cpu")):
         pass
 

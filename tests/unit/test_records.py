@@ -426,7 +426,7 @@ def test_report_replaces_neither_a_pipe_nor_a_link(tmp_path: Path, capsys: pytes
     (tmp_path / "to-pipe").symlink_to("pipe")
     for name in ("pipe", "to-pipe"):
         assert serried(["report", str(tmp_path / "run"), f"out={tmp_path / name}"]) == 78
-        assert f"error: out={tmp_path / name} is a device or a pipe, in whose place" in capsys.readouterr().err
+        assert f"error: out={tmp_path / name} is a device or a pipe and would be replaced" in capsys.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "latest").symlink_to("page.html")
     assert serried(["report", str(tmp_path / "run"), f"out={tmp_path / 'latest'}"]) == 0

@@ -1,10 +1,10 @@
-"""A committed checkpoint, or the mean of several, as a plain Hugging Face model folder.
+"""Export of a committed checkpoint, or of the mean of several, as a plain Hugging Face model folder.
 
-There the weights may have another dtype and other file sizes; training state is left out.
+The weights may be converted to another dtype and split into files of another size; training state is left out.
 
-That of a run that trains adapters becomes a folder of PEFT, or a model folder if they are added to their base model.
+A checkpoint of adapters becomes a PEFT folder, or a model folder if the adapters are merged into their base model.
 
-Streamed in pieces, so that a machine that cannot hold the model can export it.
+The export is streamed, so that a machine whose memory cannot hold the model can do it.
 """
 
 import json
@@ -46,18 +46,18 @@ def export(
 ) -> list[Path]:
     """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
 
-    The weights are the mean of those of ``checkpoint`` and of the checkpoints of the same run in ``averaged_with``.
+    The weights are the mean over ``checkpoint`` and the checkpoints of the same run in ``averaged_with``.
 
-    Of a checkpoint of adapters these alone, as PEFT opens them; or, with ``base``, the base model, that model with the
-    adapters added to it.
+    For a checkpoint of adapters, only the adapters are written, in PEFT's format; or, with ``base``, the base model
+    with the adapters merged into it.
 
-    Floating-point weights are converted to ``dtype`` (None: stay as they are). A file holds at most ``shard_bytes`` of
-    weights, or one tensor that is larger: ``model.safetensors`` if all fits into one, else
-    ``model-00001-of-0000N.safetensors`` with an index. config.json is given the dtype, generation_config.json is made
-    of it unless there is one, and the other files of the model (tokenizer) are copied. All of them are compared with
-    the manifest first. ``out`` appears whole or not at all.
+    Floating-point weights are converted to ``dtype`` (None: unchanged). A file holds at most ``shard_bytes`` of
+    weights, or one larger tensor: ``model.safetensors`` if all weights fit into one file, else
+    ``model-00001-of-0000N.safetensors`` with an index. ``dtype`` is written to config.json, generation_config.json
+    is derived from it if missing, and the other files of the model (tokenizer) are copied. All files are compared
+    with the manifest first. ``out`` appears complete or not at all.
 
-    Memory: a few times 64 MiB, whatever the size of the model or of a tensor; with ``base`` also one matrix in fp32.
+    Memory: a few times 64 MiB, for any size of the model or of a tensor; with ``base`` also one matrix in fp32.
 
     Raises:
         UserError: the checkpoint is damaged, ``out`` is in use, the disk is too full or fails, or a weight is too
@@ -94,7 +94,7 @@ def export(
     temporary = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
         temporary.mkdir()
         is_model = not is_adapter or base is not None
         files = _shards(specs, shard_bytes) if is_model else {f"{ADAPTER}.safetensors": specs}
@@ -131,8 +131,8 @@ def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
 
 
 def _verified(checkpoint: Path) -> dict[str, FileRecord]:
-    """The model's files, without the training state, by name; all of them are intact. Raises ``UserError`` if one is
-    not."""
+    """Return the records of the model's files by name, without the training state. Raises ``UserError`` if a file is
+    not intact."""
     try:
         records = check_files(checkpoint, lambda name: name != STATE and not name.startswith(OPTIMIZER))
     except Damaged as damaged:
@@ -153,13 +153,13 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    # Numbers of one byte mean nothing without the scales stored beside them: those are left as they are.
+    # One-byte values are meaningless without the scales stored beside them, so both stay unchanged.
     converts = dtype is not None and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
     return TensorSpec(spec.name, dtype, spec.shape) if dtype is not None and converts else spec
 
 
 def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> its tensors, filled in the given order."""
+    """Assign tensors to files in the given order. Return the tensors of each file name."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -175,7 +175,7 @@ def _write_weights(path: Path, weights: TensorFolder | Merged | Mean, specs: lis
     with path.open("wb") as file:
         file.write(header(specs))
         for spec in specs:
-            # Elements, not rows: one row of a large matrix may be large too.
+            # By elements, not rows: a single row of a large matrix may be large, too.
             step = _PIECE_BYTES // max(spec.dtype.itemsize, weights.specs[spec.name].dtype.itemsize)
             for first in range(0, spec.numel, step):
                 values = weights.read_elements(spec.name, first, min(step, spec.numel - first))
@@ -199,7 +199,7 @@ def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
     floating = [spec for spec in specs if spec.dtype.is_floating_point]
     if floating:
         largest = max(floating, key=lambda spec: spec.nbytes)
-        # transformers 5 reads the one, transformers 4 the other.
+        # transformers 5 reads "dtype", transformers 4 "torch_dtype".
         config["dtype"] = config["torch_dtype"] = _name(largest.dtype)
     _write_json(folder / CONFIG, config)
     if not (folder / GENERATION).exists():
@@ -216,7 +216,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _commit(temporary: Path, out: Path) -> None:
-    """Write everything to the disk, then rename the folder (over an empty one, if there is one)."""
+    """Flush everything to the disk, then rename the folder (over an empty one, if it exists)."""
     for path in temporary.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,9 +1,9 @@
-"""Which rank writes which file of a checkpoint, and where the bytes of each come from.
+"""Assignment of a checkpoint's tensors to files and of files to ranks, and the transfers that fill them.
 
-Every tensor is stored whole, by one owner, so that each file is written from front to back by one process: what all
-file systems do best, and what any reader opens as it lies. The ranks of a block, which together hold one stage of one
-copy of the model, send the boxes they hold to the owners, in rounds of one bucket per owner. A stage's tensors are
-dealt to the ranks that hold it.
+Every tensor is stored whole, by one owner, so that each file is written from front to back by one process. All file
+systems do this best, and any reader can open the result. A block is the group of ranks that together hold one stage
+of one model replica. Its ranks send their shards to the owners, in rounds of one bucket per owner. A stage's tensors
+are distributed over the ranks that hold it.
 """
 
 from bisect import bisect_left
@@ -25,29 +25,29 @@ from serried.parallel.layout.shard_specs import Box, ShardSpec
 from serried.records.tensors import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
-"""What an owner receives at a time."""
+"""Size of the data that an owner receives at a time."""
 _ALIGNMENT = 16  # bytes: a multiple of every element's size
 
 _FILE_BYTES = 5 * 10**9
 
 
 class Part(NamedTuple):
-    """One tensor of the state, as this rank holds it."""
+    """One tensor of the state, as held by this rank."""
 
     name: str
-    """Unique within the state. A rank that holds a tied parameter twice has two parts of one name."""
+    """Name, unique within the state. A rank that holds a tied parameter twice has two parts of the same name."""
     held: HeldTensor
     fragments: tuple[Fragment, ...]
-    """Where its elements lie in the tensors of a checkpoint."""
+    """Position of its elements in the tensors of a checkpoint."""
 
     @property
     def local(self) -> Tensor:
-        """The part that this rank holds, as a plain tensor over the same memory."""
+        """Return this rank's shard as a plain tensor over the same memory."""
         return self.held.local
 
     @property
     def shards(self) -> ShardSpec:
-        """Which part of it every rank holds."""
+        """Return the shard of the tensor that each rank holds."""
         return self.held.spec
 
 
@@ -61,14 +61,14 @@ class Origin(NamedTuple):
 
 @dataclass
 class Target:
-    """One tensor of a checkpoint, and the parts of the state that its elements come from."""
+    """One tensor of a checkpoint, and the parts of the state that provide its elements."""
 
     spec: TensorSpec
     origins: list[Origin]
 
 
 class PlannedFile(NamedTuple):
-    """One file, its owner's rank, and its tensors in order."""
+    """A file with its owner's rank and its tensors in order."""
 
     name: str
     owner: int
@@ -76,15 +76,15 @@ class PlannedFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of what one rank holds of a part."""
+    """A box of one rank's shard of a part."""
 
     part: str
     source: int
-    """Rank within the block."""
+    """Rank within the block that sends the piece."""
     box: Box
-    """Within what that rank holds."""
+    """Box within the sender's shard."""
     place: Box
-    """Within the window."""
+    """Box within the window."""
     dtype: torch.dtype
 
     @property
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A box of one tensor of a file, which is one interval of the file's bytes."""
+    """A box of a tensor, contiguous in the tensor's file."""
 
     file: int
     """Index of the file."""
@@ -101,7 +101,7 @@ class Window(NamedTuple):
     sizes: tuple[int, ...]
     pieces: tuple[Piece, ...]
     is_in_order: bool
-    """Whether the pieces, one after the other, are its bytes; else they must be put into place."""
+    """Whether concatenating the pieces gives the window's bytes; otherwise they must be put into place."""
 
     @property
     def nbytes(self) -> int:
@@ -110,22 +110,22 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All files, and what one rank sends and writes in each round."""
+    """All files, and the data that one rank sends and writes in each round."""
 
     files: list[PlannedFile]
     sends: list[list[list[Piece]]]
-    """[round][owner's rank within the block]: pieces, in the owner's order."""
+    """Pieces to send, [round][owner's rank within the block], in the owner's order."""
     writes: list[list[Window]]
-    """[round]: windows of this rank's own files, in file order."""
+    """Windows of this rank's own files, [round], in file order."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(spec.nbytes for file in self.files for spec in file.specs)
 
 
 def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
-    """Tensors that the ranks of pipeline coordinate ``stage`` save, by name: those that no stage before it holds."""
+    """Return the tensors that pipeline stage ``stage`` saves, by name. Tensors of an earlier stage are left out."""
     found: dict[str, Target] = {}
     seen: set[str] = set()
     for part in parts:
@@ -136,7 +136,7 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
             spec = TensorSpec(fragment.name, part.held.tensor.dtype, fragment.shape)
             target = found.setdefault(fragment.name, Target(spec, []))
             assert target.spec == spec, f"{part.name} is {spec} in a checkpoint, where others make it {target.spec}"
-            if fragment.shape or not target.origins:  # parts may share a number, such as the optimizer's step
+            if fragment.shape or not target.origins:  # parts may share a scalar, such as the optimizer's step
                 target.origins.append(Origin(part.name, part.shards, fragment))
     return found
 
@@ -144,10 +144,10 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
 def deal_files(
     stages: Sequence[Sequence[TensorSpec]], stem: str, ranks: int, *, is_spread: bool = True
 ) -> list[PlannedFile]:
-    """Tensors, in their order, into files of about equal size, numbered over all stages.
+    """Distribute tensors, in their order, over files of about equal size, numbered over all stages.
 
-    Each stage has one file for each of its ``ranks``, or one in all unless ``is_spread``; more where they would exceed
-    5 GB. Ranks are numbered stage by stage.
+    Each stage has one file for each of its ``ranks``, or a single file unless ``is_spread``; more files if they
+    would exceed 5 GB. Ranks are numbered stage by stage.
     """
     filled: list[tuple[int, tuple[TensorSpec, ...]]] = []
     for stage, specs in enumerate(stages):
@@ -158,7 +158,7 @@ def deal_files(
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return the names of so many files of tensors, as transformers has them."""
+    """Return the names of ``count`` tensor files, in transformers' format."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -179,7 +179,8 @@ def _fill_files(specs: Sequence[TensorSpec], ranks: int) -> list[tuple[TensorSpe
 def make_plan(
     files: list[PlannedFile], targets: Mapping[str, Target], layout: Layout, rank: int, bucket_bytes: int
 ) -> Plan:
-    """Return what ``rank`` sends and writes. ``targets``: the tensors of the files of this rank's stage, by name."""
+    """Return the data that ``rank`` sends and writes. ``targets``: the tensors in the files of this rank's stage, by
+    name."""
     block, me = divmod(rank, layout.block)
     sends: list[list[list[Piece]]] = []
     writes: list[list[Window]] = []
@@ -207,14 +208,14 @@ def make_plan(
 def _windows_of(
     file: int, target: Target, layout: Layout, owner: int, limit: int, sender: int | None
 ) -> Iterator[Window]:
-    """Windows of a tensor that ``owner`` writes; with the pieces of ``sender`` alone, if that is given."""
+    """Yield the windows of a tensor that ``owner`` writes; with only the pieces of ``sender``, if that is given."""
     spec, origins = target.spec, target.origins
-    geometry = tuple((replace(each.shards, name=""), each.fragment._replace(name="")) for each in origins)
+    geometry = tuple((replace(origin.shards, name=""), origin.fragment._replace(name="")) for origin in origins)
     sources, windows = _geometry(spec.shape, geometry, layout, limit // spec.dtype.itemsize)
     place = layout.coordinates(owner)
-    # The owner may hold what it would be sent: a tensor that is not divided, or not along all axes.
-    own = [each.shards.box(layout, place) for each in origins]
-    ranks = [owner if own[each.origin] == each.held else each.rank for each in sources]
+    # The owner may already hold the data: a tensor may be replicated along some axes.
+    own = [origin.shards.box(layout, place) for origin in origins]
+    ranks = [owner if own[source.origin] == source.held else source.rank for source in sources]
     for window, pieces, is_in_order in windows:
         yield Window(
             file,
@@ -230,24 +231,24 @@ def _windows_of(
 
 
 class _Source(NamedTuple):
-    """What a rank holds of a tensor of a checkpoint."""
+    """A shard that holds elements of a tensor of a checkpoint."""
 
     origin: int
     """Index of the origin."""
     rank: int
-    """The first that holds it, within the block."""
+    """First rank within the block that holds this shard."""
     held: Box
-    """What it holds of the part."""
+    """Shard of the part that the rank holds."""
     theirs: Box
-    """What of it is in the tensor, there."""
+    """Box of the checkpoint's tensor that the shard fills."""
 
 
 _WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...], bool]
-"""A window of the tensor; for each piece index of its source, box within what that holds, box in the window; and
-whether the pieces are in order."""
+"""A window of the tensor; for each piece (index of its source, box within the source's shard, box in the window);
+and whether the pieces are in order."""
 
 
-@cache  # many tensors are divided alike
+@cache  # many tensors are sharded alike
 def _geometry(
     shape: tuple[int, ...], origins: tuple[tuple[ShardSpec, Fragment], ...], layout: Layout, limit: int
 ) -> tuple[list[_Source], list[_WindowPieces]]:
@@ -262,7 +263,7 @@ def _geometry(
     first = 0
     for window in windows_of(shape, limit):
         while first < len(sources) and shape and _end(sources[first].theirs) <= window.starts[0]:
-            first += 1  # no window from here on touches it
+            first += 1  # no later window overlaps it
         last = bisect_left(sources, _end(window), key=lambda source: source.theirs.starts[0]) if shape else len(sources)
         pieces = []
         for index in range(first, last):
@@ -284,9 +285,9 @@ def _end(box: Box) -> int:
 
 
 def windows_of(shape: Sequence[int], limit: int, within: Box | None = None) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements, each an interval of the tensor's memory, from front to back.
+    """Yield boxes of at most ``limit`` elements, each contiguous in the tensor's memory, from front to back.
 
-    They cover the tensor, or of its rows those that touch ``within``. An empty tensor has one, which is empty.
+    They cover the tensor, or only its rows that overlap ``within``. An empty tensor has one empty box.
     """
     within = within or Box((0,) * len(shape), tuple(shape))
     if not shape or not within.numel:
@@ -303,13 +304,13 @@ def windows_of(shape: Sequence[int], limit: int, within: Box | None = None) -> I
 
 
 def _is_interval(sizes: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a box of ``sizes`` is one interval of the memory of a tensor of shape ``whole``."""
+    """Return whether a box of ``sizes`` is contiguous in the memory of a tensor of shape ``whole``."""
     first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
     return tuple(sizes[first + 1 :]) == tuple(whole[first + 1 :])
 
 
 def aligned(nbytes: int) -> int:
-    """Room for ``nbytes``: of numbers of several sizes, one after the other, each begins where such a number may."""
+    """Return ``nbytes`` rounded up to the alignment, so that any dtype may follow in the buffer."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

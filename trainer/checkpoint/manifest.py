@@ -1,10 +1,11 @@
-"""MANIFEST.json: every file of a checkpoint with its size and checksum, written last; reading it back finds damage.
+"""MANIFEST.json: every file of a checkpoint with its size and checksum. It is written last; verifying it finds
+damage.
 
-The checksum is zlib's CRC-32. It is in the standard library, runs at several GB/s, lets other threads run meanwhile,
-and finds every flip of one bit and every burst of up to 32 bits; of any other damage it misses one in 2^32, and the
-sizes are held as well. It guards against accidents (a full disk, a killed copy, failing hardware), not against an
-attacker, who would write a manifest that fits. What comes from strangers is safe for another reason: safetensors and
-JSON are data, and both are checked before they are used.
+The checksum is zlib's CRC-32. It is in the standard library, runs at several GB/s and lets other threads run. It
+finds every single flipped bit and every burst of up to 32 bits, and misses one in 2^32 of all other damage; sizes
+are compared as well. It protects against accidents (a full disk, a killed copy, failing hardware), not against an
+attacker, who could write a matching manifest. Files from untrusted sources are safe for another reason: safetensors
+and JSON are data, and both are checked before use.
 """
 
 import errno
@@ -27,24 +28,25 @@ _LARGEST_MANIFEST_BYTES = 64 * 2**20
 
 
 class FileRecord(NamedTuple):
-    """What a file held when it was written."""
+    """Size and checksum of a file when it was written."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     crc32: int
-    """``zlib.crc32`` of all of them, of 32 bits."""
+    """``zlib.crc32`` of the whole file."""
 
 
 class Damaged(Exception):
-    """A checkpoint differs from what was written. The message names the file and the damage in one line."""
+    """A checkpoint differs from the state in which it was written. The message names the file and the damage in one
+    line."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write MANIFEST.json for ``files`` (by name) of ``folder``. It and the folder's entries are on the disk on return.
+    """Write MANIFEST.json for ``files`` (by name) of ``folder``, and flush it and the folder's entries to the disk.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: a name is not that of a file in ``folder`` itself.
+        ValueError: a name is not a file name in ``folder`` itself.
     """
     for name in files:
         if not _is_plain(name):
@@ -57,10 +59,10 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The files that a checkpoint consists of, by name. Says nothing yet about the files themselves.
+    """Return the files of a checkpoint by name. Does not look at the files themselves.
 
     Raises:
-        Damaged: the manifest is missing, cannot be read, or differs in any byte from what was written.
+        Damaged: the manifest is missing, cannot be read, or differs in any byte from the written one.
     """
     path = folder / MANIFEST
     try:
@@ -76,14 +78,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         files = {name: _record(name, entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Damaged(f"{path} does not list files with sizes and checksums") from None
-    # The text is a function of its content, checksum included, so every changed byte shows, even a space.
+    # The text is a function of its content, including the checksum, so every changed byte is found, even a space.
     if text != _canonical(files):
         raise Damaged(f"{path} has been changed: its {len(text)} bytes do not match its checksum")
     return files
 
 
 def check_file(folder: Path, name: str, record: FileRecord) -> None:
-    """Read the whole file and compare it with its ``record``. Other threads run meanwhile.
+    """Read the whole file and compare it with its ``record``. Other threads can run during the read.
 
     Raises:
         Damaged: it is missing, cannot be read, or has another size or checksum.
@@ -98,8 +100,8 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool]) -> dict[str, FileRecord]:
-    """Compare the files of ``wanted`` names with their records, and return these. Raises as ``check_file`` and
-    ``read_manifest``."""
+    """Compare the files whose names are ``wanted`` with their records, and return these records. Raises the same
+    errors as ``check_file`` and ``read_manifest``."""
     records = {name: record for name, record in read_manifest(folder).items() if wanted(name)}
     for name, record in records.items():
         check_file(folder, name, record)
@@ -107,10 +109,10 @@ def check_files(folder: Path, wanted: Callable[[str], bool]) -> dict[str, FileRe
 
 
 def check_size(folder: Path, name: str, record: FileRecord) -> None:
-    """Compare the file's size alone with its ``record``; it is not opened.
+    """Compare only the file's size with its ``record``; the file is not opened.
 
     Raises:
-        Damaged: it is missing, no regular file, or has another size.
+        Damaged: it is missing, not a regular file, or has another size.
     """
     path = folder / name
     try:
@@ -124,7 +126,7 @@ def check_size(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file, read from the disk in pieces of a few MiB."""
+    """Return the size and checksum of a file, read from the disk in chunks of a few MiB."""
     size = crc32 = 0
     piece = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -140,21 +142,21 @@ def fsync_folder(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have no such thing for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems do not support this for folders
             raise
     finally:
         os.close(descriptor)
 
 
 def _canonical(files: Mapping[str, FileRecord]) -> bytes:
-    """The one text of a manifest of ``files``."""
+    """Return the unique text of a manifest of ``files``."""
     entries = {name: {"size": files[name].size, "crc32": f"{files[name].crc32:08x}"} for name in sorted(files)}
     crc32 = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
     return (json.dumps({"version": VERSION, "files": entries, "crc32": crc32}, indent=2) + "\n").encode()
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it can name a file in the folder itself, other than the manifest, and be shown on one line."""
+    """Return whether ``name`` can be a file in the folder itself, other than the manifest, and be shown on one line."""
     return name not in ("", ".", "..", MANIFEST) and name.isprintable() and not set(name) & {"/", "\\"}
 
 

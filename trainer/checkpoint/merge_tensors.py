@@ -1,4 +1,4 @@
-"""Tensors made of those of several folders, a piece at a time: a base model with adapters, or the mean of models."""
+"""Tensor folders computed from several others piece by piece: a base model with adapters, or the mean of models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,20 @@ from serried.records.tensors import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported
 
 _REPLACED = "lm_head.weight"
-"""Of the base model, if it has a new head."""
+"""Weight of the base model that a newly trained head replaces."""
 
 
 class Built:
-    """A ``TensorFolder`` of a model in memory."""
+    """A model in memory, with the interface of ``TensorFolder``."""
 
     def __init__(self, module: nn.Module, exported: Exported) -> None:
         self._tensors: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
-            for each in exported(name, parameter.shape):
-                whole = self._tensors.setdefault(each.name, torch.empty(each.shape, dtype=parameter.dtype))
-                whole[each.theirs.indices()] = parameter.detach()[each.ours.indices()].view(each.theirs.sizes)
+            for fragment in exported(name, parameter.shape):
+                whole = self._tensors.setdefault(fragment.name, torch.empty(fragment.shape, dtype=parameter.dtype))
+                whole[fragment.theirs.indices()] = parameter.detach()[fragment.ours.indices()].view(
+                    fragment.theirs.sizes
+                )
         self.specs = {name: TensorSpec(name, each.dtype, tuple(each.shape)) for name, each in self._tensors.items()}
 
     def named_like(self, names: Sequence[str]) -> "Built":
@@ -36,8 +38,8 @@ class Built:
 
 
 class Merged:
-    """A ``TensorFolder`` of ``base``, whose matrices have the adapters of PEFT's format added to them, in fp32, and
-    whose head is the one that was trained beside them."""
+    """``base`` with PEFT adapters merged into its matrices, in fp32, and with the trained head, if any. Has the
+    interface of ``TensorFolder``."""
 
     def __init__(self, base: TensorFolder | Built, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
         """``config``: content of ``adapter_config.json``."""
@@ -53,7 +55,7 @@ class Merged:
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
-        """As that of a ``TensorFolder``; of an adapted matrix in fp32."""
+        """Like ``TensorFolder.read_elements``; fp32 for an adapted matrix."""
         if name in self._heads:
             return self._adapters.read_elements(PREFIX + name, first, count)
         module = PREFIX + name.removesuffix(".weight")
@@ -74,18 +76,18 @@ class Merged:
 
 
 class Mean:
-    """The mean of several ``TensorFolder``s of the same names and shapes, computed in fp32."""
+    """The mean of several ``TensorFolder``s of equal names and shapes, computed in fp32. Has their interface."""
 
     def __init__(self, folders: Sequence[TensorFolder]) -> None:
         self.specs: Mapping[str, TensorSpec] = folders[-1].specs
         self._folders = folders
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
-        """As that of a ``TensorFolder``; what is not a float is taken from the last folder."""
+        """Like ``TensorFolder.read_elements``. Non-float values are taken from the last folder."""
         values = [folder.read_elements(name, first, count) for folder in self._folders]
         if not values[-1].is_floating_point():
             return values[-1]
-        return torch.stack([each.float() for each in values]).mean(0).to(values[-1].dtype)
+        return torch.stack([value.float() for value in values]).mean(0).to(values[-1].dtype)
 
 
 def _whole(folder: TensorFolder | Built, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint beside the run that trains, which may delete it meanwhile."""
+"""Reading a checkpoint while its run trains and may delete it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ _T = TypeVar("_T")
 
 
 class Deleted(UserError):
-    """A checkpoint was deleted while it was read."""
+    """A checkpoint was deleted while it was being read."""
 
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Inside this context, an error that follows from the deletion of ``checkpoint`` becomes ``Deleted``."""
+    """Context manager: an error that results from the deletion of ``checkpoint`` becomes ``Deleted``."""
     try:
         yield
     except Exception as error:
@@ -27,25 +27,25 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def read_by_all(session: Session, checkpoint: Path, function: Callable[[], _T]) -> _T:
-    """Return the result of ``function``, which reads ``checkpoint``. A collective: if the checkpoint was deleted on the
-    way of any rank, all raise ``Deleted``."""
+    """Return the result of ``function``, which reads ``checkpoint``. A collective: if the checkpoint was deleted
+    during the read of any rank, all ranks raise ``Deleted``."""
     deleted, result = None, None
     try:
         with reading(checkpoint):
             result = function()
     except Deleted as error:
         deleted = str(error)
-    for each in session.gather(deleted):
-        if each is not None:
-            raise Deleted(each)
+    for message in session.gather(deleted):
+        if message is not None:
+            raise Deleted(message)
     return result  # type: ignore[return-value]
 
 
 def with_chosen(choose: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
-    """Return what ``use`` makes of the checkpoint that ``choose`` returns; if its run deletes it meanwhile, of the one
-    that ``choose`` returns then.
+    """Return ``use(choose())``, where ``choose`` returns a checkpoint. If the run deletes it in the meantime, choose
+    again.
 
-    Raises ``UserError`` if ``choose`` finds no other, and whatever ``use`` raises but ``Deleted``.
+    Raises ``UserError`` if ``choose`` finds no other, and every error of ``use`` except ``Deleted``.
     """
     checkpoint = choose()
     while True:

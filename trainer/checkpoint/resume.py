@@ -1,4 +1,4 @@
-"""Where a run starts: from scratch, at its own checkpoint, at another run's, or with the weights of a model folder."""
+"""Start of a run: from scratch, from its own checkpoint, from another run's, or from the weights of a model folder."""
 
 import json
 import os
@@ -32,29 +32,29 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. Neither ``checkpoint`` nor ``weights``: at step 0 with first weights."""
+    """Starting point of a run. Without ``checkpoint`` and ``weights``, it starts at step 0 with initial weights."""
 
     checkpoint: Path | None = None
-    """Undamaged: every file of it was compared with its checksum."""
+    """Checkpoint to resume from. Every file was compared with its checksum."""
     weights: Path | None = None
-    """Model folder to take weights alone from."""
+    """Model folder of which only the weights are loaded."""
     origin: str | None = None
-    """The path that ``checkpoint.resume`` named, of this run or of one that it continues."""
+    """Path in ``checkpoint.resume`` of this run, or of the run that it continues."""
     state: dict[str, Any] = field(default_factory=dict)
     """Content of the checkpoint's state.json."""
     notes: list[str] = field(default_factory=list)
-    """For the user."""
+    """Lines to print for the user."""
     changed: Sequence[str] = ()
-    """Settings that change the numbers of the run, and differ from those of ``checkpoint``."""
+    """Settings that change the numbers of the run and differ from the settings of ``checkpoint``."""
 
     @property
     def step(self) -> int:
-        """Steps that are done already."""
+        """Number of completed steps."""
         return int(self.state.get("step", 0))
 
     @property
     def source(self) -> Path | None:
-        """The folder that weights are read from; None: first weights."""
+        """Folder that weights are read from; None for initial weights."""
         return self.checkpoint or self.weights
 
     def continues(self, run_dir: Path) -> bool:
@@ -63,12 +63,12 @@ class Start:
 
 
 def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None) -> Start:
-    """Choose where to start and check it. A collective: the ranks share the reading.
+    """Choose where to start, and check it. A collective: the ranks share the reading.
 
-    ``pretrained`` returns the weights that a new run begins with, on one rank.
+    ``pretrained`` returns the initial weights of a new run, on one rank.
 
-    Raises ``UserError`` if there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or resuming
-    would silently change the run.
+    Raises ``UserError`` if there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or
+    resuming would silently change the run.
     """
     chosen = session.once(partial(_candidates, config, pretrained))
     notes, damage = list(chosen["notes"]), []
@@ -96,7 +96,7 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
 
 
 def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dict[str, Any]:
-    """Checkpoints to try, newest first, or a folder of weights. On one rank."""
+    """Return the checkpoints to try, newest first, or a folder of weights. Called on one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
         own = [str(path) for path in reversed(named(own_folder))]
@@ -109,9 +109,9 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
                 "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
             }  # fmt: skip
         given = expanded(resume).absolute()
-        origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
+        origin = os.path.normpath(given)  # with any spelling; a link keeps its name, wherever it points now
         if own and _origin(own) == origin:
-            # The same command again: it began there once, and has its own checkpoints since.
+            # The same command again: the run started there once, and has its own checkpoints since.
             note = f"this run began at {resume} and has checkpoints of its own since: continuing from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
         return {"origin": origin, "notes": [], **_open(given, config)}
@@ -146,7 +146,7 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _origin(own: list[str]) -> str | None:
-    """The path that the run of the newest own checkpoint was started from."""
+    """Return the path from which the run of the newest own checkpoint was started."""
     for path in own:
         try:
             check_file(Path(path), STATE, read_manifest(Path(path))[STATE])
@@ -158,7 +158,7 @@ def _origin(own: list[str]) -> str | None:
 
 
 def _damage(path: Path, session: Session) -> str | None:
-    """What is wrong with a checkpoint; all ranks read a share of its files."""
+    """Return the damage of a checkpoint in words, None if it is intact. All ranks read a share of its files."""
 
     def check() -> str | None:
         try:
@@ -182,7 +182,7 @@ def _damage(path: Path, session: Session) -> str | None:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint. Files that a reader would load but its manifest does not list are refused: they
+    """Return the state in a checkpoint. Refuses files that a reader would load but its manifest does not list: they
     were added later."""
     records = read_manifest(path)
     for stem in STEMS:
@@ -193,8 +193,8 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def make_room(folder: RunFolder, start: Start) -> list[str]:
-    """Set aside files in the run folder that belong to an earlier run. On one rank. Returns notes for the user. Raises
-    ``UserError`` if there can be no checkpoints."""
+    """Set aside files in the run folder that belong to an earlier run. Called on one rank. Returns notes for the
+    user. Raises ``UserError`` if checkpoints cannot be written."""
     checkpoints = folder.path / CHECKPOINTS
     notes: list[str] = []
     if start.continues(folder.path):
@@ -214,12 +214,12 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
 
 
 def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Collection[str] = ()) -> bool:
-    """Return whether the checkpoint was trained on other data than ``fingerprint`` stands for, or an ``earlier`` one of
-    the same data. Raises ``UserError`` if it was, and that is not allowed."""
+    """Return whether the checkpoint was trained on data with another fingerprint than ``fingerprint`` or an
+    ``earlier`` one of the same data. Raises ``UserError`` if so and not allowed."""
     if start.checkpoint is None or start.state["data_fingerprint"] in (fingerprint, *earlier):
         return False
     keys = [key for key in flatten(plain(config)) if is_free(key, config, by_content=True)]
-    # What the fingerprint depends on beside the content.
+    # Keys that the fingerprint depends on, in addition to the content.
     own = (*(f"{section}." for section in _own_sections(config)), "trainer.global_batch", "trainer.seed")
     paths = [key for key in keys if key.endswith(".path") and ".validation." not in key] or keys
     is_allowed = config.checkpoint.allow_changes is True or any(map(config.checkpoint.allows, paths))
@@ -234,8 +234,8 @@ def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Colle
 
 
 def steps_before_changes(start: Start, has_other_data: bool, run_dir: Path) -> list[int]:
-    """Return the step of the run's last checkpoint before its settings or data changed, if they did, for retention to
-    keep."""
+    """Return the step of the run's last checkpoint before its settings or data changed, if they did; retention keeps
+    it."""
     earlier = list(start.state.get("changed_after") or [])
     is_changed = start.continues(run_dir) and (has_other_data or bool(start.changed))
     return [start.step] if is_changed else earlier
@@ -260,12 +260,12 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
 
 
 def _named(config: dict[str, Any]) -> set[str]:
-    """Sections that have names of the user's: sources, validation sets, parameter groups."""
+    """Return the sections whose keys are the user's names: sources, validation sets, parameter groups."""
     return {f"{path}.{name}" for path in all_keys().named for name in value_at(path, config) or {}}
 
 
 def _default(key: str, schema: type[RunConfig]) -> Any:
-    """What a version that did not know ``key`` did, as JSON data; None where there is no such thing."""
+    """Return the behavior of a version without ``key``, as JSON data: the default; None if there is none."""
     *sections, last = key.split(".")
     model: Any = schema
     for name in sections:
@@ -275,25 +275,25 @@ def _default(key: str, schema: type[RunConfig]) -> Any:
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """``config`` as JSON data, for state.json."""
+    """Return ``config`` as JSON data for state.json."""
     return dict(json.loads(config.model_dump_json()))
 
 
 def _own_sections(config: RunConfig) -> list[str]:
-    """Sections that are not the same for all tasks, data first."""
+    """Return the sections that only some tasks have, data first."""
     return ["data", *(section for section in type(config).model_fields if section not in RunConfig.model_fields)]
 
 
 def _allowing(keys: Sequence[str], config: RunConfig) -> str:
-    """Return the override that allows ``keys`` to change, beside those that may already."""
+    """Return the override that allows ``keys`` to change, in addition to keys that may change already."""
     allowed = config.checkpoint.allow_changes
     listed = [*(() if isinstance(allowed, bool) else allowed), *keys]
     return shlex.quote(f"checkpoint.allow_changes=[{','.join(listed)}]") if listed else "checkpoint.allow_changes=true"
 
 
 def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> list[str]:
-    """Return the keys that change the numbers and differ from the ``earlier`` config, that of checkpoint ``path``.
-    Raises ``UserError`` if one may not."""
+    """Return the keys that change the numbers and differ from the ``earlier`` config of checkpoint ``path``. Raises
+    ``UserError`` if one of them must not change."""
     changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
     if config.adapter.method != "none":  # the base model may have moved: its content is compared
@@ -315,7 +315,7 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
         ways = [weights_alone(path)]
     of_model = [key for key in named if key.startswith("model.")]
     if of_model and before.get("model.path") and "model.path" not in of_model:
-        # What its config.json leaves out, or says, may be read in another way since.
+        # Keys that its config.json leaves out may be interpreted differently since then.
         parents = {key: key.rpartition(".")[0] for key in of_model}  # in before, if the whole section was null
         settable = dict.fromkeys(parents[key] if parents[key] in before else key for key in of_model)
         ways.append(" ".join(f"{key}={shown(before.get(key))}" for key in settable) + " to resume as it began")
@@ -327,8 +327,8 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
 
 
 def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
-    """Return a line on values in the run folder's ``config.yaml`` that neither the checkpoint nor this command has, as
-    after somebody edited it."""
+    """Return a line about values in the run folder's ``config.yaml`` that neither the checkpoint nor this command
+    has, which means that somebody edited the file."""
     path = config.run.dir / "config.yaml"
     try:
         recorded = flatten(read_saved_config(path))
@@ -345,8 +345,8 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
 
 
 def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
-    """Return whether a change of ``key`` leaves the numbers of a run as they are, as its section says; with
-    ``by_content`` whether it names something of which the content is compared."""
+    """Return whether a change of ``key`` leaves the numbers of a run unchanged, as its section declares. With
+    ``by_content``, return whether ``key`` names something whose content is compared instead."""
     section: Any = config
     for part in key.split("."):
         if isinstance(section, Section) and section.has_free(part, by_content=by_content):
@@ -356,7 +356,8 @@ def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
 
 
 def changes(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
-    """Return a line on what differs from the run of a checkpoint's ``state``, if that changes more than its end."""
+    """Return a line about differences from the run of a checkpoint's ``state``, if they affect more than the end of
+    the run."""
     changed = differences(state["config"], plain(config), type(config))
     chosen = ["trainer.micro_batch"] if config.trainer.micro_batch == AUTO else []
     silent = ("run.", "checkpoint.", "slurm.", "dry_run", "trainer.stop_at", "trainer.max_minutes", *chosen)

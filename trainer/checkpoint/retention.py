@@ -1,8 +1,8 @@
-"""Which checkpoints are in ``<run>/checkpoints``, and which may be deleted. Read from the disk each time.
+"""Contents of ``<run>/checkpoints``, and deletion of old checkpoints. The folder is read from the disk each time.
 
-A checkpoint is written as ``.step-00000100.partial`` and renamed to ``step-00000100`` once it is whole; it is deleted
-by renaming it to ``.step-00000100.deleting`` first. So at whatever moment a process dies, a name without a dot is a
-whole checkpoint.
+A checkpoint is written as ``.step-00000100.partial`` and renamed to ``step-00000100`` when complete. To delete it,
+it is renamed to ``.step-00000100.deleting`` first. So whenever a process dies, a name without a dot is a complete
+checkpoint.
 """
 
 import re
@@ -17,20 +17,20 @@ from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, c
 from serried.trainer.checkpoint.saved_state import STATE
 
 MODEL, ADAPTER, OPTIMIZER = STEMS = ("model", "adapter_model", "optimizer")
-"""Stems of the files of weights, of a run that trains adapters those of the adapters, and of the optimizer's state."""
+"""Stems of the files of weights, of adapters' weights, and of optimizer state."""
 
 _NAME = re.compile(r"step-([0-9]{8,255})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
 
 
 def folder_name(step: int) -> str:
-    """Name of the checkpoint after ``step`` optimizer steps: 8 digits, more when needed."""
+    """Return the name of the checkpoint after ``step`` optimizer steps: 8 digits, or more if needed."""
     return f"step-{step:08d}"
 
 
 def weights_alone(checkpoint: Path) -> str:
-    """Say how a run starts with the weights of ``checkpoint`` and none of its state. ``serried export`` reads only
-    models that have a configuration; a module of the user's has none."""
+    """Describe how to start a run with the weights of ``checkpoint`` only. ``serried export`` reads only models with
+    a configuration, which a user's module does not have."""
     is_described = any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json"))
     source = shlex.quote(str(checkpoint))
     copy = f"serried export {source} out=weights" if is_described else f"mkdir weights && cp {source}/model* weights"
@@ -38,33 +38,33 @@ def weights_alone(checkpoint: Path) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Its name while it is written."""
+    """Return the name of a checkpoint while it is written."""
     return f".{folder_name(step)}.partial"
 
 
 def deleting_name(step: int) -> str:
-    """Its name while it is deleted."""
+    """Return the name of a checkpoint while it is deleted."""
     return f".{folder_name(step)}.deleting"
 
 
 def step_of(path: Path) -> int | None:
-    """Step of the checkpoint that ``path`` is named for; None: it is not named as one."""
+    """Return the step in the checkpoint name ``path``; None if the name has another form."""
     match = _NAME.fullmatch(path.name)
-    is_ours = match is not None and folder_name(int(match[1])) == path.name  # not with a ninth digit that is a zero
+    is_ours = match is not None and folder_name(int(match[1])) == path.name  # rejects a ninth digit that is a zero
     return int(match[1]) if match is not None and is_ours else None
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, oldest (by step) first: folders named as one that hold a manifest.
+    """Return the checkpoints of a run, ordered by step: folders with a checkpoint's name that hold a manifest.
 
-    Whether they are undamaged is another question (``read_manifest``, ``check_file``). A folder that is not there has
-    none.
+    They are not verified (see ``read_manifest`` and ``check_file``). A missing folder has none.
     """
     return [path for path in named(checkpoints) if (path / MANIFEST).is_file()]
 
 
 def named(checkpoints: Path) -> list[Path]:
-    """As ``committed``, with those that have lost their manifest: a name without a dot was a whole checkpoint once."""
+    """Like ``committed``, including checkpoints that have lost their manifest: a name without a dot was once
+    complete."""
     try:
         paths = list(checkpoints.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -74,9 +74,10 @@ def named(checkpoints: Path) -> list[Path]:
 
 
 def sweep(checkpoints: Path) -> list[str]:
-    """Remove what saves and deletions left when they were cut off. Only while nothing is being saved or deleted here.
+    """Remove the remains of interrupted saves and deletions. Must not run while a checkpoint is saved or deleted
+    here.
 
-    Returns one line for each that could not be removed. Never raises for the disk's sake.
+    Returns one line for each that could not be removed. Does not raise if the disk fails.
     """
     try:
         leftovers = sorted(path for path in checkpoints.iterdir() if _LEFTOVER.fullmatch(path.name))
@@ -94,15 +95,15 @@ def prune(
     checkpoints: Path, *, keep: int, keep_every: int, best: tuple[str, str] | None, also: Collection[int] = (),
     problems: list[str] | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
+    """Delete the checkpoints that need not be kept, oldest first. Returns the deleted paths.
 
-    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none) or in ``also``, and the one
-    that was best when it was evaluated, also after it was saved (of equals the oldest), by ``best``, a metric ("loss"
-    is one) and "min" or "max". One whose manifest cannot be read, or whose files are not of the manifest's sizes,
-    neither counts nor is deleted: damage cannot push out the last good one, and may help to find its cause. Checksums,
-    which take reading all, are not compared.
+    Kept are the newest ``keep``; those whose step is a multiple of ``keep_every`` (0: none) or in ``also``; and the
+    best one. ``best`` is a metric (such as "loss") and "min" or "max"; evaluations after the save count, too, and of
+    equal checkpoints the oldest is best. A checkpoint whose manifest cannot be read, or whose files have other sizes
+    than the manifest's, neither counts nor is deleted: damage must not push out the last good one, and may help to
+    find its cause. Checksums are not compared, since that requires reading everything.
 
-    Does not raise if the disk fails; failures are appended to ``problems``, a line each.
+    Does not raise if the disk fails; failures are appended to ``problems``, one line each.
     """
     problems = [] if problems is None else problems
     try:
@@ -135,7 +136,7 @@ def _best(paths: Sequence[Path], metric: str, mode: str) -> tuple[Path, float] |
 
 
 def _delete(path: Path, problems: list[str]) -> bool:
-    """Return whether the checkpoint is not visible any more. A later ``sweep`` deletes what is left of it."""
+    """Return whether the checkpoint is no longer visible. A later ``sweep`` deletes its remains."""
     aside = path.with_name(deleting_name(_step(path)))
     try:
         if aside.exists() and not _remove(aside, problems):  # left by an earlier deletion of the same step
@@ -175,7 +176,7 @@ def _has_its_sizes(path: Path) -> bool:
 
 
 def _evaluated(path: Path, metric: str) -> float | None:
-    """The value of ``metric`` on the validation set at the checkpoint's step."""
+    """Return the value of ``metric`` on the validation set at the checkpoint's step."""
     try:
         check_file(path, STATE, read_manifest(path)[STATE])
         state = read_json(path / STATE)
@@ -190,7 +191,7 @@ def _evaluated(path: Path, metric: str) -> float | None:
 
 
 def _evaluated_later(newest: Path, metric: str) -> dict[int, float]:
-    """The values of ``metric`` at steps that were evaluated after their checkpoint was saved."""
+    """Return the values of ``metric`` at steps that were evaluated after their checkpoint was saved."""
     try:
         made_up = read_json(newest / STATE)["progress"]["made_up"].items()
         return {int(step): float(values[metric]) for step, values in made_up if is_number(values.get(metric))}

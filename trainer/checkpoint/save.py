@@ -1,7 +1,7 @@
-"""Writing checkpoints beside training: copied to host memory, sent to their owners, written, committed by a rename.
+"""Asynchronous checkpoint saves: copied to host memory, sent to their owners, written, and committed by a rename.
 
-A save that fails (disk full, permission lost) costs that checkpoint and nothing else: training goes on, and every
-checkpoint committed before stays.
+A failed save (disk full, permission lost) costs only that checkpoint: training continues, and every earlier
+checkpoint stays.
 """
 
 import json
@@ -50,19 +50,19 @@ _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save; the same on every rank."""
+    """Result of a save, the same on every rank."""
 
     step: int
     path: Path
     nbytes: int
     seconds: float
-    """From the call to the commit."""
+    """Seconds from the call to the commit."""
     stall_seconds: float
-    """Of those, how long training waited."""
+    """Seconds that training waited during the save."""
     problem: str | None
-    """Why there is no such checkpoint, in one line; None: it is committed."""
+    """Reason why there is no checkpoint, in one line; None if it is committed."""
     notes: list[str]
-    """What else went wrong, such as an old checkpoint that cannot be deleted."""
+    """Other problems, such as an old checkpoint that cannot be deleted."""
 
 
 class Checkpointer:
@@ -77,14 +77,21 @@ class Checkpointer:
         parts: Callable[[], Iterable[tuple[str, Part]]],
         write_extras: Callable[[Path], None],
     ) -> None:
-        """``parts`` yields the state's tensors, each with the stem of its files, in the same order on every rank and
-        time; ``write_extras`` writes what belongs beside the weights. A collective."""
-        self._folder, self._section, self._layout = folder, section, layout
+        """Plan the files. A collective.
+
+        Args:
+            parts: yields the state's tensors, each with the stem of its files, always in the same order on every
+                rank.
+            write_extras: writes further files next to the weights.
+        """
+        self._folder = folder
+        self._section = section
+        self._layout = layout
         self._session, self._rank = session, session.rank
         self._parts, self._write_extras = parts, write_extras
         blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
         self._world = session.background_group([range(session.world_size)])
-        # Blocks of one rank have nothing to exchange.
+        # Blocks of one rank exchange nothing.
         self._block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan_save()
@@ -93,7 +100,7 @@ class Checkpointer:
         self._stall_seconds = 0.0
 
     def _plan_save(self) -> None:
-        """Plan who writes what, for the tensors that exist now."""
+        """Plan which rank writes which data, for the currently existing tensors."""
         held = list(self._parts())
         self._planned = _names_and_shapes(held)
         self._plan = self._make_plan(held)
@@ -104,14 +111,16 @@ class Checkpointer:
         self._staged = self._allocate(list(kept.values()))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Begin to save ``step``; with ``checkpoint.mode=sync`` also end it. ``state`` is plain data, for state.json.
+        """Start to save ``step``; with ``checkpoint.mode=sync`` also finish. ``state`` is plain data, for
+        state.json.
 
-        Returns as soon as training may change the tensors. The save before must have been taken by ``wait``.
+        Returns as soon as training may change the tensors. The result of the previous save must have been taken by
+        ``wait``.
         """
         assert self._running is None, "one save at a time"
         started = time.perf_counter()
         has_changed = _names_and_shapes(self._parts()) != self._planned  # optimizer state that the first step created
-        if self._layout.pipeline > 1:  # the state of a stage is known to its ranks alone
+        if self._layout.pipeline > 1:  # only a stage's own ranks know its state
             has_changed = any(self._all(has_changed))
         if has_changed:
             self._plan_save()
@@ -123,14 +132,14 @@ class Checkpointer:
         self._stall_seconds = time.perf_counter() - started
 
     def poll(self) -> Saved | None:
-        """What became of the save under way, once it has ended on this rank; does not wait."""
+        """Return the result of the running save if it has ended on this rank; does not wait."""
         return self._take() if self._running is not None and self._running.done() else None
 
     def wait(self) -> Saved | None:
-        """As ``poll``, after waiting for the end. None: no save is under way.
+        """Like ``poll``, but wait for the end. None: no save is running.
 
         Raises:
-            RuntimeError: a rank that took part has ended.
+            RuntimeError: a participating rank has ended.
         """
         if self._running is None:
             return None
@@ -147,12 +156,12 @@ class Checkpointer:
         return replace(saved, stall_seconds=self._stall_seconds)
 
     def close(self) -> Saved | None:
-        """Wait a short time for a save under way, whose content is valid however the run ended.
+        """Wait a short time for a running save, whose content is valid however the run ended.
 
-        Returns its result, None if there was none or it is not complete. May be called again.
+        Returns its result; None if there was none or it is not complete. May be called again.
 
         Raises:
-            RuntimeError: a rank that took part has ended.
+            RuntimeError: a participating rank has ended.
         """
         if self._is_closed:
             return None
@@ -167,7 +176,7 @@ class Checkpointer:
     # in the caller's thread -----------------------------------------------------------------------------------------
 
     def _stage(self) -> dict[str, Tensor]:
-        """This rank's bytes of the tensors that its copy writes, as CPU tensors by name."""
+        """Return this rank's bytes of the tensors that its replica writes, as CPU tensors by name."""
         staged: dict[str, Tensor] = {}
         for _, part in self._parts():
             name, local = part.name, part.local.detach()
@@ -176,17 +185,19 @@ class Checkpointer:
             if name in self._staged:
                 staged[name] = self._staged[name].copy_(local, non_blocking=True)
             elif name in self._kept:
-                staged[name] = local.contiguous()  # training waits: nothing changes it meanwhile
+                staged[name] = local.contiguous()  # training waits, so nothing changes it meanwhile
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)
         return staged
 
     def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Allocate a copy of ``parts`` in host memory, by name; if training waits, of those that are not there already.
+        """Allocate a copy of ``parts`` in host memory, by name; if training waits, only of tensors outside host
+        memory.
 
-        In chunks, since pinned memory is given in powers of two: up to twice what single tensors need.
+        The copy is allocated in chunks, since pinned memory is rounded up to powers of two: up to twice the size for
+        single tensors.
 
-        Raises ``UserError`` if there is not so much memory.
+        Raises ``UserError`` if there is not enough memory.
         """
         on_device = self._session.device.type == "cuda"
         if self._section.mode == "sync":
@@ -204,7 +215,7 @@ class Checkpointer:
                 staged[part.name] = flat.view(part.local.shape)
                 used, left = used + room, left - room
         except RuntimeError as error:
-            smaller = "checkpoint.mode=sync, or " * (self._section.mode == "async")
+            smaller = "checkpoint.mode=sync, or " if self._section.mode == "async" else ""
             raise UserError(
                 f"rank {self._rank} cannot hold a copy of its {size(total)} of the state in host memory: "
                 f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
@@ -225,12 +236,12 @@ class Checkpointer:
                 self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline, is_spread=stem != ADAPTER
             )  # PEFT opens a single file
             targets |= mine
-        # In a round all owners may want bytes of one rank.
+        # In one round, all owners may need bytes of the same rank.
         bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self._layout.block))
         return make_plan(files, targets, self._layout, self._rank, bucket)
 
     def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
-        """The tensors that the ranks of each stage save, of which ``mine`` are this rank's."""
+        """Return the tensors that the ranks of each stage save; ``mine`` are this rank's."""
         specs, stages = [target.spec for target in mine.values()], self._layout.pipeline
         if stages == 1:
             return [specs]
@@ -266,7 +277,7 @@ class Checkpointer:
         return Saved(step, final, self._plan.total_bytes, seconds, 0.0, problem, notes)
 
     def _prepare(self, partial: Path) -> str | None:
-        """Make room and the folder. Returns why it cannot be done."""
+        """Create the folder and check the free space. Return the reason if this fails."""
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -275,19 +286,19 @@ class Checkpointer:
             return f"cannot write {partial}: {error.strerror}"
 
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
-        """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one block,
-        completed even if this rank cannot write any more."""
+        """Send this rank's pieces to their owners, and write the files that it owns. A collective of the ranks of
+        one block, completed even if this rank cannot write any more."""
         plan, exchange = self._plan, Exchange(self._plan, staged, self._rank_of_block, self._layout.block, self._block)
         writer = Writer(partial, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):
             contents = exchange.end(number)
-            exchange.begin(number + 1)  # on its way while this bucket is written
+            exchange.begin(number + 1)  # transferred while this bucket is written
             writer.write(writes, contents)
         return writer.finish()
 
     def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
-        """Complete the folder and give it its name. Returns why that failed."""
+        """Complete the folder and rename it. Return the reason if this fails."""
         try:
             for stem in STEMS:
                 specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
@@ -313,13 +324,13 @@ class Checkpointer:
         return None
 
     def _all(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, through the group of the background thread: while that thread is idle, the
-        training thread may use it too."""
+        """Return every rank's ``value``, by rank, through the group of the background thread. The training thread
+        may use it, too, while the background thread is idle."""
         return [value] if self._world is None else gather_plain(value, self._world)
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:
-    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``; None: it fits."""
+    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``; None if it fits."""
     free = shutil.disk_usage(folder).free
     if free >= nbytes + _SPARE_BYTES:
         return None

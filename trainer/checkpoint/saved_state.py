@@ -1,4 +1,4 @@
-"""``state.json`` of a checkpoint, which a stranger may have written: read, and checked before it is used."""
+"""Reading ``state.json`` of a checkpoint, which may come from an untrusted source and is checked before use."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return what ``state.json`` of ``checkpoint`` holds. Raises ``UserError`` if it cannot be read, or is not as a run
-    writes it."""
+    """Return the content of ``state.json`` in ``checkpoint``. Raises ``UserError`` if it cannot be read or is not in
+    the format of a run."""
     path = checkpoint / STATE
     try:
         state = read_json(path)
@@ -44,8 +44,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def taking_from(checkpoint: Path | None) -> Iterator[None]:
-    """Turn errors over odd values of ``state.json`` into a mistake of one line. Raises ``UserError`` if a value has
-    another type, length or name than a run writes."""
+    """Context manager that turns errors caused by invalid values in ``state.json`` into a one-line ``UserError``. A
+    value is invalid if a run writes another type, length or name."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

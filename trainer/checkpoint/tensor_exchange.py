@@ -1,4 +1,4 @@
-"""Pieces on their way to the owners of their tensors: one bucket an owner at a time, the next while one is written."""
+"""Transfer of pieces to the owners of their tensors: one bucket per owner at a time, the next while one is written."""
 
 from collections.abc import Iterable
 from itertools import accumulate, chain
@@ -11,15 +11,17 @@ from serried.trainer.checkpoint.file_assignment import Piece, Plan, Window, alig
 
 
 class Exchange:
-    """The rounds of a plan: each brings one bucket from the ranks of this block. One is under way at a time."""
+    """Rounds of a plan. Each round transfers one bucket from the ranks of this block, one round at a time."""
 
     def __init__(
         self, plan: Plan, staged: dict[str, Tensor], rank: int, ranks: int, group: "dist.ProcessGroup | None"
     ) -> None:
-        """``rank`` of the ``ranks`` of the block, whose ``group`` it is."""
-        self._group, self._rank, self._staged = group, rank, staged
+        """``rank``: this rank's number among the ``ranks`` of the block. ``group``: the block's process group."""
+        self._group = group
+        self._rank = rank
+        self._staged = staged
         self._under_way: dist.Work | None = None
-        # [round][rank of the block]: what goes there, and what comes from there.
+        # [round][rank of the block]: sizes to send, and sizes to receive.
         self._sends = [[[] if to == rank else send for to, send in enumerate(sends)] for sends in plan.sends]
         self._writes, self._is_alone = plan.writes, ranks == 1
         self._receives: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in plan.writes]
@@ -29,12 +31,12 @@ class Exchange:
                     receives[piece.source].append(piece)
         self._outgoing = _buffer(_room(chain(*sends)) for sends in self._sends)
         most = max((_room(chain(*receives)) for receives in self._receives), default=0)
-        # Two: what has come is written while the next bucket comes.
+        # Two buffers: one is written while the next bucket arrives.
         self._incoming = [_buffer([most]), _buffer([most])]
         self._placed = _buffer(sum(aligned(w.nbytes) for w in windows if not w.is_in_order) for windows in plan.writes)
 
     def begin(self, number: int) -> None:
-        """Start to send and receive round ``number``, if there is one."""
+        """Start to send and receive round ``number``, if it exists."""
         if self._is_alone or number >= len(self._sends):
             return
         position = 0
@@ -48,7 +50,8 @@ class Exchange:
         )  # fmt: skip
 
     def end(self, number: int) -> list[list[Tensor]]:
-        """Contents of each window that this rank writes in round ``number``, in order; they stay until the next."""
+        """Return the contents of each window that this rank writes in round ``number``, in order. They are valid
+        until the next round."""
         if self._under_way is not None:
             self._under_way.wait()
         incoming = self._incoming[number % 2]
@@ -74,14 +77,14 @@ class Exchange:
 
 
 def put_into_place(whole: Tensor, window: Window, contents: list[Tensor]) -> Tensor:
-    """Fill ``whole``, a tensor of the window's sizes, with the contents of its pieces."""
+    """Fill ``whole``, a tensor of the window's sizes, with the contents of the window's pieces."""
     for piece, content in zip(window.pieces, contents, strict=True):
         whole[piece.place.indices()] = content.view(piece.place.sizes)
     return whole
 
 
 def _view(buffer: Tensor, position: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    """Part of a buffer of bytes, as a tensor."""
+    """Return a part of a byte buffer as a tensor."""
     nbytes = dtype.itemsize * torch.Size(sizes).numel()
     return buffer[position : position + nbytes].view(dtype).view(sizes)
 

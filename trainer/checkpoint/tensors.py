@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
+"""Tensors of a checkpoint by name: weights as exported, optimizer state as <weight>.<state>."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,20 +22,20 @@ from serried.trainer.optim.optimizer_state import ensure_state, tensor_state
 
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20
-"""Read at a time: what loading holds beyond the model."""
+"""Bytes read at a time: the memory that loading needs in addition to the model."""
 _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Endings of names that a folder may hold beyond the model's: what follows from the rest."""
+"""Suffixes of tensors that a folder may hold in addition to the model's; they can be derived from the others."""
 _OF_DRAFTS = "eh_proj.weight"
-"""What only a layer for speculative decoding has."""
+"""Suffix of a tensor that only layers for speculative decoding have."""
 
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
-"""(name, shape) of a parameter -> where its elements lie in the tensors of a checkpoint."""
+"""Maps (name, shape) of a parameter to the position of its elements in the tensors of a checkpoint."""
 Averages = Mapping[int, Tensor]
-"""Average of a parameter, by its ``id``."""
+"""Average of each parameter, by the parameter's ``id``."""
 _NO_AVERAGES: Averages = {}
 _TRAINED = "trained"
-"""Name of a parameter among its state, if the model of the checkpoint is the average."""
+"""Name of the trained parameter among its state, if the checkpoint's model is the average."""
 
 
 def state_parts(
@@ -45,11 +45,11 @@ def state_parts(
     stem: str = MODEL,
     averages: Averages = _NO_AVERAGES,
 ) -> Iterator[tuple[str, Part]]:
-    """Everything that training changes, each with the stem of its files, ``stem`` for weights; in the same order
-    always.
+    """Yield all tensors that training changes, each with the stem of its files (``stem`` for weights), always in the
+    same order.
 
-    Where there are ``averages`` of the weights, they are the model of the checkpoint, and the weights lie with the
-    optimizer's state.
+    If there are ``averages`` of the weights, they are the checkpoint's model, and the trained weights are stored
+    with the optimizer's state.
     """
     for part in _weights(parallel, exported, averages):
         yield stem, part
@@ -58,10 +58,13 @@ def state_parts(
 
 
 def _weights(parallel: DistributedModel, exported: Exported, averages: Averages = _NO_AVERAGES) -> list[Part]:
-    parameters = (each._replace(tensor=averages.get(id(each.tensor), each.tensor)) for each in parallel.parameters)
+    parameters = (
+        parameter._replace(tensor=averages.get(id(parameter.tensor), parameter.tensor))
+        for parameter in parallel.parameters
+    )
     held = (*parameters, *parallel.buffers)
-    parts = [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
-    return [part for part in parts if part.fragments]  # a base model is not in the checkpoints of its adapters
+    parts = [Part(tensor.name, tensor, exported(tensor.name, tensor.spec.shape)) for tensor in held]
+    return [part for part in parts if part.fragments]  # checkpoints of adapters do not contain the base model
 
 
 def _optimizer_state(
@@ -79,12 +82,13 @@ def _optimizer_state(
 
 
 def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported: Exported) -> tuple[Fragment, ...]:
-    """Where state ``key`` of a parameter lies: divided as that is, if it has its shape."""
+    """Return the fragments of a parameter's state ``key``, which is sharded like the parameter if it has the same
+    shape."""
     fragments = exported(of.name, of.spec.shape)
     if shape == of.spec.shape:
-        return tuple(each._replace(name=f"{each.name}.{key}") for each in fragments)
+        return tuple(fragment._replace(name=f"{fragment.name}.{key}") for fragment in fragments)
     if shape == ():
-        return tuple(Fragment.whole(f"{each.name}.{key}", ()) for each in fragments)
+        return tuple(Fragment.whole(f"{fragment.name}.{key}", ()) for fragment in fragments)
     name = fragments[0].name if fragments[0].is_whole else of.name
     return (Fragment.whole(f"{name}.{key}", shape),)
 
@@ -98,11 +102,11 @@ def load_state(
     stem: str = MODEL,
     averages: Averages | None = None,
 ) -> None:
-    """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads the boxes it holds alone.
+    """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads only its own shards.
 
     ``averages``: None if the run keeps none. It may be empty, on a stage without trained parameters.
 
-    Raises ``UserError`` if the checkpoint is of another model.
+    Raises ``UserError`` if the checkpoint belongs to another model.
     """
     folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
     saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
@@ -121,7 +125,7 @@ def load_state(
     load_weights(checkpoint, parallel, exported, stem, averages=averages)
     states = _optimizer_state(parallel, optimizer, exported, averages)
     of_others = set[str]().union(*names.values()) - set[str]().union(
-        *(names[each.name] for each in parallel.parameters)
+        *(names[parameter.name] for parameter in parallel.parameters)
     )
     mine = {name for name in saved if name.rpartition(".")[0] not in of_others}
     if differing := mine ^ {fragment.name for part in states for fragment in part.fragments}:
@@ -130,7 +134,9 @@ def load_state(
             f"use the optim it was trained with, or {weights_alone(checkpoint)}"
         )
     if folder is not None:
-        _check(folder, {each.name: each for part in states for each in part.fragments}, saved)  # some of other stages
+        _check(
+            folder, {fragment.name: fragment for part in states for fragment in part.fragments}, saved
+        )  # saved contains other stages' tensors, too
         _fill(folder, states)
 
 
@@ -143,10 +149,10 @@ def load_weights(
     left_out: Collection[str] = (),
     averages: Averages = _NO_AVERAGES,
 ) -> None:
-    """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
+    """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads only its own shards.
 
-    Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled. A
-    folder that the run did not write must have passed ``check_names``, which compares what is there twice.
+    Parameters named in ``left_out`` are checked but not filled. If there are ``averages``, they are filled, too. A
+    folder that the run did not write must have passed ``check_names``, which compares tensors that are stored twice.
 
     Raises ``UserError`` if the folder holds another model.
     """
@@ -155,17 +161,17 @@ def load_weights(
     shapes |= {part.name: part.shards.shape for part in weights}
     further = _further_names(parallel.module, exported, shapes)
     known = {*further}
-    for name in parallel.buffer_names:  # those of other stages
+    for name in parallel.buffer_names:  # including other stages'
         known |= _names(exported(name, ()))
-    floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
+    floats = _names(fragment for part in weights if part.local.is_floating_point() for fragment in part.fragments)
     wanted = _fragments(shapes, exported)
     _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
     _fill(tensors, (part for part in weights if part.name not in left_out))
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
-    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; no values are read
-    but those of a tensor that is there twice. Raises ``UserError`` if the folder holds another model."""
+    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta. No values are read,
+    except for tensors that are stored twice. Raises ``UserError`` if the folder holds another model."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -177,23 +183,23 @@ def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str =
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
-    """One fragment of each tensor of a checkpoint, by name."""
-    return {each.name: each for name, shape in shapes.items() for each in exported(name, shape)}
+    """Return one fragment of each tensor of a checkpoint, by name."""
+    return {fragment.name: fragment for name, shape in shapes.items() for fragment in exported(name, shape)}
 
 
 def _names(fragments: Iterable[Fragment]) -> set[str]:
-    return {each.name for each in fragments}
+    return {fragment.name for fragment in fragments}
 
 
 def _unread(module: nn.Module) -> Collection[str]:
-    """Regular expressions of names that a model of transformers does not read."""
+    """Return regular expressions of names that transformers' model does not read."""
     return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def _further_names(
     module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:  # fmt: skip
-    """Names under which a folder may hold the tensor of a shared parameter once more, or alone -> its name."""
+    """Return other names under which a folder may hold a shared parameter, mapped to its first name."""
     further = dict(tied_names(module))
     for path, each in module.named_modules():
         start = f"{path}." if path else ""
@@ -207,7 +213,7 @@ def _further_names(
 
 
 def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, str]) -> TensorFolder:
-    """Return ``folder`` with the names that are ``wanted``, where it holds a tensor under another."""
+    """Return ``folder`` with tensors renamed to their ``wanted`` name if they have another name of ``further``."""
     folder.named_like(wanted)
     for name, first in further.items():
         if name in folder.specs and first not in folder.specs:
@@ -232,7 +238,7 @@ def _are_equal(folder: TensorFolder, name: str, other: str) -> bool:
         return False
     for first in range(0, spec.numel, step := _PIECE_BYTES // spec.dtype.itemsize):
         count = min(step, spec.numel - first)
-        if not torch.equal(*(folder.read_elements(each, first, count).float() for each in (name, other))):
+        if not torch.equal(*(folder.read_elements(stored, first, count).float() for stored in (name, other))):
             return False
     return True
 
@@ -245,12 +251,12 @@ def _check(
     unread: Collection[str] = (),
 ) -> None:
     missing = [name for name in wanted if name not in folder.specs]
-    # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are not part of the model.
+    # Layers for speculative decoding (GLM-4.5, DeepSeek-V3) are not part of the model.
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
     known = {*wanted, *aliases}
-    extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]
-    extra = [each for each in extra if folder.specs[each].numel]  # of shared experts that are none
-    extra = [each for each in extra if not each.startswith(drafts) and not any(re.search(key, each) for key in unread)]
+    extra = [name for name in folder.specs if name not in known and not name.endswith(_UNUSED)]
+    extra = [name for name in extra if folder.specs[name].numel]  # no empty ones, such as absent shared experts
+    extra = [name for name in extra if not name.startswith(drafts) and not any(re.search(key, name) for key in unread)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
         for name, each in wanted.items()
@@ -272,7 +278,7 @@ def _check(
 
 
 def _class_in(folder: Path) -> str:
-    """Return ``: LlamaForCausalLM`` if the ``config.json`` of ``folder`` names that class, else nothing."""
+    """Return ``: LlamaForCausalLM`` if the ``config.json`` of ``folder`` names that class, else an empty string."""
     try:
         (name,) = read_json(folder / CONFIG)["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -292,7 +298,7 @@ def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
 
 
 def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:
-    """Fill ``into`` with ``box`` of a tensor: rows from the file, and of those the columns."""
+    """Fill ``into`` with ``box`` of a tensor: read whole rows from the file, then select the columns."""
     spec = folder.specs[name]
     for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
         first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))

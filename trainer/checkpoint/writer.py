@@ -1,4 +1,4 @@
-"""A rank's own files of a checkpoint: written from front to back, checked and counted on the way."""
+"""Writer of a rank's own files of a checkpoint: sequential, with checks and checksums on the way."""
 
 import math
 import os
@@ -14,14 +14,15 @@ from serried.trainer.checkpoint.manifest import FileRecord
 
 NOT_SHARED = "run.dir must be on a disk that all nodes share"
 
-_PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
-_MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
+_PIECE_BYTES = 4 * 2**20  # bytes per call: the piece stays in a cache, and other threads wait for less time
+_MOST_VIEWS = 512  # per call; POSIX systems accept at least 1024
 _PUSH_BYTES = 16 * 2**20
 _REMEMBERED_BYTES = 8 * _PUSH_BYTES
 
 
 class Writer:
-    """This rank's files, one after the other. The first thing that goes wrong ends the writing, not the calls."""
+    """Writes this rank's files, one after the other. After the first error nothing more is written, but calls still
+    succeed."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
@@ -32,7 +33,7 @@ class Writer:
         self._pushed = 0
 
     def write(self, windows: list[Window], contents: list[list[Tensor]]) -> None:
-        """Append the ``contents`` of each of ``windows`` to the file that it belongs to."""
+        """Append the ``contents`` of each of ``windows`` to its file."""
         ready: list[memoryview] = []
         try:
             for window, tensors in zip(windows, contents, strict=True):
@@ -55,7 +56,7 @@ class Writer:
             self._fail(error)
 
     def finish(self) -> tuple[dict[str, FileRecord], str | None]:
-        """The files written, and what went wrong. They are on the disk."""
+        """Return the written files, flushed to the disk, and the error if there was one."""
         for index, descriptor in self._open_files.items():
             self._file = index
             try:
@@ -73,10 +74,10 @@ class Writer:
         self._problem = reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
 
     def _open(self, index: int) -> memoryview:
-        """Begin a file. Returns what stands first in it."""
+        """Start a file. Return its first bytes."""
         file = self._plan.files[index]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
+        # Kept open: the disk writes the first file while the next is filled, and all are flushed together at the end.
         self._open_files[index] = os.open(self._folder / file.name, flags, 0o666)
         self._file, self._pushed = index, 0
         self._records[file.name] = FileRecord(0, 0)
@@ -90,7 +91,7 @@ class Writer:
         self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
 
     def _append(self, contents: list[memoryview]) -> None:
-        """Write to the file that is open. Large calls: systems take a file's pages in larger units then."""
+        """Write to the open file. Large calls let systems allocate a file's pages in larger units."""
         if not contents:
             return
         descriptor = self._open_files[self._file]
@@ -107,11 +108,11 @@ class Writer:
             self._push(descriptor, size)
 
     def _push(self, descriptor: int, size: int) -> None:
-        """Start writing to the disk, instead of all at once at the end.
+        """Start writing to the disk now, instead of everything at the end.
 
-        The call asks the system to drop the pages. It starts to write pages that are not on the disk yet, and drops
-        those that are, from earlier calls: a checkpoint then reuses the same pages instead of evicting the pages that
-        training reads.
+        The call asks the system to drop the pages. The system starts to write pages that are not on the disk yet,
+        and drops pages that are, from earlier calls. A checkpoint then reuses the same pages instead of evicting the
+        pages that training reads.
         """
         if hasattr(os, "posix_fadvise"):
             first = max(0, self._pushed - _REMEMBERED_BYTES)
@@ -123,6 +124,6 @@ class Writer:
 def _is_finite(content: Tensor) -> bool:
     if not content.is_floating_point() or not content.numel():
         return True
-    # One pass and no copies, where isfinite().all() takes several; either end is NaN when any number is.
+    # One pass without copies, while isfinite().all() takes several: min and max are NaN if any number is.
     low, high = content.aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())

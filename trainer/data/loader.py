@@ -15,22 +15,22 @@ from serried.trainer.data.sampler import BatchShare, Order, Stream, micro_batch_
 from serried.trainer.task import Dataset, map_tensors
 
 PADDING_ID = -1
-"""Stands for a sample that only fills a micro-batch; ``Task.collate_numbered`` makes it weigh nothing."""
+"""Sample number of padding in a micro-batch. ``Task.collate_numbered`` gives it weight zero."""
 
 _LOOKAHEAD_STEPS = 2
 
 _PLANNED_STEPS = 32
-"""Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
+"""Number of steps whose sample numbers are computed at once. A single step alone would take 0.3 ms."""
 
 Augment = Callable[[Any, int], Any]
-"""A sample and its place in the order -> the sample, perhaps changed at random."""
+"""Maps a sample and its position in the order to the sample, perhaps changed at random."""
 
 Collate = Callable[[Sequence[Any], np.ndarray], Any]
-"""Samples and their numbers [batch], int64 -> a batch: tensors in dicts, lists, tuples and named tuples."""
+"""Maps samples and their numbers [batch], int64, to a batch: tensors in dicts, lists, tuples and named tuples."""
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read. The message has its number, the cause is what the data set raised."""
+    """A sample could not be read. The message contains its number; the cause is the data set's exception."""
 
 
 class Reader(NamedTuple):
@@ -41,8 +41,9 @@ class Reader(NamedTuple):
     augment: Augment | None = None
 
     def read(self, ids: Sequence[int] | np.ndarray, where: str = "", places: Sequence[int] | np.ndarray = ()) -> Any:
-        """Return the batch of samples ``ids`` [batch], augmented by their ``places`` [batch] in the order of training;
-        ``where`` is their purpose, for errors.
+        """Return the batch of samples ``ids`` [batch], augmented by their ``places`` [batch] in the training order.
+
+        ``where`` describes the purpose in error messages.
 
         Raises:
             SampleError, UserError: a sample cannot be read.
@@ -60,12 +61,13 @@ class Reader(NamedTuple):
 
 
 class BatchLoader:
-    """Iterator over steps: each item is the list of this rank's micro-batches of one step.
+    """Iterator over steps. Each item is the list of this rank's micro-batches of one step.
 
-    About two steps are read ahead by ``workers`` threads; 0 reads in the caller's. The batches are the same for any
-    number of them. Threads, not processes: reading copies out of a memory map, which does not hold the interpreter up,
-    and processes would have to be forked under a live NCCL or Gloo (which do not survive that) and would catch the
-    signals meant for the trainer. A failure in a thread is raised in the caller's, at the step it belongs to.
+    About two steps are read ahead by ``workers`` threads; 0 reads in the caller's thread. The batches do not depend
+    on the number of threads. Threads are used instead of processes: reading copies out of a memory map, which
+    releases the interpreter lock. Processes would have to be forked under a live NCCL or Gloo group, which does not
+    survive that, and would receive the trainer's signals. An exception in a thread is raised in the caller's thread,
+    at the step to which it belongs.
 
     Use it as a context manager: leaving it ends the threads.
     """
@@ -81,11 +83,17 @@ class BatchLoader:
         pin_memory: bool,
         first_index: int | None = None,
     ) -> None:
-        """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on.
+        """Start to read ahead.
 
-        By default that is as if all steps before it were done. ``pin_memory``: put batches in pinned memory.
+        Args:
+            steps: steps to yield, counted from 0.
+            pin_memory: put batches in pinned memory.
+            first_index: position in the order of the first step's first sample; by default as if all steps before
+                were done.
         """
-        self._reader, self._order, self._share = reader, order, share
+        self._reader = reader
+        self._order = order
+        self._share = share
         if first_index is None:
             first_index = steps.start * share.accumulation * share.of_all
         self._steps = self._plan(steps, first_index)
@@ -93,12 +101,12 @@ class BatchLoader:
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
-        # Enough to keep every thread busy where a step has fewer micro-batches than there are threads.
+        # Enough to keep every thread busy if a step has fewer micro-batches than there are threads.
         self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // share.accumulation))
         self._threads = self._start(workers) if workers else None
 
     def _start(self, workers: int) -> ThreadPoolExecutor:
-        # The current GPU is a property of the thread: a new one would pin through GPU 0, on every rank.
+        # The current GPU is a property of the thread: a new thread would pin through GPU 0, on every rank.
         device = torch.cuda.current_device() if self._pin_memory else None
         use_device = (lambda: torch.cuda.set_device(device)) if device is not None else None
         return ThreadPoolExecutor(workers, thread_name_prefix="batch-loader", initializer=use_device)
@@ -112,7 +120,7 @@ class BatchLoader:
         started = time.perf_counter()
         if self._threads is None:
             step, places = next(self._steps)
-            batches = [self._read(step, *each) for each in places]
+            batches = [self._read(step, *micro_batch) for micro_batch in places]
         else:
             batches = self._await_next(self._threads)
         self._waited_seconds += time.perf_counter() - started
@@ -123,15 +131,16 @@ class BatchLoader:
         if not self._ahead:
             raise StopIteration
         batches = [future.result() for future in self._ahead.popleft()]
-        self._ask_ahead(threads)  # at once, so that the threads work while the step does
+        self._ask_ahead(threads)  # immediately, so that the threads work during the step
         return batches
 
     def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
         for step, places in islice(self._steps, self._ahead_steps - len(self._ahead)):
-            self._ahead.append([threads.submit(self._read, step, *each) for each in places])
+            self._ahead.append([threads.submit(self._read, step, *micro_batch) for micro_batch in places])
 
     def _plan(self, steps: range, first_index: int) -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
-        """Every step with the places in the order, and the sample numbers, of each micro-batch on this rank."""
+        """Yield every step with the positions in the order, and the sample numbers, of each micro-batch on this
+        rank."""
         for first in range(0, len(steps), _PLANNED_STEPS):
             block = steps[first : first + _PLANNED_STEPS]
             indices = np.array([micro_batch_indices(step - steps.start, self._share, first_index) for step in block])
@@ -144,12 +153,12 @@ class BatchLoader:
         return map_tensors(torch.Tensor.pin_memory, batch) if self._pin_memory else batch
 
     def take_waited_seconds(self) -> float:
-        """Seconds the caller waited for data since this was last asked."""
+        """Return the seconds that the caller has waited for data since the previous call."""
         waited, self._waited_seconds = self._waited_seconds, 0.0
         return waited
 
     def close(self) -> None:
-        """End the threads and drop what they read ahead. May be called more than once."""
+        """End the threads and drop their results. May be called more than once."""
         self._closed = True
         self._ahead.clear()
         if isinstance(self._reader.dataset, Stream):
@@ -165,10 +174,10 @@ class BatchLoader:
 
 
 def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
-    """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
+    """Return the sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
 
-    ``samples`` [samples] are dealt out in order. Every rank gets as many micro-batches as any other, since ranks that
-    end apart wait for each other for ever; what is missing is ``PADDING_ID``.
+    ``samples`` [samples] are distributed in order. All ranks get the same number of micro-batches, since ranks that
+    end at different times would wait for each other forever. Missing samples are filled with ``PADDING_ID``.
     """
     rounds = -(-len(samples) // share.of_all)
     dealt = np.full(rounds * share.of_all, PADDING_ID, np.int64)
@@ -177,9 +186,10 @@ def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
 
 
 def evaluation_batches(reader: Reader, samples: np.ndarray, share: BatchShare) -> Iterator[tuple[Any, bool]]:
-    """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each has any of them.
+    """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each batch contains
+    any.
 
-    A batch that has none only keeps the rank in step with the others; see ``evaluation_ids``.
+    A batch without samples only keeps the rank in step with the others; see ``evaluation_ids``.
     """
     for ids in evaluation_ids(samples, share):
         yield reader.read(ids, "of the evaluation"), bool((ids >= 0).any())

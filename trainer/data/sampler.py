@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, global index).
 
-Nothing is stored and nothing is shuffled: the sample at any place of any epoch is computed from its index alone, in
-constant memory. Ranks, workers and restarts only choose which indices they ask for, so none of them can change the
-order, and a position in the data is one integer.
+Nothing is stored or shuffled: the sample at any position of any epoch is computed from its index, in constant
+memory. Ranks, workers and restarts only choose which indices they ask for, so none of them can change the order, and
+a position in the data is one integer.
 """
 
 import hashlib
@@ -15,36 +15,37 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 _ROUNDS = 8
-_KEY_BYTES = 8 * _ROUNDS  # 64: what one BLAKE2b gives
+_KEY_BYTES = 8 * _ROUNDS  # 64: the size of one BLAKE2b digest
 _LARGEST_BLOCK = 2**16
-"""Samples after which the choice of sources repeats, at most: of a mixture, the part kept in memory."""
+"""Largest number of samples after which the choice of sources repeats. For a mixture, this part is kept in memory."""
 
 
 Order = Callable[[np.ndarray], np.ndarray]
-"""Global indices [n], int64, not negative -> sample numbers [n], int64."""
+"""Maps global indices [n], int64, >= 0, to sample numbers [n], int64."""
 
 
 class SampleOrder:
-    """An endless order of ``size`` samples: each once per epoch, every epoch in another order.
+    """An endless order of ``size`` samples: each once per epoch, in a different order every epoch.
 
-    The permutation of an epoch is a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from
-    pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a sample
-    number, it is applied again until it is one: cycle walking, which keeps it a permutation (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2 on average.
+    The permutation of an epoch is a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations
+    from pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a
+    sample number, the network is applied again until it is one: cycle walking, which keeps it a permutation (Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2
+    applications on average.
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        """``size`` samples, 1 to 2^62; ``seed`` is any 64-bit number that is not negative."""
+        """``size``: number of samples, 1 to 2^62. ``seed``: a 64-bit number >= 0."""
         self.size, self.seed = size, seed
         bits = max(2, (size - 1).bit_length())
-        # The halves may differ by a bit: they swap widths when they swap places.
+        # The halves may differ by a bit: they exchange widths when they are swapped.
         widths = ((bits // 2, bits - bits // 2), (bits - bits // 2, bits // 2))
         self._rounds = [
             tuple(np.uint64(n) for n in (low, 2**low - 1, high, 2**high - 1)) for low, high in widths * (_ROUNDS // 2)
         ]
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Global indices [n], int64, not negative -> sample numbers [n], int64, in [0, size)."""
+        """Map global indices [n], int64, >= 0, to sample numbers [n], int64, in [0, size)."""
         epochs, positions = np.divmod(np.asarray(indices, np.int64), self.size)
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -53,7 +54,7 @@ class SampleOrder:
         return samples
 
     def _keys(self, epoch: int) -> np.ndarray:
-        """Round keys [rounds], uint64."""
+        """Return the round keys [rounds], uint64."""
         text = self.seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
         return np.frombuffer(hashlib.blake2b(text, digest_size=_KEY_BYTES).digest(), "<u8")
 
@@ -64,7 +65,8 @@ class SampleOrder:
         return numbers.astype(np.int64)
 
     def _feistel(self, numbers: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """A permutation of [0, 2^bits): each round changes one half by a keyed hash of the other, and swaps them."""
+        """Return a permutation of [0, 2^bits): each round changes one half by a keyed hash of the other, and swaps
+        them."""
         for key, (low_bits, low_mask, high_bits, high_mask) in zip(keys, self._rounds, strict=True):
             low = numbers & low_mask
             high = (numbers >> low_bits) ^ (_mix(low ^ key) & high_mask)
@@ -84,49 +86,51 @@ class Part(Protocol):
 
 @runtime_checkable
 class Mixture(Protocol):
-    """A data set made of several sources, whose samples are numbered one after the other."""
+    """A data set of several sources, with consecutively numbered samples."""
 
     parts: Mapping[str, Part]
-    """By name, in the order of their numbers."""
+    """Sources by name, in the order of their sample numbers."""
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """A data set that is read from front to back, sample i after all samples before it that have the same rest modulo
-    the global batch; each of them once."""
+    """A data set that is read from front to back, each sample once.
+
+    Sample i comes after all earlier samples with the same remainder modulo the global batch.
+    """
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return this rank's part of the position in the data after ``samples`` samples, as JSON; ``load`` takes the
-        parts of all ranks, merged by key."""
+        """Return this rank's part of the position after ``samples`` samples, as JSON. ``load`` takes the parts of
+        all ranks, merged by key."""
 
     def load(self, state: dict[str, Any], samples: int) -> None:
         """Continue after ``samples`` samples, from the merged ``state`` of all ranks, on any number of ranks."""
 
     def rewind(self, samples: int) -> None:
-        """Continue after ``samples`` samples, a few steps before those that were read last, on the same ranks."""
+        """Continue after ``samples`` samples, a few steps before the position that was reached, on the same ranks."""
 
     def close(self) -> None:
-        """Stop reading: no samples are needed any more."""
+        """Stop reading: no more samples are needed."""
 
 
 class MixtureOrder:
-    """An endless order over several sources, numbered one after the other, each with the share of its weight.
+    """An endless order over several sources with consecutively numbered samples, in proportion to their weights.
 
-    The choice of source repeats after a block of samples that has an exact count of each. Within it, and so at any
-    index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m sources, which
-    is optimal (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
-    its own ``SampleOrder``, whose seed comes of the source's name: another source beside it does not reorder it.
+    The choice of sources repeats after a block of samples that has an exact count of each. Within a block, and so at
+    any index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m sources,
+    which is optimal (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
+    its own ``SampleOrder``, whose seed depends on the source's name: adding another source does not reorder it.
     """
 
     def __init__(self, parts: Mapping[str, Part], seed: int) -> None:
-        """``parts`` by name, at least one; ``seed`` as for ``SampleOrder``."""
+        """``parts``: sources by name, at least one. ``seed``: like for ``SampleOrder``."""
         self._counts = block_counts([part.weight for part in parts.values()])
         self._sources, self._earlier = _spread(self._counts)
         self._orders = [SampleOrder(part.samples, _seed_of(name, seed)) for name, part in parts.items()]
         self._first = np.cumsum([0, *(part.samples for part in parts.values())])
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Global indices [n], int64, not negative -> sample numbers [n], int64, counted over all sources."""
+        """Map global indices [n], int64, >= 0, to sample numbers [n], int64, counted over all sources."""
         sources, places = self.places(indices)
         samples = np.empty_like(places)
         for source, order in enumerate(self._orders):
@@ -135,21 +139,22 @@ class MixtureOrder:
         return samples
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source at global ``indices`` [n], and its number of samples before each, [n], int64."""
+        """Return the source at each of the global ``indices`` [n], and the number of samples of this source before
+        it, [n], int64."""
         blocks, within = np.divmod(np.asarray(indices, np.int64), len(self._sources))
         sources = self._sources[within]
         return sources, blocks * np.array(self._counts)[sources] + self._earlier[within]
 
     def in_turn(self, count: int) -> list[np.ndarray]:
-        """Return sample numbers of each source for the first ``count`` samples, if every source is read in order, and
-        again after its end."""
+        """Return the sample numbers of each source among the first ``count`` samples, if every source is read in
+        order and restarts after its end."""
         sources, places = self.places(np.arange(count))
         sizes = np.diff(self._first)
         return [self._first[source] + places[sources == source] % size for source, size in enumerate(sizes)]
 
 
 def sample_order(dataset: Sized, seed: int) -> Order:
-    """Return the order of training samples of a data set."""
+    """Return the order of a data set's training samples."""
     if isinstance(dataset, Stream):
         return lambda indices: np.asarray(indices, np.int64)
     if isinstance(dataset, Mixture):
@@ -158,8 +163,8 @@ def sample_order(dataset: Sized, seed: int) -> Order:
 
 
 def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
-    """Return the samples of an evaluation on ``count`` samples, or all if there are fewer: the first ones, of a mixture
-    in proportion; by source, with the name "" for a single one."""
+    """Return the first ``count`` samples for an evaluation, or all if there are fewer; for a mixture, in proportion
+    to the weights. The result is by source, with the name "" for a single source."""
     count = min(count, len(dataset))
     if isinstance(dataset, Mixture):
         samples = MixtureOrder(dataset.parts, 0).in_turn(count)
@@ -168,8 +173,8 @@ def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
 
 
 def passes(dataset: Sized, samples: int) -> dict[str, float]:
-    """Return the epochs of each source in ``samples`` samples of training, with the name "" for a single one; empty for
-    a stream, whose size is unknown."""
+    """Return the epochs of each source in ``samples`` samples of training, with the name "" for a single source;
+    empty for a stream, whose size is unknown."""
     if isinstance(dataset, Stream):
         return {}
     if not isinstance(dataset, Mixture):
@@ -182,10 +187,10 @@ def passes(dataset: Sized, samples: int) -> dict[str, float]:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each source in one block, in proportion to ``weights`` and at least 1.
+    """Return the number of samples of each source in one block, in proportion to ``weights`` and at least 1.
 
-    Exact if the shares have a common denominator of at most 65,536, as weights of a few decimals do; else the
-    block has 65,536 samples, dealt out by largest remainder.
+    Exact if the shares have a common denominator of at most 65,536, like weights of a few decimals; otherwise the
+    block has 65,536 samples, distributed by largest remainder.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -200,11 +205,11 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source at each place of a block [block], and its number of places before that [block], int64.
+    """Return the source at each position of a block [block], and the number of its earlier positions [block], int64.
 
-    Sample k of a source may come once its share has reached k + d, and must before it passes k + 1 - d, with d = 1 /
-    (2m - 2). Of the sources that may come, the one with the earliest deadline does: this meets
-    every deadline, as Tijdeman proved for this d.
+    Sample k of a source may be placed once its share has reached k + d, and must be placed before it passes k + 1 -
+    d, with d = 1 / (2m - 2). Of the sources that may be placed, the one with the earliest deadline is chosen. This
+    meets every deadline, as Tijdeman proved for this d.
     """
     block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # a single source has no other to keep a distance from
     sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)
@@ -233,7 +238,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
-    """Finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    """Finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
@@ -254,9 +259,11 @@ class BatchShare(NamedTuple):
 
 
 def micro_batch_indices(step: int, share: BatchShare, first_index: int = 0) -> list[np.ndarray]:
-    """Global indices of one rank's micro-batches in a step (from 0): ``accumulation`` arrays [micro_batch], int64.
+    """Return the global indices of one rank's micro-batches in a step (from 0): ``accumulation`` arrays
+    [micro_batch], int64.
 
-    Step 0 begins at ``first_index``. A step takes the next global batch of indices, whichever ranks they are dealt to.
+    Step 0 starts at ``first_index``. A step takes the next global batch of indices, whichever ranks they are
+    assigned to.
     """
     across_ranks = share.of_all
     first = first_index + step * share.accumulation * across_ranks + share.data_rank * share.micro_batch

@@ -1,4 +1,4 @@
-"""``F.rms_norm`` without data as a GPU computes it."""
+"""``F.rms_norm`` on tensors without data, with the memory use that it has on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from serried.configs.schema.sections import RunConfig
 
 
 def is_for_gpus(config: RunConfig) -> bool:
-    """Return whether estimates of ``config`` are for GPUs: this machine's, those of ``plan.device``, or in a dry run
-    those that a sharded run is meant for."""
+    """Return whether estimates of ``config`` are for GPUs: this machine's, the GPUs of ``plan.device``, or, in a dry
+    run of a sharded run, the GPUs that it is meant for."""
     if config.launch.device != "auto":
         return config.launch.device == "cuda"
     is_planned = config.dry_run and config.parallel.strategy in ("fsdp", "hsdp")
@@ -22,14 +22,14 @@ def is_for_gpus(config: RunConfig) -> bool:
 
 @contextmanager
 def norms_of_a_gpu() -> Iterator[None]:
-    """Inside this context ``F.rms_norm`` is one operation that keeps its input. Without data torch takes it apart, as
-    on a CPU, and the backward then keeps the normalised input too."""
+    """Context manager in which ``F.rms_norm`` is one operation that keeps its input. Otherwise torch decomposes it
+    for tensors without data, as on a CPU, and the backward keeps the normalized input, too."""
     plain = F.rms_norm
 
     def fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # on a GPU autocast has it in fp32
+        if torch.is_autocast_enabled(x.device.type):  # on a GPU, autocast computes it in fp32
             x, weight = x.float(), weight if weight is None else weight.float()
-        if weight is not None and weight.dtype != x.dtype:  # which torch takes apart on a GPU too
+        if weight is not None and weight.dtype != x.dtype:  # torch decomposes this case on a GPU, too
             return plain(x, shape, weight, eps)
         found: Tensor = _RMSNorm.apply(x, shape, weight)
         return found
@@ -46,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor:
         scale = x.new_empty(*x.shape[: x.ndim - len(shape)], *(1 for _ in shape), dtype=torch.float32)
         ctx.save_for_backward(x, weight, scale)
-        return x * x if weight is None else x * weight  # what it reads and writes; the numbers are no one's
+        return x * x if weight is None else x * weight  # reads and writes the same memory; the values are never used
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

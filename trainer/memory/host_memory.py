@@ -1,4 +1,4 @@
-"""Memory of this machine that tensors may have."""
+"""Memory of this machine that is available for tensors."""
 
 import os
 import resource
@@ -11,12 +11,12 @@ from serried.configs.schema.sections import RunConfig
 from serried.runtime.session import Session
 
 _LIBRARIES_BYTES = 2**30
-"""What torch and its libraries take of a process's memory, roughly."""
+"""Approximate memory that torch and its libraries use in a process, in bytes."""
 _OF_A_PROCESS = "this process may have (ulimit -v)"
 
 
 def machine_bytes() -> tuple[int, int]:
-    """Return the memory of this machine, and how much of it is available."""
+    """Return the total and the available memory of this machine, in bytes."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     with suppress(OSError, ValueError, StopIteration):
@@ -26,7 +26,7 @@ def machine_bytes() -> tuple[int, int]:
 
 
 def limits() -> dict[str, int]:
-    """Return limits below the memory of this machine, in bytes, by whom they are for."""
+    """Return memory limits below the memory of this machine, in bytes, by the description of their scope."""
     found = {_OF_A_PROCESS: resource.getrlimit(resource.RLIMIT_AS)[0]}
     with suppress(OSError, ValueError):
         found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
@@ -34,7 +34,8 @@ def limits() -> dict[str, int]:
 
 
 def tensor_bytes(held: int = 0, processes: int = 1) -> int:
-    """Return what tensors of each of ``processes`` may have, of what is available and what is ``held`` already."""
+    """Return the bytes that tensors of each of ``processes`` may use: the available memory plus ``held`` bytes
+    already in use."""
     found = limits()
     own = found.pop(_OF_A_PROCESS, None)
     shared = min([held + machine_bytes()[1], *found.values()]) // processes
@@ -42,10 +43,10 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
 
 
 def check_host_memory(config: RunConfig, needed: int, copied: int, session: Session) -> None:
-    """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that offloading puts there and
-    the ``copied`` ones of a save, which are pinned on GPUs: the kernel kills what takes too much. A collective."""
+    """Raise ``UserError`` if the host cannot hold ``needed`` bytes of offloading and ``copied`` bytes of a save for
+    each rank. Both are pinned on GPUs, and the kernel kills processes that use too much. A collective."""
     if not config.offloads_state and session.device.type == "cpu":
-        return  # of which the plan says how much it takes
+        return  # the plan prints its memory
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
     if needed + copied <= usable:
         return
@@ -55,8 +56,8 @@ def check_host_memory(config: RunConfig, needed: int, copied: int, session: Sess
             "use optim=adamw8bit, or more nodes with parallel=fsdp"
         )
     key = "parallel.offload" if config.parallel.offload else "optim.offload"
-    copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
-    smaller = "checkpoint.mode=sync, " * (config.checkpoint.mode == "async")
+    copy = f" and {size(copied)} for the copy that a save writes" if copied > 0 else ""
+    smaller = "checkpoint.mode=sync, " if config.checkpoint.mode == "async" else ""
     raise UserError(
         f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
         f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"

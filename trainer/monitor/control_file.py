@@ -1,6 +1,6 @@
-"""What rank 0 checks in the run folder during training: the file ``control``, and whether the folder is still there.
+"""Rank 0's checks of the run folder during training: the file ``control``, and whether the folder still exists.
 
-A thread looks about once a second: on a network disk that can take long.
+A thread checks about once a second, since a network disk may take long to answer.
 """
 
 import threading
@@ -12,21 +12,21 @@ from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 
 CONTROL = "control"
-"""File in the run folder; the word in it is a command."""
+"""File in the run folder that contains a command word."""
 
 _LOOK_SECONDS = 1.0
 _MOST_BYTES = 100
 
 
 class Control:
-    """Requests that arrive through the run folder, from ``start`` to ``end``."""
+    """Requests that arrive through the run folder, between ``start`` and ``end``."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self.asks_to_stop = False
         self.asks_to_save = threading.Event()
-        """To be cleared when the save is agreed on."""
+        """Set on a request to save. Cleared when the ranks have agreed on the save."""
         self.has_lost_folder = False
-        """Whether the folder was removed, renamed or replaced: another run may be training there by now."""
+        """Whether the folder was removed, renamed or replaced: another run may be training there now."""
         self._folder, self._console = folder, console
         self._thread = threading.Thread(target=self._look_again_and_again, name="control-file", daemon=True)
         self._ended = threading.Event()
@@ -51,13 +51,13 @@ class Control:
         self.has_lost_folder = not self._folder.is_ours
 
     def look(self) -> None:
-        """Check the folder and the file once."""
+        """Check the folder and the control file once."""
         self.look_at_folder()
         if self.has_lost_folder:
             return
         path = self._folder.path / CONTROL
         word = _word_in(path)
-        if not word or word == self._seen:  # being written, or seen before
+        if not word or word == self._seen:  # still being written, or already seen
             self._seen = word
             return
         self._seen = word
@@ -72,7 +72,7 @@ class Control:
         else:
             self.asks_to_save.set()
         try:
-            path.unlink()  # only now: who sees it gone knows that the next step does what it said
+            path.unlink()  # only now: a missing file shows the user that the next step executes the command
             self._seen = None
         except OSError as error:
             self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request is followed once")

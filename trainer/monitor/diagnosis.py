@@ -1,4 +1,4 @@
-"""Which rank holds a run up, from what all ranks report of themselves."""
+"""Diagnosis of the rank that holds up a run, from the reports of all ranks."""
 
 import math
 from collections import Counter
@@ -8,36 +8,36 @@ from dataclasses import dataclass, field
 from serried.trainer.monitor.heartbeat import END, EVALUATE, LOG, PHASES, TRAIN
 
 _LEFT_SECONDS = 60.0
-"""How long a rank that has left may hold up others that wait for it on their devices: it does not return. Or a fifth of
-``launch.step_timeout_seconds``, if that is longer."""
+"""Seconds that a rank which has left may hold up others that wait for it on their devices: it does not return. If
+longer, a fifth of ``launch.step_timeout_seconds``."""
 
 
 @dataclass
 class Beat:
-    """What one rank reports of itself."""
+    """Report of one rank about itself."""
 
     rank: int
     host: str
     number: int
-    """Grows with every beat; a stopped process sends no more."""
+    """Number that increases with every beat. A stopped process sends no more beats."""
     phase: str
     step: int
     age_seconds: float
-    """Time since it began its phase."""
+    """Time since the rank entered its phase."""
     limit_seconds: float | None
-    """How long that may take; None: any time."""
+    """Time limit of the phase; None if there is none."""
     warn_seconds: float
-    """How long it may take without a warning."""
+    """Time in the phase without a warning."""
     waits_for: str | None = None
-    """Which ranks it waits for, if it knows: in exchanges through the store."""
+    """Ranks that it waits for, if known (in exchanges through the store)."""
     peers: list[int] = field(default_factory=list)
     """Ranks from which it awaits a message, in a pipeline; empty unless it is waiting."""
     stack: list[str] = field(default_factory=list)
-    """Stack of the training thread, innermost last; empty until it has stood still for a while."""
+    """Stack of the training thread, innermost frame last; empty until the thread has made no progress for a while."""
     collectives: list[tuple[str, int, str, bool]] = field(default_factory=list)
-    """The last ones entered: group, number in the group, operation with sizes, whether it is done. Empty at first."""
+    """Latest collectives: group, number in the group, operation with sizes, and whether it is done. Empty at first."""
     silent_seconds: float = 0.0
-    """How long the rank has sent nothing."""
+    """Time since the rank's last report."""
 
     @property
     def stands_seconds(self) -> float:
@@ -55,29 +55,29 @@ class Beat:
 
 
 def _longest_limit(beats: Iterable[Beat]) -> float | None:
-    """Return the longest of the limits of ``beats``; None: one of them has none."""
+    """Return the longest limit of ``beats``; None if one of them has no limit."""
     limits = [math.inf if beat.limit_seconds is None else beat.limit_seconds for beat in beats]
     return None if math.inf in limits else max(limits)
 
 
 @dataclass
 class Verdict:
-    """Which ranks hold the run up."""
+    """The ranks that hold up the run."""
 
     culprits: list[Beat]
     others: str
-    """What the other ranks are doing; empty if there are none."""
+    """Activity of the other ranks; empty if there are none."""
     stands_seconds: float
-    """How long the whole run has made no progress."""
+    """Time since any rank has made progress."""
 
     @property
     def limit_seconds(self) -> float | None:
-        """How long the run may wait for them."""
+        """Time that the run may wait for these ranks."""
         return _longest_limit(self.culprits)
 
     @property
     def warn_seconds(self) -> float:
-        """How long the run may wait for them without a warning."""
+        """Time that the run may wait for these ranks without a warning."""
         return max(beat.warn_seconds for beat in self.culprits)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Verdict:
 
 
 def judge_silent_by_others(beats: list[Beat]) -> None:
-    """Give silent ranks the limits of the others: what they are doing now, after their last report, is not known."""
+    """Give silent ranks the limits of the others: their activity since their last report is unknown."""
     awake = [beat for beat in beats if not beat.silent_seconds]
     for beat in beats:
         if beat.silent_seconds and awake:
@@ -99,7 +99,7 @@ def judge_silent_by_others(beats: list[Beat]) -> None:
 
 
 def diagnose(beats: list[Beat]) -> Verdict:
-    """Return which of the ranks, none of which makes progress, the others wait for."""
+    """Return the ranks that the others wait for, given that no rank makes progress."""
     culprits, others = _silent(beats) or _missing_from_collective(beats) or _awaited(beats) or _behind(beats)
     if len(culprits) == len(beats):
         others = others if len(beats) > 1 else ""
@@ -112,7 +112,7 @@ def _silent(beats: list[Beat]) -> tuple[list[Beat], str] | None:
 
 
 def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None:
-    """Find ranks that are missing from a collective in which others wait, or entered another one instead."""
+    """Find ranks that are missing from a collective in which others wait, or that entered another one instead."""
     missing: dict[int, Beat] = {}
     odd: dict[int, tuple[Beat, str, str]] = {}
     is_any_pending = False
@@ -135,7 +135,7 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
                 mine = entered[beat.rank].get(awaited, (usual, False))[0]
                 if mine != usual or most == next_most:
                     odd[beat.rank] = (beat, mine, usual)
-    # A rank may be late for one group because it waits elsewhere: ranks that wait nowhere come first.
+    # A rank may be late for one group because it waits in another: ranks that wait nowhere come first.
     waiting = {beat.rank for beat in beats if any(not done for *_, done in beat.collectives)}
     free = [beat for rank, beat in missing.items() if rank not in waiting and not beat.peers]
     culprits = free or _ends_of_chains(list(missing.values()), beats) or list(missing.values())
@@ -151,7 +151,7 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
 
 
 def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
-    """Find the ranks whose message others await, and that await none themselves."""
+    """Find ranks whose message others await and that await no message themselves."""
     waiting = [beat for beat in beats if beat.peers]
     if not waiting:
         return None
@@ -162,7 +162,8 @@ def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
 
 
 def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
-    """Follow who awaits a message of whom; return those who await none, without a start that awaits none."""
+    """Follow the chains of ranks that await a message of another; return the ranks at their ends, except for starts
+    that await none."""
     by_rank, reached = {beat.rank: beat for beat in beats}, {beat.rank for beat in starts}
     left = [rank for beat in starts for rank in beat.peers]
     ends: dict[int, Beat] = {}
@@ -177,7 +178,7 @@ def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
 
 
 def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
-    """Find the ranks that are furthest behind, except those that report that they wait."""
+    """Find the ranks that are furthest behind, except ranks that report that they wait."""
     working = [beat for beat in beats if beat.waits_for is None] or beats
     order = {phase: place for place, phase in enumerate(PHASES)}
     behind = min((beat.step, order[beat.phase]) for beat in working)
@@ -186,13 +187,13 @@ def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
 
 
 def _beside(culprits: list[Beat], beats: list[Beat]) -> tuple[list[Beat], str]:
-    """Return ``culprits``, and what most others of ``beats`` wait in."""
+    """Return ``culprits``, and the place in which most other ranks of ``beats`` wait."""
     named = {beat.rank for beat in culprits}
     return culprits, _waiting([beat for beat in beats if beat.rank not in named])
 
 
 def _waiting(beats: list[Beat]) -> str:
-    """Return what most of ``beats`` wait in."""
+    """Return the place in which most ranks of ``beats`` wait."""
     if not beats:
         return ""
     kinds = Counter(
@@ -221,5 +222,5 @@ def details(beats: Iterable[Beat]) -> list[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a wait: 1.5 s, 61 s."""
+    """Format a waiting time: 1.5 s, 61 s."""
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

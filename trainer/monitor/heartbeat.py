@@ -1,4 +1,4 @@
-"""What a rank is doing now, and how long that may take."""
+"""Current phase of a rank, and its time limit."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",
     "the end of the run",
 )  # fmt: skip
-"""What a rank can be doing, in the order of a step."""
+"""Phases of a rank, in the order of a step."""
 
 _WORDS = {
     DATA: "waiting for the data of step {step}",
@@ -28,37 +28,37 @@ _WARN_AT_TIMES_LONGEST, _END_AT_TIMES_FIRST = 1.5, 2.0
 
 
 class Moment(NamedTuple):
-    """What the training thread is doing."""
+    """Phase and step of the training thread."""
 
     phase: str
     step: int
     is_first: bool
-    """Whether it does that for the first time, when it may compile or fill a cache."""
+    """Whether the phase is entered for the first time, when it may compile or fill a cache."""
 
 
 class Pulse:
-    """What this rank is doing now, as its training thread records it."""
+    """Current phase of this rank, as recorded by its training thread."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self.now = Moment(SET_UP, 0, True)
         self.phases = Phases()
-        """The same, and in a step its finer phases."""
+        """The same phases, including the finer phases of a step."""
         self.phases.enter(SET_UP)
 
     def enter(self, phase: str, step: int) -> None:
-        """Begin ``phase`` of ``step``. Entering it again counts as progress."""
+        """Enter ``phase`` of ``step``. Entering it again counts as progress."""
         self.now = Moment(phase, step, phase not in self._seen)
         self._seen.add(phase)
         self.phases.enter(phase)
 
 
 class Patience:
-    """Time limit of a phase: short in a step, long for what happens once, and at least twice the time of the first one.
-    A step that is always slow is not a hang."""
+    """Time limit of a phase: short in a step, long for phases that happen once, and at least twice the first
+    duration. A step that is always slow is not a hang."""
 
     def __init__(self, section: LaunchSection, *, is_alone: bool) -> None:
-        """``is_alone``: no other process waits, so set-up and saving may take any time."""
+        """``is_alone``: no other process waits, so set-up and saving have no limit."""
         self._section, self._is_alone = section, is_alone
         self._moment: Moment | None = None
         self._age_seconds = 0.0
@@ -66,8 +66,8 @@ class Patience:
         self._longest: dict[str, float] = {}
 
     def measure(self, moment: Moment, elapsed_seconds: float) -> tuple[float, float | None, float]:
-        """Return the age of ``moment``, its limit (None: there is none) and the age at which to warn, after
-        ``elapsed_seconds`` since the previous call."""
+        """Return the age of ``moment``, its limit (None if it has none) and the age at which to warn,
+        ``elapsed_seconds`` after the previous call."""
         if moment is not self._moment:
             if self._moment is not None:
                 phase = self._moment.phase
@@ -88,7 +88,10 @@ class Patience:
 def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, Any] | None) -> Doing | None:
     """Return the phase of ``pulse``; None during set-up, which the console describes.
 
-    ``waits_for``: which ranks this one waits for; ``steps``: of the whole run; ``last``: the step logged last.
+    Args:
+        waits_for: description of the ranks that this one waits for.
+        steps: number of steps of the whole run.
+        last: values of the last logged step.
     """
     moment = pulse.now
     if moment.phase == SET_UP:

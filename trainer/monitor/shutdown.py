@@ -1,7 +1,8 @@
 """Requests to stop or to save, from signals, the file ``control`` or the clock, as one decision of all ranks.
 
-Every rank votes with each step. The votes are reduced together with the step's totals, so they cost no collective and
-no wait for the device. All ranks read the sum of the same step, so they make the same decision after the same step.
+Every rank votes with each step. The votes are reduced together with the step's sums, so they need no additional
+collective and no wait for the device. All ranks read the sum of the same step, so they make the same decision after
+the same step.
 """
 
 import time
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class Action(IntEnum):
-    """What to do after a step. The values are votes: only rank 0 votes SAVE, any rank may vote STOP."""
+    """Decision after a step. The values are votes: only rank 0 votes SAVE, any rank may vote STOP."""
 
     GO_ON = 0
     SAVE = 1
@@ -37,19 +38,19 @@ class Action(IntEnum):
 
 _FAILS_WITHIN_SECONDS = 10.0
 _FAILED = 2.0
-"""Vote of a rank whose evaluation failed, where the others vote 1 to stop or 0."""
+"""Vote of a rank whose evaluation failed. Otherwise a rank votes 1 to stop, or 0."""
 
 
 class PeerFailed(Exception):
-    """The evaluation failed on another rank, which has recorded why."""
+    """The evaluation failed on another rank, which has recorded the reason."""
 
 
 _SOON = 0.1
-"""Share of ``checkpoint.every_minutes``."""
+"""Share of ``checkpoint.every_minutes`` within which the next save counts as soon."""
 
 
 class Shutdown:
-    """One rank's part in deciding when the run ends. A context manager around the training loop."""
+    """One rank's part in the decision when the run ends. A context manager around the training loop."""
 
     def __init__(
         self,
@@ -59,26 +60,28 @@ class Shutdown:
         folder: RunFolder | None,
         save_seconds: Callable[[], float],
     ) -> None:
-        """``folder``: on rank 0 only. ``save_seconds``: how long a save takes."""
+        """``folder``: on rank 0 only. ``save_seconds``: returns the duration of a save."""
         self.action = Action.GO_ON
-        """Action of all ranks at this step boundary."""
+        """Decision of all ranks at this step boundary."""
         self.reason: str | None = None
-        """Why the run stops, once the ranks have agreed; the same on every rank."""
-        self._config, self._session, self._console = config, session, console
+        """Reason why the run stops, once the ranks have agreed; the same on every rank."""
+        self._config = config
+        self._session = session
+        self._console = console
         self._save_seconds = save_seconds
         self._control = Control(folder, console) if folder is not None else None
         self._deadline: str | None = None
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._is_first = True
-        """Whether ``_step_seconds`` are those of a first step, which compiles, or of none."""
+        """Whether ``_step_seconds`` is empty or holds only a first step, which compiles."""
         self._boundary = time.monotonic()
         self._under_way_seconds = 0.0
-        """How long the step under way had taken at its vote."""
+        """Duration of the current step at its vote."""
         self._travelling: _Votes | None = None
         self._saved_at = time.monotonic()
-        """When the latest save began, or the training."""
+        """Time when the latest save, or the training, began."""
         self._is_computing = False
-        """Whether a batch of ``unless_stopped`` is with the model."""
+        """Whether a batch of ``unless_stopped`` is being computed."""
 
     def __enter__(self) -> "Shutdown":
         self._session.signals.hold()
@@ -101,11 +104,11 @@ class Shutdown:
         return self.action is Action.STOP
 
     def end_early(self, reason: str) -> None:
-        """Make this step the last. Call it on all ranks at the same step, with the same reason."""
+        """Make this step the last one. Call it on all ranks at the same step, with the same reason."""
         self.action, self.reason = Action.STOP, reason
 
     def check_folder(self) -> None:
-        """Check that the run folder is still this run's. Call before anything is written there.
+        """Check that the run folder still belongs to this run. Call it before anything is written there.
 
         Raises:
             TrainingStopped: it was removed, renamed or replaced.
@@ -115,11 +118,11 @@ class Shutdown:
             self._leave_lost_folder()
 
     def saves(self) -> None:
-        """Count ``checkpoint.every_minutes`` from now: a save begins."""
+        """Restart the clock of ``checkpoint.every_minutes``: a save begins."""
         self._saved_at = time.monotonic()
 
     def vote(self, steps_to_save: int) -> float:
-        """Return this rank's vote for the current step, with so many steps to the next that is saved in any case.
+        """Return this rank's vote for the current step. ``steps_to_save``: steps until the next regular save.
 
         Raises:
             TrainingStopped: the run folder was removed, renamed or replaced.
@@ -137,8 +140,8 @@ class Shutdown:
         return float(Action.GO_ON)
 
     def _is_long_unsaved(self, steps_to_save: int) -> bool:
-        """Return whether to save for the time since the last save. Not if a save is due soon: it would wait for this
-        one."""
+        """Return whether to save because of the time since the last save. Not if a save is due soon, which would
+        wait for this one."""
         seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
         is_due_soon = steps_to_save * max(self._step_seconds, default=0.0) < _SOON * seconds
         return 0 < seconds <= unsaved and not is_due_soon
@@ -151,9 +154,10 @@ class Shutdown:
             )
 
     def count(self, votes: Tensor) -> None:
-        """Set ``action`` from the sum of all ranks' votes of the step just done, a scalar on the device.
+        """Set ``action`` from the sum of all ranks' votes of the step that just ended, a scalar on the device.
 
-        On a GPU the sum of the step before is read, which has arrived or soon will: the newest step is not waited for.
+        On a GPU, the sum of the previous step is read, which has arrived or soon will: the newest step is not waited
+        for.
         """
         if votes.device.type == "cpu":
             total = votes.item()
@@ -167,14 +171,14 @@ class Shutdown:
         self._step_seconds.append(now - self._boundary)
         self._boundary, self._under_way_seconds = now, 0.0
         self.action = Action(min(int(total), Action.STOP))
-        if self.stops and self.reason is None:  # it is known already where the run has gone back in between
+        if self.stops and self.reason is None:  # the reason is already known if the run has rolled back in between
             self._settle()
 
     def unless_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Yield ``batches`` until a rank asks to stop: then all ranks end at the same one, and ``stops`` is set.
+        """Yield ``batches`` until a rank asks to stop. Then all ranks end at the same batch, and ``stops`` is set.
 
-        The ranks ask each other on the host before each batch, through Gloo. On a GPU at most two batches are in
-        flight, or the host would have handed out all of them before the first question.
+        The ranks ask each other on the host before each batch, through Gloo. On a GPU, at most two batches are in
+        flight; otherwise the host would have handed out all batches before the first question.
         """
         done: deque[torch.cuda.Event] = deque()
         for batch in batches:
@@ -197,9 +201,12 @@ class Shutdown:
         self._boundary = time.monotonic()  # the next step begins here
 
     def share_failure(self, error: Exception, step: int) -> bool:
-        """Return whether all ranks know now that the evaluation after ``step`` failed, here with ``error``, and have
-        left it. The others vote before their next batch, unless this rank left the model, where they may wait for it:
-        then only if the same happened to all."""
+        """Report that the evaluation after ``step`` failed here with ``error``. Return whether all ranks know it and
+        have left the evaluation.
+
+        The other ranks vote before their next batch. If this rank failed inside the model, they may wait for it
+        there; then True only if the same happened on all ranks.
+        """
         if isinstance(error, PeerFailed):
             return True
         self._session.cause.first(error)
@@ -208,7 +215,7 @@ class Shutdown:
                 self._is_computing = False
                 return self._session.exchange.all_arrive(f"evaluation/{step}", _FAILS_WITHIN_SECONDS)
             self._agreed(_FAILED)
-        except RuntimeError:  # the others are gone
+        except RuntimeError:  # the other ranks are gone
             return False
         return True
 
@@ -242,8 +249,8 @@ class Shutdown:
         return None
 
     def _needed_seconds(self) -> float:
-        """Return how long before the end of the job this vote must be to stop."""
-        every = 0 if self._is_first else self._config.checkpoint.every  # it is not known yet how long steps take
+        """Return how many seconds before the end of the job this vote must be to stop."""
+        every = 0 if self._is_first else self._config.checkpoint.every  # the duration of steps is not known yet
         return seconds_to_stop(
             max((self._under_way_seconds, *self._step_seconds)), self._save_seconds(), every,
             is_delayed=self._session.device.type != "cpu",
@@ -251,14 +258,14 @@ class Shutdown:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
+        """Distribute the reason to every rank. A collective of the ranks, which have agreed to stop."""
         self.reason = _in_words(gather_plain(self._mine()))
         self._session.signals.acknowledge = None
         self._console.say(f"stopping   {self.reason}: saving, then the run ends")
 
 
 def _in_words(reasons: list[str | None]) -> str:
-    """Return the first reason that is not a signal, which may be a consequence; or the signal with its ranks."""
+    """Return the first reason that is not a signal, which may be a consequence; otherwise the signal with its ranks."""
     first = min((reason for reason in reasons if reason), key=lambda reason: reason.startswith("SIG"))
     alike = [rank for rank, reason in enumerate(reasons) if reason == first]
     if len(reasons) == 1 or not first.startswith("SIG"):
@@ -270,7 +277,7 @@ def _in_words(reasons: list[str | None]) -> str:
 
 
 class _Votes:
-    """A number on its way from the GPU to the host."""
+    """A number being copied from the GPU to the host."""
 
     def __init__(self, number: Tensor) -> None:
         self._number = number.to("cpu", non_blocking=True)  # in pinned memory

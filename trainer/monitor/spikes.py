@@ -1,4 +1,4 @@
-"""Spikes of loss and gradient norm, detected on the device from the steps before."""
+"""Detection of spikes of loss and gradient norm on the device, relative to previous steps."""
 
 from typing import Any
 
@@ -13,29 +13,32 @@ _TAKEN_TOGETHER = 8
 
 
 class SpikeWindow:
-    """Losses and gradient norms of the last accepted steps, and the limits above which the next ones are a spike.
+    """Losses and gradient norms of the latest accepted steps, and the limits above which the next ones are a spike.
 
-    All of it stays on the device: whether a step is applied is decided there, without a wait. Loss and norm are the
-    same numbers on every rank, so all ranks decide alike; what is rejected never enters the window.
+    Everything stays on the device: whether a step is applied is decided there, without synchronization. Loss and
+    norm are equal on every rank, so all ranks decide alike. Rejected values never enter the window.
     """
 
     def __init__(self, section: HealthSection, device: torch.device) -> None:
         self._is_on, self._deviations = section.spike != "off", section.spike_deviations
         self._size = section.spike_window
         self._taken_together = min(_TAKEN_TOGETHER, self._size // 4)
-        self._values = torch.zeros(2, self._size + 1, dtype=torch.float64, device=device)  # the last: what is rejected
+        self._values = torch.zeros(
+            2, self._size + 1, dtype=torch.float64, device=device
+        )  # the last column takes rejected values
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._limits = torch.full((2,), float("inf"), dtype=torch.float64, device=device)
         self._new: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def limits(self) -> Tensor:
-        """Highest loss and highest norm that are not a spike, fp64 [2]; infinite until the window is half full."""
+        """Return the highest loss and the highest norm that are not a spike, fp64 [2]; infinite until the window is
+        half full."""
         return self._limits
 
     def add(self, loss: Tensor, norm: Tensor, accepted: Tensor) -> None:
         """Add a step's loss and norm (fp64 scalars) if ``accepted`` (bool scalar), and drop the oldest ones.
 
-        Steps are taken in a few at a time: kernels this small cost more to start than to run.
+        Steps are processed a few at a time: kernels this small cost more to launch than to run.
         """
         if not self._is_on:
             return
@@ -59,7 +62,7 @@ class SpikeWindow:
         self._limits = torch.where(is_ready, mean + self._deviations * deviation, float("inf"))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Waits for the device."""
+        """Return the window as plain data for a checkpoint. Waits for the device."""
         return {
             "values": self._values[:, :-1].tolist(),
             "count": int(self._count.item()),
@@ -67,7 +70,7 @@ class SpikeWindow:
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Continue from ``state``; of a window of another size the newest values are kept."""
+        """Restore ``state``. From a window of another size, the newest values are kept."""
         state = state or {"values": [[], []], "count": 0, "new": []}
         values, count = torch.tensor(state["values"], dtype=torch.float64), int(state["count"])
         device, size = self._values.device, values.shape[1]
@@ -85,5 +88,6 @@ class SpikeWindow:
 
 
 def _finite(value: Tensor) -> float:
-    """``value``, or 0 for what JSON has no name for: it was rejected, and enters no window."""
+    """Return ``value``, or 0 for a non-finite one, which JSON cannot represent. It was rejected, and enters no
+    window."""
     return value.item() if value.isfinite() else 0.0

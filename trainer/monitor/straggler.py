@@ -1,7 +1,7 @@
-"""Which rank's device is slow: all ranks time the same arithmetic, without waiting for each other.
+"""Detection of a slow device: all ranks time the same arithmetic, without waiting for each other.
 
-The time of a step says nothing about who is slow, since in it every rank waits for the slowest, inside collectives that
-overlap with its own work.
+The time of a step does not show which rank is slow: every rank waits for the slowest one in each step, inside
+collectives that overlap with its own work.
 """
 
 import statistics
@@ -16,16 +16,19 @@ _SLOW_TIMES = 5
 
 
 class Pace:
-    """How fast this rank's device multiplies matrices, measured now and then."""
+    """Speed of matrix products on this rank's device, measured from time to time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
         self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
-        self._seconds, self._cost, self._measured_at = 0.0, 0.0, float("-inf")
+        self._seconds = 0.0
+        self._cost = 0.0
+        self._measured_at = float("-inf")
 
     def seconds(self) -> float:
-        """Seconds of one product; measured again if that costs less than a thousandth of the time since."""
+        """Return the seconds of one product. It is measured again if that costs less than a thousandth of the time
+        since."""
         now = time.perf_counter()
         if now - self._measured_at >= self._cost / _PROBE_SHARE:
             self._seconds = min(self._measure() for _ in range(_REPEATS))
@@ -46,7 +49,7 @@ class Pace:
 
 
 class SlowRank:
-    """Names a rank that is slower than the others in several measurements in a row."""
+    """Detects a rank that is slower than the others in several measurements in a row."""
 
     def __init__(self) -> None:
         self._times = 0
@@ -55,16 +58,18 @@ class SlowRank:
         self._told: set[int] = set()
 
     def judge(self, seconds: list[float]) -> tuple[int, float]:
-        """The slowest rank of those whose ``seconds`` these are, and its share of the median."""
+        """Return the slowest rank, and its share of the median. ``seconds``: time of a product by rank."""
         if seconds != self._last:  # only a new measurement counts
             rank = max(range(len(seconds)), key=seconds.__getitem__)
             share = seconds[rank] / statistics.median_low(seconds)
             self._times = self._times * (rank == self._rank) + 1 if share >= _SLOW_SHARE else 0
-            self._last, self._rank, self._share = seconds, rank, share
+            self._last = seconds
+            self._rank = rank
+            self._share = share
         return self._rank, self._share
 
     def named(self) -> tuple[int, float] | None:
-        """Return the rank that has been slow long enough to report, once, and its share."""
+        """Return the rank that has been slow long enough to report, and its share; once per rank."""
         if self._times < _SLOW_TIMES or self._rank in self._told:
             return None
         self._told.add(self._rank)

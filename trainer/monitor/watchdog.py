@@ -1,12 +1,12 @@
-"""The watchdog: each rank reports what it is doing, and a rank that holds up the others is reported.
+"""The watchdog: each rank reports its current phase, and a rank that holds up the others is reported.
 
-The training thread only records what it begins (``Pulse.enter``, an attribute write). A thread of each rank reports
-that about once a second, through the store in which the processes met, over its own connection. Rank 0's thread reads
+The training thread only records the phases that it enters (``Pulse.enter``, an attribute write). A thread of each
+rank reports them about once a second through the rendezvous store, over its own connection. Rank 0's thread reads
 all reports; rank 1's does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
-begins anything new: then the rank that the others wait for is named, first in a warning, and at last in the reason for
-which all ranks end, resumable.
+enters a new phase. Then the rank that the others wait for is named, first in a warning, and at last as the reason
+for which all ranks end, resumable.
 
-With the first node go the store and the ranks that judge. Each rank of another node notices that by itself.
+If the first node fails, so do the store and the judging ranks. The ranks of other nodes detect this on their own.
 """
 
 import json
@@ -46,20 +46,24 @@ _WRITTEN_WITHIN_SECONDS = 5.0
 
 
 class Watchdog:
-    """One rank's thread that reports what the rank is doing and, on ranks 0 and 1, reads the reports of all."""
+    """One rank's thread that reports the rank's phase and, on ranks 0 and 1, reads the reports of all."""
 
     def __init__(
         self, section: LaunchSection, session: Session, run_dir: Path, console: Console, folder: RunFolder | None
     ) -> None:
         """Start the thread. ``folder``: on rank 0 only."""
-        self._section, self._session, self._run_dir = section, session, run_dir
+        self._section = section
+        self._session = session
+        self._run_dir = run_dir
         self._console, self._folder = console, folder
         self.pulse = Pulse()
         self._interval = min(1.0, section.step_timeout_seconds / 20)
         self._training_thread = threading.get_ident()
         self._keys = [f"beat/{rank}" for rank in range(session.world_size)]
         self._closing = threading.Event()
-        self._told, self._answered, self._are_all_there = 0, 0, False
+        self._told = 0
+        self._answered = 0
+        self._are_all_there = False
         self._patience = Patience(section, is_alone=session.world_size == 1)
         self._seen: dict[int, tuple[int, float]] = {}
         self._warned: Verdict | None = None
@@ -72,7 +76,7 @@ class Watchdog:
             threading.Thread(target=self._watch_first_node, name="first node", daemon=True).start()
 
     def close(self) -> None:
-        """Report the end of this rank, and stop."""
+        """Report the end of this rank, and stop the thread."""
         self.pulse.enter(END, self.pulse.now.step)
         self._closing.set()
         self._thread.join(2 * self._interval)
@@ -83,11 +87,11 @@ class Watchdog:
         last, is_closing = time.monotonic(), False
         while not is_closing:  # report at once: nothing is judged before all have reported
             now = time.monotonic()
-            # A machine that slept, or a job that was suspended, has not stood still.
+            # A machine that slept, or a suspended job, has not hung.
             elapsed, last = min(now - last, 2 * self._interval), now
             try:
                 self._beat(elapsed)
-            except RuntimeError:  # the store is out of reach: try again over a new connection
+            except RuntimeError:  # the store is unreachable: try again over a new connection
                 self._store = None
             except Exception as error:  # a failure of the watchdog is no reason to end a run
                 if type(error) not in self._failed_by:
@@ -129,7 +133,8 @@ class Watchdog:
         return beat
 
     def _stack(self) -> list[str]:
-        """Return the stack of the training thread. Reads no source: the disk may be what hangs."""
+        """Return the stack of the training thread. Does not read source files: the disk may be the reason of the
+        hang."""
         frame = sys._current_frames().get(self._training_thread)
         frames = traceback.StackSummary.extract(
             traceback.walk_stack(frame), limit=_STACK_FRAMES, lookup_lines=False
@@ -137,7 +142,7 @@ class Watchdog:
         return [f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in reversed(frames)]
 
     def _read(self, elapsed: float) -> list[Beat]:
-        """Return the last report of each rank, timed by this rank's clock: clocks of nodes differ."""
+        """Return the last report of each rank, timed by this rank's clock, since the clocks of nodes differ."""
         assert self._store is not None
         beats = [Beat(**json.loads(text)) for text in self._store.multi_get(self._keys)]
         for beat in beats:
@@ -182,13 +187,14 @@ class Watchdog:
     def _say(self, text: str) -> None:
         if self._session.is_main:
             self._console.say(text)
-        else:  # in place of rank 0, which has fallen silent
+        else:  # instead of rank 0, which has fallen silent
             with suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
             self._console.log(text)
 
     def _end(self, verdict: Verdict, beats: list[Beat]) -> None:
-        """End the run on all ranks, resumable. Only its own thread can end a rank that hangs in a collective."""
+        """End the run on all ranks, resumable. Only its own watchdog thread can end a rank that hangs in a
+        collective."""
         assert self._store is not None
         reason = f"no progress for {seconds_text(verdict.stands_seconds)}: {verdict}"
         awake = [beat for beat in beats if not beat.silent_seconds]
@@ -205,7 +211,7 @@ class Watchdog:
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
         status = read_status(self._run_dir)
         if status is not None and status.state == "failed" and not is_consequence(status.reason or ""):
-            pass  # a rank has reported why it left; that others waited for it is a consequence
+            pass  # a rank has reported why it left; other ranks' waiting is a consequence
         elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:
@@ -218,7 +224,7 @@ class Watchdog:
         os._exit(EXIT_STOPPED)
 
     def _obey(self, end: dict[str, Any]) -> None:
-        """End this process together with the others: the end of one would raise an error in those that wait for it."""
+        """End this process together with the others: ending alone would raise an error in ranks that wait for it."""
         assert self._store is not None
         self._prepare_to_end(end)
         self._store.set(f"ready/{self._session.rank}", "")
@@ -229,9 +235,12 @@ class Watchdog:
     # in a thread of its own: a store on a machine without power leaves a question open for long ---------------------
 
     def _watch_first_node(self) -> None:
-        """End this process when for a minute the store has not answered and the training thread has begun nothing."""
+        """End this process if for a minute the store has not answered and the training thread has entered no phase."""
         limit = min(_GONE_AFTER_SECONDS, self._section.step_timeout_seconds)
-        answered, moment, silent, last = 0, self.pulse.now, 0.0, time.monotonic()
+        answered = 0
+        moment = self.pulse.now
+        silent = 0.0
+        last = time.monotonic()
         while not self._closing.wait(self._interval):
             now = time.monotonic()
             elapsed, last = min(now - last, 2 * self._interval), now  # as in _run
@@ -245,7 +254,7 @@ class Watchdog:
                     self._end_without_first_node(silent)
 
     def _store_answers(self) -> bool:
-        """Return whether the store answers a new connection: the thread that reports may fail for another reason."""
+        """Return whether the store answers a new connection: the reporting thread may fail for another reason."""
         has_answered = threading.Event()
 
         def ask() -> None:
@@ -276,11 +285,11 @@ class Watchdog:
 
         writer = threading.Thread(target=write, name="last words", daemon=True)
         writer.start()
-        writer.join(_WRITTEN_WITHIN_SECONDS)  # the disk may have been the first node's
+        writer.join(_WRITTEN_WITHIN_SECONDS)  # the disk may have been on the first node
         os._exit(EXIT_STOPPED)
 
     def _prepare_to_end(self, end: dict[str, Any]) -> None:
-        """Write what this rank knows to the run folder."""
+        """Write this rank's diagnostics to the run folder."""
         rank = self._session.rank
         self._console.quiet()
         self._session.cause.record(end["rank"], end["reason"], EXIT_STOPPED)

@@ -1,4 +1,4 @@
-"""The configuration of a run as its saved model is to be opened, and the checkpoints that a run continues."""
+"""Configuration for opening a run's saved model, and the checkpoints that a run resumes."""
 
 import os
 from pathlib import Path
@@ -18,15 +18,15 @@ _SHOWN_CHARACTERS = 60
 
 
 def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
-    if they cannot be read, or are of another kind than those that are trained here."""
+    """Return the config keys, by section, for a model with the PEFT adapters in ``folder``. Raises ``UserError`` if
+    they cannot be read, or are of a kind that is not supported here."""
     base = base_of_adapters(folder)
     return {"model": {"path": base}, "adapter": described_adapters(folder, TensorFolder(folder, "adapter_model").specs)}
 
 
 def embedded_tokens(folder: Path) -> int:
-    """Return the number of tokens that the saved model in ``folder`` has embeddings for. Raises ``UserError`` if its
-    ``config.json`` does not say so."""
+    """Return the number of token embeddings of the saved model in ``folder``. Raises ``UserError`` if its
+    ``config.json`` does not contain it."""
     file = folder / "config.json"
     try:
         return TypeAdapter[int](Size).validate_python(read_json(file)["vocab_size"], strict=True)
@@ -41,8 +41,10 @@ def embedded_tokens(folder: Path) -> int:
 def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:
     """Return ``config`` of a run, changed to open the model in ``checkpoint``: with its vocabulary, if it has one.
 
-    ``is_resharded``: for the processes of this start. ``is_other_data``: for other data than the run's, tokenized with
-    the model's tokenizer, since the run's may be made from its data.
+    Args:
+        is_resharded: use the processes of this start.
+        is_other_data: use other data than the run's, tokenized with the model's tokenizer, since the run's tokenizer
+            may be learned from its data.
 
     Raises ``UserError`` if the checkpoint lacks its config.
     """
@@ -60,15 +62,16 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
         if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
             update["tokenizer"] = str(checkpoint.absolute())
         if (template := checkpoint / "chat_template.jinja").exists():
-            text = template.read_text("utf-8")  # now: the checkpoint may be deleted while its model writes text
+            text = template.read_text("utf-8")  # read now: the checkpoint may be deleted while its model generates text
             update["chat_template"] = text if "{" in text else str(template)
         data = data.model_copy(update=update)
     return config.model_copy(update={"model": model, "data": data})
 
 
 def resumed_checkpoints(run: RunConfig) -> list[Path]:
-    """Return the checkpoints of the run that ``checkpoint.resume`` continues, newest first; none, if it starts with
-    weights alone. For what a task reads beside weights: the trainer chooses among them, and looks for damage."""
+    """Return the checkpoints of the run that ``checkpoint.resume`` continues, newest first; empty if it starts with
+    weights only. Meant for files that a task reads in addition to weights: the trainer chooses the checkpoint and
+    checks it for damage."""
     resume, own = run.checkpoint.resume, _checkpoints(run.run.dir / "checkpoints")
     if resume == "never":
         return []

@@ -1,4 +1,4 @@
-"""What tasks that give each sample a class have in common."""
+"""Base class of tasks that assign a class to each sample."""
 
 import functools
 import json
@@ -27,21 +27,21 @@ _TOP = 5
 
 
 class Classification(Task):
-    """A model that tells classes apart."""
+    """A model that predicts classes."""
 
     config: SampledSection
     _export: dict[str, Any]
     """Content of ``config.json``."""
     _classes: list[str] | None = None
-    """Of the saved model that is opened; None: a model is trained."""
+    """Classes of the opened saved model; None while a model is trained."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
         self._fragments: dict[str, tuple[Fragment, ...]] = {}
 
     def open_saved(self, checkpoint: Path) -> None:
-        """The samples may be others, or gone: classes are those of the checkpoint. Without adapters it is all of the
-        model."""
+        """Open the model in ``checkpoint``, with its classes: the samples may have changed or be gone. Without
+        adapters, the checkpoint contains the whole model."""
         self._classes = self.classes_in(checkpoint)
         if self.run.adapter.method == "none":
             of_folder = getattr(self.config, "library", "transformers") == "transformers"
@@ -49,7 +49,7 @@ class Classification(Task):
             self.config = self.config.model_copy(update={"pretrained": False, **own})
 
     def classes_in(self, checkpoint: Path) -> list[str] | None:
-        """Return the classes of the model in ``checkpoint``; None: those of the samples."""
+        """Return the classes of the model in ``checkpoint``; None to use the classes of the samples."""
         try:
             found = read_json(checkpoint / CONFIG)
             labels = found.get("label_names") or [found["id2label"][str(n)] for n in range(len(found["id2label"]))]
@@ -74,7 +74,7 @@ class Classification(Task):
             )
 
     def open_samples(self) -> LabelledData:
-        """Return the samples. Called when they are first needed: their classes shape the model."""
+        """Return the samples. Called when they are first needed, since their classes determine the model's shape."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -101,15 +101,15 @@ class Classification(Task):
         return self._data.validation
 
     def _of_transformers(self, model: Any) -> Any:
-        """Return ``model``, whose checkpoints are to open in transformers."""
+        """Return ``model`` after recording how transformers names and describes it, for checkpoints."""
         self._fragments = fragments_of(model)
         described = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
         self._export = {**described, "architectures": [type(model).__name__]}
         return model
 
     def _terms(self, model: nn.Module, output: Any, labels: Tensor) -> LossTerms:
-        """Return cross entropy and accuracy of what ``model`` returned: scores [..., classes], or an object with
-        ``logits``. ``labels`` [...]: ``IGNORE`` for none."""
+        """Return the cross entropy and accuracy of ``output`` of ``model``: scores [..., classes], or an object with
+        ``logits``. ``labels`` [...]: ``IGNORE`` for positions without a label."""
         labels = labels.flatten()
         scores = getattr(output, "logits", output).flatten(0, -2).float()
         smoothing = self.config.label_smoothing if model.training else 0.0
@@ -134,7 +134,7 @@ class Classification(Task):
 
     def next_command(self, start: str) -> str:
         del start
-        merged = " merge=true" * (self.run.adapter.method != "none")
+        merged = " merge=true" if self.run.adapter.method != "none" else ""
         return f"a plain model folder: serried export run.dir={shlex.quote(str(self.run.run.dir))} out=FOLDER{merged}"
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:

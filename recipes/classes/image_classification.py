@@ -34,7 +34,7 @@ from serried.recipes.saved import resumed_checkpoints
 
 
 class ImageClassification(Classification):
-    """A model that tells classes of images apart."""
+    """A model that predicts the class of an image."""
 
     Config = ImageSection
     unit = "images"
@@ -45,18 +45,20 @@ class ImageClassification(Classification):
     }  # fmt: skip
     config: ImageSection
     _processor: dict[str, Any] | None = None
-    """Content of ``preprocessor_config.json``; None: the library of the model reads none."""
+    """Content of ``preprocessor_config.json``; None if the model's library does not read one."""
 
     # data -----------------------------------------------------------------------------------------------------------
 
     def open_samples(self) -> LabelledData:
-        # A run that began when images of folders were not turned keeps its pixels.
+        # A run that began before images of folders were rotated keeps its pixels.
         newest = resumed_checkpoints(self.run)[:1]
-        began = [str(read_if_there(each / "state.json").get("data_fingerprint", UPRIGHT)) for each in newest]
-        return open_images(self.config, upright=all(each.endswith(UPRIGHT) for each in began))
+        began = [
+            str(read_if_there(checkpoint / "state.json").get("data_fingerprint", UPRIGHT)) for checkpoint in newest
+        ]
+        return open_images(self.config, upright=all(fingerprint.endswith(UPRIGHT) for fingerprint in began))
 
     def prepare(self, show: Callable[[str], None]) -> str:
-        if self.config.pretrained:  # one process per node downloads what is not there
+        if self.config.pretrained:  # one process per node downloads missing files
             show(f"looking for the weights of {self.config.model}")
             build_image_model(self.config, self.classes)
             show("")
@@ -67,12 +69,15 @@ class ImageClassification(Classification):
         return Image(cropped_at_random(sample.pixels, c.image_size, c.smallest_crop, c.flip, seed), sample.label)
 
     def collate(self, samples: Sequence[Image]) -> tuple[Tensor, Tensor]:
-        """Bytes [B, 3, H, W] and labels [B]. Images of an evaluation come as they are in their files."""
+        """Return the images as bytes [B, 3, H, W] and the labels [B]. In an evaluation, images are unchanged from
+        their files."""
         pixels = [
-            each.pixels if isinstance(each.pixels, Tensor) else cropped_to_centre(each.pixels, self.config.image_size)
-            for each in samples
+            sample.pixels
+            if isinstance(sample.pixels, Tensor)
+            else cropped_to_centre(sample.pixels, self.config.image_size)
+            for sample in samples
         ]
-        return torch.stack(pixels), torch.tensor([each.label for each in samples])
+        return torch.stack(pixels), torch.tensor([sample.label for sample in samples])
 
     def example_batch(self, samples: int) -> Any:
         size = self.config.image_size
@@ -97,15 +102,15 @@ class ImageClassification(Classification):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> LossTerms:
         images, labels = batch
-        mean, std = (  # filled in on the device: copying to a GPU would block the host
-            torch.stack([images.new_full((1, 1), value, dtype=torch.float32) for value in each])
-            for each in self._normalization
+        mean, std = (  # created on the device: copying to a GPU would block the host
+            torch.stack([images.new_full((1, 1), value, dtype=torch.float32) for value in statistic])
+            for statistic in self._normalization
         )
         return self._terms(model, model((images.float() / 255 - mean) / std), labels)
 
     @functools.cached_property
     def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
-        # Weights fit the values they were trained with. Those of a saved model, task.model by now, are beside it.
+        # Weights need the normalization with which they were trained. A saved model (task.model) has it in its folder.
         return normalization(self.config, resumed_checkpoints(self.run) if self._classes is None else ())
 
     def export_files(self, folder: Path) -> None:
@@ -131,7 +136,7 @@ class ImageClassification(Classification):
 
     def notes(self, starts_from_scratch: bool) -> Sequence[str]:
         del starts_from_scratch
-        splits = [each for each in (self._data.training, self._data.validation) if isinstance(each, FolderImages)]
+        splits = [split for split in (self._data.training, self._data.validation) if isinstance(split, FolderImages)]
         told = "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
         kept = [told + self.run.another_run] if splits and not splits[0].upright else []
         return [split.note for split in splits if split.note] + kept

@@ -1,4 +1,4 @@
-"""Masked language modelling: predict tokens that are hidden in a text, by transformers' own models.
+"""Masked language modeling with transformers' models: predict masked tokens of a text.
 
 Devlin et al., "BERT: pre-training of deep bidirectional transformers for language understanding", 2018.
 """
@@ -23,29 +23,31 @@ from serried.recipes.data.labelled.splits_and_classes import LabelledData, Mappe
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _USUAL_MASKS = ("[MASK]", "<mask>")
-"""Mask tokens to look for if no file names one."""
+"""Mask tokens to try if no file names one."""
 
 
 class MaskedText(NamedTuple):
-    """A sample."""
+    """A text with masked tokens."""
 
     tokens: np.ndarray
-    """[tokens], int64, some of them hidden"""
+    """[tokens], int64, some of them masked"""
     targets: np.ndarray
     """[tokens], int64; ``IGNORE`` where nothing is predicted"""
 
 
 class Masking:
-    """Hides tokens of texts at random, but no special ones."""
+    """Masks random tokens of texts, except special ones."""
 
     def __init__(self, encoder: Any, mask: str, share: float) -> None:
-        """``encoder``: a tokenizer of ``tokenizers`` with the token ``mask``; ``share`` of the tokens is predicted."""
+        """``encoder``: a tokenizer of ``tokenizers`` with the token ``mask``. ``share``: share of the tokens to
+        predict."""
         self._mask, self._share = encoder.token_to_id(mask), share
         self.ids = encoder.get_vocab_size()
         self._special = [number for number, each in encoder.get_added_tokens_decoder().items() if each.special]
 
     def __call__(self, tokens: np.ndarray, seed: int) -> MaskedText:
-        """All draws follow from ``seed``. Of the tokens to predict 80% are masked, and 10% become any token."""
+        """Return ``tokens`` with random masking that depends only on ``seed``. Of the tokens to predict, 80% are
+        masked and 10% are replaced by a random token."""
         random, count = np.random.default_rng(seed), len(tokens)
         is_predicted = (random.random(count) < self._share) & ~np.isin(tokens, [*self._special, self._mask])
         becomes, others = random.random(count), random.integers(self.ids, size=count)
@@ -55,7 +57,7 @@ class Masking:
 
 
 class MaskedLM(TextClassification):
-    """A model of transformers that predicts tokens which are hidden in a text: classification of each of them."""
+    """A transformers model that predicts masked tokens of a text, as a classification of each token."""
 
     Config = MaskedLMSection
     unit = "predictions"
@@ -70,13 +72,13 @@ class MaskedLM(TextClassification):
     def configure(self, run: RunConfig) -> None:
         if run.adapter.method != "none":
             raise UserError(
-                f"adapter.method={run.adapter.method} with task={run.task.name}, whose models have a head that is tied "
+                f"adapter.method={run.adapter.method} with task={run.task.name}: its models have a head that is tied "
                 "to the embeddings; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
             )
         super().configure(run)
 
     def classes_in(self, checkpoint: Path) -> None:
-        """Its tokens are those of its tokenizer."""
+        """Return None: the classes are the tokens of the tokenizer."""
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -95,8 +97,8 @@ class MaskedLM(TextClassification):
             if isinstance(token, str) and self._encoder.token_to_id(token) is not None:
                 return Masking(self._encoder, token, self.config.mask_share)
         raise UserError(
-            f"task.model={self.config.model}: its tokenizer has no mask token, which tokenizer_config.json names as "
-            "mask_token; use a model that was trained with one, such as BERT, RoBERTa or ModernBERT"
+            f"task.model={self.config.model}: its tokenizer has no mask token (mask_token in "
+            "tokenizer_config.json); use a model that was trained with one, such as BERT, RoBERTa or ModernBERT"
         )
 
     def open_samples(self) -> LabelledData:
@@ -113,7 +115,7 @@ class MaskedLM(TextClassification):
         return self._masking(sample.tokens, seed)
 
     def collate(self, samples: Sequence[Any]) -> TextBatch:
-        return TextBatch(*self._padded(samples), self._filled([each.targets for each in samples], IGNORE))
+        return TextBatch(*self._padded(samples), self._filled([sample.targets for sample in samples], IGNORE))
 
     def example_batch(self, samples: int) -> TextBatch:
         tokens = torch.ones(samples, self.config.sequence_length, dtype=torch.int64)

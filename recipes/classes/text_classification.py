@@ -1,4 +1,4 @@
-"""Sequence classification: one class for each text, by transformers' own models."""
+"""Sequence classification with transformers' models: one class for each text."""
 
 import functools
 import shutil
@@ -25,12 +25,12 @@ from serried.recipes.data.tokenizers.transformers_tokenizer import Sides, differ
 from serried.recipes.models.hugging_face.classifier import build_classifier, not_built
 
 _WIDTH_MULTIPLE = 8
-"""Batches are as wide as their longest text, rounded up."""
+"""Batches are padded to a multiple of this length."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 class TextBatch(NamedTuple):
-    """Texts of one forward pass."""
+    """Batch of texts."""
 
     tokens: Tensor
     """[batch, sequence], int64"""
@@ -41,7 +41,7 @@ class TextBatch(NamedTuple):
 
 
 class TextClassification(Classification):
-    """A model of transformers that tells classes of texts apart."""
+    """A transformers model that predicts the class of a text."""
 
     Config: ClassVar[type[TextsSection]] = TextClassSection
     unit = "texts"
@@ -52,7 +52,7 @@ class TextClassification(Classification):
     }  # fmt: skip
     config: TextsSection
     architecture: ClassVar[str] = "SequenceClassification"
-    """What follows AutoModelFor in the name of transformers' class."""
+    """Rest of the name of transformers' class, after ``AutoModelFor``."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
@@ -60,7 +60,7 @@ class TextClassification(Classification):
         if run.adapter.method != "none" and not self.config.pretrained:
             raise UserError(
                 f"adapter.method={run.adapter.method} with task.pretrained=false: adapters are trained on the weights "
-                "of a model, which stay as they are; use task.pretrained=true"
+                "of a model, and these stay frozen; use task.pretrained=true"
             )
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class TextClassification(Classification):
 
     @functools.cached_property
     def _theirs(self) -> Any:
-        """The tokenizer as transformers opens it; None if it does not."""
+        """Return transformers' tokenizer; None if transformers cannot open it."""
         return opened(str(self._folder))
 
     @functools.cached_property
@@ -89,25 +89,25 @@ class TextClassification(Classification):
         try:
             return read_json(self._folder / CONFIG)
         except (OSError, NotPlainData):
-            return {}  # building the model reports it
+            return {}  # building the model reports the problem
 
     def prepare(self, show: Callable[[str], None]) -> str:
         del show
-        return str(self._folder)  # one process per node downloads what is not there
+        return str(self._folder)  # one process per node downloads missing files
 
     @functools.cached_property
     def _padding(self) -> int:
-        """Id of the token that fills up a batch: the model's own, else one that no text ends with, since models read
-        the last token that is another one. Raises ``UserError`` if there is none."""
+        """Return the id of the padding token: the model's own, or else a token that no text ends with, since models
+        read the last token that is not padding. Raises ``UserError`` if there is none."""
         pad, ends = self._found.get("pad_token_id"), self._found.get("eos_token_id")
         if isinstance(pad, int):
             return pad
         encoder, several = open_encoder(self._folder, 2**20), ends if isinstance(ends, list) else []
         marks = [number for number, each in encoder.get_added_tokens_decoder().items() if each.special]
         last = encoder.encode("a").ids[-1:]
-        for each in (ends, self._sides.pad_id, self._sides.end_id, *several, *marks):
-            if isinstance(each, int) and each not in last and encoder.id_to_token(each) is not None:
-                return each
+        for token in (ends, self._sides.pad_id, self._sides.end_id, *several, *marks):
+            if isinstance(token, int) and token not in last and encoder.id_to_token(token) is not None:
+                return token
         raise UserError(
             f"task.model={self.config.model}: its tokenizer has no token that can fill up a batch, such as <pad>; name "
             f"one as pad_token_id in {self._folder / CONFIG}"
@@ -115,27 +115,27 @@ class TextClassification(Classification):
 
     @property
     def _form(self) -> str:
-        """What a batch of the same texts depends on, where it is not what earlier versions made of them."""
+        """Return differences in the form of batches from earlier versions, which the fingerprint records."""
         form = [f"padding on the {self._sides.padding}"] * (self._sides.padding != "right")
         form += [f"truncation on the {self._sides.truncation}"] * (self._sides.truncation != "right")
         ids = [self._found.get(key) for key in ("pad_token_id", "eos_token_id")]
-        if self._padding != next((each for each in ids if isinstance(each, int)), 0):
+        if self._padding != next((token for token in ids if isinstance(token, int)), 0):
             form.append(f"padding token {self._padding}")
-        return "".join(f"; {each}" for each in form)
+        return "".join(f"; {difference}" for difference in form)
 
     def collate(self, samples: Sequence[LabelledText]) -> TextBatch:
-        return TextBatch(*self._padded(samples), torch.tensor([each.label for each in samples]))
+        return TextBatch(*self._padded(samples), torch.tensor([sample.label for sample in samples]))
 
     def _padded(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Return the tokens of ``samples``, filled up to one length, and the mask."""
-        rows = [each.tokens for each in samples]
+        """Return the tokens of ``samples``, padded to one length, and the mask."""
+        rows = [sample.tokens for sample in samples]
         return self._filled(rows, self._padding), self._filled([np.ones_like(row) for row in rows], 0)
 
     def _filled(self, rows: Sequence[np.ndarray], value: int) -> Tensor:
-        """Stack ``rows`` [tokens], filled up with ``value``."""
+        """Stack ``rows`` [tokens], padded with ``value``."""
         longest, is_left = max(map(len, rows)), self._sides.padding == "left"
         if is_left and not any(key.startswith("rope_") for key in self._found):
-            longest = self.config.sequence_length  # the places of tokens must not depend on the texts beside them
+            longest = self.config.sequence_length  # positions of tokens must not depend on other texts of the batch
         width = min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, self.config.sequence_length)
         stacked = np.full((len(rows), width), value, np.int64)
         for into, row in zip(stacked, rows, strict=True):
@@ -153,12 +153,12 @@ class TextClassification(Classification):
             model, new = build_classifier(self.config, self.classes, self.architecture, {}, self._padding)
         except UserError:
             raise
-        except Exception as error:  # of any kind: the code of hundreds of models
+        except Exception as error:  # any exception: the code of hundreds of models
             raise not_built(f"task.model={self.config.model}", self.config.pretrained, "texts", error) from None
         longest = getattr(model.config, "max_position_embeddings", None)
         table: Any = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         if isinstance(longest, int) and getattr(table, "padding_idx", None) is not None:
-            longest -= table.padding_idx + 1  # RoBERTa counts positions from behind the one of padding
+            longest -= table.padding_idx + 1  # RoBERTa's positions start behind the padding id
         if isinstance(longest, int) and longest < self.config.sequence_length:
             raise UserError(
                 f"task.sequence_length={self.config.sequence_length}: task.model={self.config.model} takes {longest} "
@@ -172,12 +172,12 @@ class TextClassification(Classification):
         return model
 
     def _check_names(self) -> None:
-        """Raise ``UserError`` if PEFT, which goes by the names of modules, would not find what a checkpoint names."""
+        """Raise ``UserError`` if PEFT, which finds modules by name, could not find modules of the checkpoint."""
         for name, (first, *_) in self._fragments.items():
             if first.name != name:
                 raise UserError(
                     f"adapter.method={self.run.adapter.method}: transformers saves {name} of task.model="
-                    f"{self.config.model} as {first.name}, where PEFT would not find it; use adapter=none"
+                    f"{self.config.model} as {first.name}, and PEFT would not find it; use adapter=none"
                 )
 
     def heads(self) -> Sequence[str]:
@@ -225,8 +225,8 @@ class TextClassification(Classification):
 
 
 def _new_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules around the base model of ``model``, and of those in it with parameters that are
-    ``new``."""
+    """Return the names of the modules outside the base model of ``model``, and of modules inside it with ``new``
+    parameters."""
     inside = f"{model.base_model_prefix}."
     return sorted(
         {

@@ -1,4 +1,5 @@
-"""``.pte``, the format of ExecuTorch, for phones and other small devices; operators of XNNPACK where it has them."""
+"""Export to ``.pte``, the format of ExecuTorch, for phones and other small devices, with XNNPACK operators if
+available."""
 
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def write(source: Source, file: Path, dtype: str) -> None:
 
 
 def run(source: Source, file: Path, tokens: Tensor) -> Tensor:
-    """Return the logits that the runtime of ExecuTorch computes for ``tokens``."""
+    """Return the logits that ExecuTorch's runtime computes for ``tokens``."""
     from executorch.runtime import Runtime
 
     del source

@@ -1,4 +1,4 @@
-"""The formats of ``serried export`` beside Hugging Face's: what each needs, and how closely its files must agree."""
+"""Table of the formats of ``serried export`` other than Hugging Face's, with their libraries and accuracy bounds."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -14,45 +14,47 @@ class Source:
     """A model to export."""
 
     folder: Path
-    """A Hugging Face folder."""
+    """Hugging Face folder of the model."""
     section: Any
-    """Its architecture, the section ``model``."""
+    """Architecture of the model: its config section ``model``."""
     opened: Callable[[Path], nn.Module]
-    """Folder with such weights -> the model with them: tokens [B, S] -> logits [B, S, V]."""
+    """Opens a folder with such weights as a model: tokens [B, S] -> logits [B, S, V]."""
     frozen: Collection[str] = ()
-    """Weights in ``folder`` that the training for a quantization left as they are."""
+    """Weights in ``folder`` that quantization-aware training did not quantize."""
 
 
 class Exporter(Protocol):
-    """The module of a format."""
+    """Interface of a format's module."""
 
     def write(self, source: Source, file: Path, dtype: str) -> None:
-        """Write the model to ``file``; all that is beside it then belongs to it."""
+        """Write the model to ``file``. Other files next to it afterwards belong to the export."""
 
     def run(self, source: Source, file: Path, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] that ``file`` computes for ``tokens`` [B, S]."""
 
 
 class Format(NamedTuple):
-    """A format of files."""
+    """A file format."""
 
     module: str
-    """Beside this one."""
+    """Name of its module in this package."""
     suffix: str
-    """Of its files, usually."""
+    """Usual suffix of its files."""
     libraries: tuple[str, ...]
-    """What it needs beside torch, as they are imported."""
+    """Libraries that it needs in addition to torch, by import name."""
     bounds: Mapping[str, float]
-    """dtype of the weights -> how far logits may be from the checkpoint's, as a part of the largest logit. The first
-    is the default."""
+    """For each dtype of the weights, the largest difference of logits from the checkpoint's, relative to the largest
+    logit. The first dtype is the default."""
 
     def load(self) -> Exporter:
-        """Import it."""
+        """Import the format's module."""
         module: Any = import_module(f"{__package__}.{self.module}")
         return module
 
 
-_FP32, _HALF, _BYTE = 1e-4, 5e-2, 0.1
+_FP32 = 1e-4
+_HALF = 5e-2
+_BYTE = 0.1
 
 FORMATS = {
     "gguf": Format(

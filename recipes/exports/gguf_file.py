@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: one file with the sizes, the tokenizer and the weights."""
+"""Export to GGUF, the format of llama.cpp: one file with the sizes, the tokenizer and the weights."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from serried.recipes.saved import embedded_tokens
 from serried.records.tensors import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Family -> its name in llama.cpp."""
+"""llama.cpp's name of each family."""
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 _BLOCK = 32
 """Numbers of Q8_0 and Q4_0 that share a scale."""
@@ -31,13 +31,13 @@ _SPLITTINGS = {
     (_PATTERN.replace("DIGITS", r"\p{N}"), False): "qwen2",
     (None, False): "gpt-2",
 }
-"""Pattern that a tokenizer splits text with (None: GPT-2's, which is built in) and whether a word that is a token is
-taken as it is (``ignore_merges``) -> its name in llama.cpp."""
+"""llama.cpp's name of a tokenizer's splitting, by its pattern (None: GPT-2's, which is built in) and
+``ignore_merges`` (whether a word that is a token is not split further)."""
 _FREQUENCIES = "rope_freqs.weight"
 
 
 def write(source: Source, file: Path, dtype: str) -> None:
-    """Write the model to ``file``. Vectors stay in fp32, as llama.cpp needs them."""
+    """Write the model to ``file``. Vectors stay in fp32, as llama.cpp requires."""
     from gguf import GGUFWriter, LlamaFileType, quant_shape_to_byte_shape
 
     section = source.section
@@ -64,15 +64,15 @@ def write(source: Source, file: Path, dtype: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for each in _values(source, weights, names, dtype):
-        writer.write_tensor_data(each)
+    for values in _values(source, weights, names, dtype):
+        writer.write_tensor_data(values)
     if factors is not None:
         writer.write_tensor_data(factors.numpy())
     writer.close()
 
 
 def run(source: Source, file: Path, tokens: Tensor) -> Tensor:
-    """Return the logits of the model with the weights that the ``gguf`` package reads in ``file``."""
+    """Return the logits of the model with the weights that the ``gguf`` package reads from ``file``."""
     back = file.with_name(f"{file.name}.back")
     back.mkdir()
     try:
@@ -87,7 +87,7 @@ def _read_back(source: Source, file: Path, folder: Path) -> None:
     """Write the weights in ``file`` as a Hugging Face ``folder``."""
     from gguf import GGUFReader, dequantize
 
-    theirs = {each.name: each for each in GGUFReader(file).tensors}
+    theirs = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
     weights = TensorFolder(source.folder)
     names = _names(source, weights)
     shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
@@ -106,7 +106,7 @@ def _read_back(source: Source, file: Path, folder: Path) -> None:
 def _add_sizes(writer: Any, source: Source) -> None:
     section, head_dim = source.section, source.section.attention_head_dim
     writer.add_name(source.folder.name if section.name in (None, "") else section.name)
-    # llama.cpp computes no window for these: what a window holds is the same with and without.
+    # llama.cpp computes no sliding window for these: the window covers every sequence.
     writer.add_context_length(min(section.max_sequence_length, section.window(0) or section.max_sequence_length))
     writer.add_embedding_length(section.dim)
     writer.add_block_count(section.layers)
@@ -122,7 +122,7 @@ def _add_sizes(writer: Any, source: Source) -> None:
 
 
 def _rope_factors(section: Any) -> Tensor | None:
-    """What Llama 3.1 divides the frequencies of each pair by; None: nothing."""
+    """Return the divisors of each pair's frequency in Llama 3.1; None without such scaling."""
     if section.rope_scaling is None:
         return None
     of = section.attention_head_dim, section.rope_theta
@@ -130,21 +130,22 @@ def _rope_factors(section: Any) -> Tensor | None:
 
 
 def _names(source: Source, weights: TensorFolder) -> dict[str, str]:
-    """Names in a Hugging Face folder -> names in llama.cpp."""
+    """Return llama.cpp's names by Hugging Face name."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     section = source.section
     known = get_tensor_name_map(MODEL_ARCH[_ARCHITECTURES[section.family].upper()], section.layers)
     names = {name: known.get_name(name, (".weight", ".bias")) for name in weights.specs}
     if section.tie_embeddings and "token_embd.weight" in names.values():
-        names.pop("lm_head.weight", None)  # llama.cpp takes the embedding's
+        names.pop("lm_head.weight", None)  # llama.cpp uses the embedding's
     elif section.tie_embeddings:
         names["lm_head.weight"] = "token_embd.weight"
     return {name: found for name, found in names.items() if found}
 
 
 def _heads(section: Any, name: str) -> int:
-    """Return how many heads have their rows in another order: llama.cpp's Llama turns neighbours, not (i, i + E/2)."""
+    """Return the number of heads whose rows must be reordered: llama.cpp's Llama rotates neighbors, not (i, i +
+    E/2)."""
     if _ARCHITECTURES[section.family] != "llama":
         return 0
     return {"q_proj": section.heads, "k_proj": section.kv_heads}.get(name.split(".")[-2], 0)
@@ -159,7 +160,7 @@ def _kind(spec: TensorSpec, dtype: str) -> Any:
         return GGMLQuantizationType[_TYPES[dtype]]
     if spec.shape[-1] % _BLOCK:
         return GGMLQuantizationType.F16
-    is_end = spec.name.endswith(("embed_tokens.weight", "lm_head.weight"))  # which matter most
+    is_end = spec.name.endswith(("embed_tokens.weight", "lm_head.weight"))  # these matter most
     return GGMLQuantizationType["Q8_0" if is_end else _TYPES[dtype]]
 
 
@@ -176,7 +177,7 @@ def _values(source: Source, weights: TensorFolder, names: dict[str, str], dtype:
 
 
 def _add_tokenizer(writer: Any, folder: Path) -> None:
-    """Add what ``tokenizer.json`` holds; without one the file has no tokenizer."""
+    """Add the content of ``tokenizer.json``. Without one, the file has no tokenizer."""
     from gguf import SpecialVocab, TokenType
 
     rows = embedded_tokens(folder)
@@ -208,15 +209,16 @@ def _add_tokenizer(writer: Any, folder: Path) -> None:
 
 
 def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
-    """A SentencePiece tokenizer joins the pair with the best score first: the one that was learned first."""
+    """Return the scores of tokens. A SentencePiece tokenizer merges the pair with the best score first, which is the
+    pair that was learned first."""
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
     ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(pairs)])}
     return [ranks.get(text, 0.0) for text in texts]
 
 
 def _splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name of how text is split before pairs are joined. Raises ``UserError`` if none is known that
-    splits it so."""
+    """Return llama.cpp's name for the splitting of text before pairs are merged. Raises ``UserError`` if it has
+    none."""
     found = tokenizer.get("pre_tokenizer") or {}
     *before, last = found.get("pretokenizers") or [found]
     pattern = None

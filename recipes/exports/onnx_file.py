@@ -1,4 +1,4 @@
-"""ONNX, as ONNX Runtime and many others read it."""
+"""Export to ONNX, which ONNX Runtime and many others read."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,11 +10,11 @@ from serried.recipes.exports.formats import Source
 from serried.recipes.exports.traced import traced
 
 _LARGEST_BYTES = 2**31 - 2**20
-"""Of one protobuf. Larger weights lie beside it."""
+"""Largest size of a protobuf message. Larger weights are stored in another file."""
 
 
 def write(source: Source, file: Path, dtype: str) -> None:
-    """Write the model to ``file``, and weights above 2 GB to another with ``.data`` behind its name."""
+    """Write the model to ``file``, and weights above 2 GB to another file with ``.data`` appended to its name."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = traced(source, torch.float32)
@@ -22,14 +22,14 @@ def write(source: Source, file: Path, dtype: str) -> None:
         graph, dynamo=True, input_names=["tokens"], output_names=["logits"], verbose=False, external_data=False
     )
     assert program is not None
-    is_large = sum(each.nbytes for each in graph.state_dict.values()) > _LARGEST_BYTES
+    is_large = sum(tensor.nbytes for tensor in graph.state_dict.values()) > _LARGEST_BYTES
     if dtype == "fp32":
         program.save(file, external_data=is_large)
         return
     with TemporaryDirectory(dir=file.parent) as folder:
         whole = Path(folder) / "fp32.onnx"
         program.save(whole, external_data=is_large)
-        # Unsigned: with signed weights, sums saturate on CPUs with AVX2 or AVX-512 but no VNNI
+        # Unsigned: with signed weights, sums saturate on CPUs with AVX2 or AVX-512 but without VNNI
         # (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, "U8S8").
         quantize_dynamic(whole, file, weight_type=QuantType.QUInt8, per_channel=True, use_external_data_format=is_large)
 

@@ -1,4 +1,4 @@
-"""``.pt2``, as ``torch.export.load`` reads it."""
+"""Export to ``.pt2``, which ``torch.export.load`` reads."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def write(source: Source, file: Path, dtype: str) -> None:
     """Write the model to ``file``."""
     program = traced(source, _DTYPES[dtype])
-    program._example_inputs = None  # the one thing in the file that would be pickled; no public way to leave it out
+    program._example_inputs = None  # would be pickled; there is no public way to leave it out
     torch.export.save(program, file)
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder with weights that torchao has quantized, as transformers opens it."""
+"""Export to a Hugging Face folder with weights quantized by torchao, which transformers opens."""
 
 import shutil
 from pathlib import Path
@@ -36,8 +36,8 @@ def write(source: Source, file: Path, dtype: str) -> None:
         source.folder, config=config, dtype=torch.float32, quantization_config=quantized
     )
     model.save_pretrained(file)
-    for each in (path for pattern in _OF_TOKENIZER for path in source.folder.glob(pattern)):
-        shutil.copyfile(each, file / each.name)
+    for tokenizer_file in (path for pattern in _OF_TOKENIZER for path in source.folder.glob(pattern)):
+        shutil.copyfile(tokenizer_file, file / tokenizer_file.name)
 
 
 def run(source: Source, file: Path, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The graph of a model, for formats that hold one."""
+"""Graph of a model, for formats that contain one."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from serried.recipes.models.families.llama import Transformer
 
 
 class _Logits(nn.Module):
-    """Tokens [B, S] -> logits [B, S, V]; nothing else of the model's forward."""
+    """Maps tokens [B, S] to logits [B, S, V], without the other outputs of the model's forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -21,7 +21,8 @@ class _Logits(nn.Module):
 
 
 def traced(source: Source, dtype: torch.dtype) -> ExportedProgram:
-    """Return the graph of the model with weights in ``dtype``, for any batch and sequences of up to ``longest``."""
+    """Return the graph of the model with weights in ``dtype``, for any batch size and sequences of up to ``longest``
+    tokens."""
     model, most = source.opened(source.folder).to(dtype), longest(source)
     if isinstance(model, Transformer):
         model.keep_rotations(most)
@@ -32,8 +33,8 @@ def traced(source: Source, dtype: torch.dtype) -> ExportedProgram:
 
 
 def longest(source: Source) -> int:
-    """Return the most tokens of a sequence. Those that a window does not hold need a mask, which depends on the length:
-    the graph leaves them out."""
+    """Return the largest sequence length of the graph. Tokens outside a sliding window would need a mask that
+    depends on the length, and the graph has none."""
     section = source.section
     windows = [section.window(layer) for layer in range(section.layers)] if hasattr(section, "window") else []
     return min([section.max_sequence_length, *(window for window in windows if window)])

@@ -1,4 +1,4 @@
-"""Causal language modelling: predict the next token."""
+"""Causal language modeling: predict the next token."""
 
 import functools
 import json
@@ -56,7 +56,15 @@ _OUTPUT_BIAS = ".o_proj.bias"
 
 
 class CausalLM(TextTask):
-    """A transformer that learns to predict the next token of packed text."""
+    """Causal language model on packed text: a transformer that predicts the next token.
+
+    The task of ``recipe=tiny``, ``gpt2`` and the other language-model recipes. A subclass changes the data
+    (``dataset``, ``collate_numbered``), the model (``build_model``) or the loss (``loss``, ``terms``) and inherits
+    the rest: tokenization, evaluation, generation and export to Hugging Face format.
+
+    Args:
+        run: config of the run; None if ``configure`` is called later.
+    """
 
     sections = ("model", "data")
 
@@ -75,18 +83,18 @@ class CausalLM(TextTask):
         if run.adapter.method != "none" and self._model.path and not self._model.pretrained:
             raise UserError(
                 f"adapter.method={run.adapter.method} with model.pretrained=false: adapters are trained on the weights "
-                "of a model, which stay as they are; use model.pretrained=true"
+                "of a model, and these stay frozen; use model.pretrained=true"
             )
         self._prepared: Prepared | None = None
-        """Of the first source, whose tokenizer all have."""
+        """Prepared data of the first source. All sources have its tokenizer."""
         self._sources: dict[str, Prepared] = {}
         self._held_out: dict[str, Prepared] = {}
-        """Validation sets by name, and those of a mixture's sources that are not as they were prepared."""
+        """Validation sets by name, including sources of a mixture without documents that are also in another source."""
         self._left_out: dict[str, int] = {}
         self._text_bytes: TextBytes | None = None
         self._built: ModelFamily | None = None
         self._saved: Path | None = None
-        """The folder of the saved model that is opened; None: a model is trained."""
+        """Folder of the opened saved model; None while a model is trained."""
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -113,7 +121,7 @@ class CausalLM(TextTask):
         }
         self._check_tokenizers([*sources.values(), *validation.values()])
         held_out = {name: prepared.whole() for name, prepared in validation.items()}
-        if len(sources) > 1 and not self._data.keeps_none:  # what one source keeps back may be in another
+        if len(sources) > 1 and not self._data.keeps_none:  # validation data of one source may be in another
             held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
         training, cache = list(sources.values()), cache_folder(self._data)
         apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
@@ -125,7 +133,7 @@ class CausalLM(TextTask):
         return json.dumps(place)
 
     def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
-        if any(each.tokenizer.spec() != prepared[0].tokenizer.spec() for each in prepared):
+        if any(source.tokenizer.spec() != prepared[0].tokenizer.spec() for source in prepared):
             raise UserError(
                 f"data.tokenizer={self._data.tokenizer} is learned from a source, and the sources here would each have "
                 "their own; use data.tokenizer=bytes, or the files of a tokenizer that is there already"
@@ -156,7 +164,7 @@ class CausalLM(TextTask):
         return "; ".join(filter(None, [line, *sizes, *left_out, self.dataset("train").describe()]))
 
     def summary(self) -> str:
-        """What was prepared, at length: documents, tokens, lengths, a sample."""
+        """Return a detailed summary of the prepared data: documents, tokens, lengths, a sample."""
         assert self._prepared is not None, "open_data comes first"
         prepared = {**self._sources, **self._held_out}
         texts = [f"{name}\n" * bool(name) + summary_of(each, self._data.tokenizer) for name, each in prepared.items()]
@@ -164,7 +172,7 @@ class CausalLM(TextTask):
 
     def describe_sample(self) -> list[str]:
         if self._data.format != "chat":
-            return []  # all of it is learned
+            return []  # every token is a target
         assert self._prepared is not None, "open_data comes first"
         sample = self.dataset("train")[0]
         is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
@@ -180,10 +188,10 @@ class CausalLM(TextTask):
         return self._datasets[split]
 
     def _keeps_none(self, split: str) -> bool:
-        """Whether ``split`` is that of validation, and all is trained on. Raises ``UserError`` if the run evaluates on
-        nothing else."""
+        """Return whether ``split`` is the validation split and all data is trained on. Raises ``UserError`` if the
+        run has no other validation set."""
         sources = self._sources.values()
-        if split != DEFAULT_VALIDATION or any(each.splits["validation"].tokens for each in sources):
+        if split != DEFAULT_VALIDATION or any(source.splits["validation"].tokens for source in sources):
             return False
         assert isinstance(self.run, TextRunConfig)
         if not self._data.keeps_none and not getattr(self._data, "is_prepared", False):
@@ -220,7 +228,7 @@ class CausalLM(TextTask):
         return collate(samples, ids)
 
     def example_batch(self, samples: int) -> Any:
-        """No data is needed, as for a plan on another machine."""
+        """Return a batch of zeros. Needs no data, so that a plan can be made on another machine."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)
         return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolate_documents else None)
 
@@ -230,8 +238,8 @@ class CausalLM(TextTask):
     # model ----------------------------------------------------------------------------------------------------------
 
     def vocab_size(self) -> int:
-        """Rows of the embedding: as configured, else the tokenizer's, rounded up to ``model.vocab_multiple``. Raises
-        ``UserError`` if the tokenizer has more ids than the model has rows."""
+        """Return the rows of the embedding: as configured, or the tokenizer's size rounded up to
+        ``model.vocab_multiple``. Raises ``UserError`` if the tokenizer has more ids than the model has rows."""
         ids, rows = self._tokenizer_size(), self._model.vocab_size
         if rows is None:
             assert ids is not None
@@ -251,7 +259,7 @@ class CausalLM(TextTask):
         return rows
 
     def _ways_to_fit(self, ids: int) -> str:
-        """Return what makes a tokenizer of ``ids`` fit; weights that are read have their size."""
+        """Return the overrides that make a tokenizer of ``ids`` fit. The size of pretrained weights is fixed."""
         path = self._model.path
         if path is None:
             return f"model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
@@ -260,7 +268,7 @@ class CausalLM(TextTask):
         return f"another model: the tokenizer in {path} does not fit its weights (resize_token_embeddings({ids}) would)"
 
     def _tokenizer_size(self) -> int | None:
-        """Number of ids; None in a dry run that need not know it, and can do without files and libraries."""
+        """Return the number of ids; None in a dry run that does not need it and can do without files and libraries."""
         if self._prepared is None:
             if self._data.tokenizer != "bytes" and self._model.vocab_size:
                 return None
@@ -268,7 +276,7 @@ class CausalLM(TextTask):
                 return self._data.vocab_size
             if self._data.name != "tokens" and (named := named_tokenizer(self._data)) is not None:
                 return named.vocab_size
-            self.open_data(self.prepare())  # only the text knows how many characters there are
+            self.open_data(self.prepare())  # the number of characters depends on the text
         return self._tokenizer().vocab_size
 
     def _family(self) -> ModelFamily:
@@ -288,7 +296,7 @@ class CausalLM(TextTask):
                 key = "label_smoothing" if section.label_smoothing else "z_loss"
                 raise UserError(
                     f"task.{key}={getattr(section, key):g}: the model family {self._model.family} has no "
-                    f"LanguageModelHead, which would add it to the loss; use task.{key}=0"
+                    f"LanguageModelHead to add it to the loss; use task.{key}=0"
                 )
             for head in heads:
                 head.loss = partial(linear_cross_entropy_sum, terms=HeadTerms(section.label_smoothing, section.z_loss))
@@ -326,7 +334,7 @@ class CausalLM(TextTask):
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source=by_source)
 
     def slice_sequence(self, batch: Batch, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
-        # Positions stay whole: every rank needs to know which document a key is of.
+        # Positions stay complete: every rank needs to know the document of each key.
         return batch._replace(tokens=part(batch.tokens, 1), targets=part(batch.targets, 1))
 
     def flops_per_sample(self, parameters: int) -> float:
@@ -345,7 +353,7 @@ class CausalLM(TextTask):
         choose = chooser(temperature=_TEMPERATURE, top_p=1.0, seed=seed)
 
         def never_the_end(logits: torch.Tensor) -> int:
-            # Nor the rows that only pad the vocabulary. Under sharding all ranks take the same number of forwards.
+            # Nor padding rows of the vocabulary. With sharding, all ranks run the same number of forwards.
             logits = logits[: tokenizer.vocab_size]
             logits[tokenizer.end_id] = float("-inf")
             return choose(logits)
@@ -358,8 +366,8 @@ class CausalLM(TextTask):
         return printable(tokenizer.decode(ids))
 
     def _cached_layers(self) -> int | None:
-        """Return the layers of a cache for generating; None: the model takes none, or ranks divide the work on a
-        sample."""
+        """Return the number of layers of a cache for generation; None if the model has no cache, or ranks share the
+        work on a sample."""
         parallel = self.run.parallel
         is_divided = not parallel.pipeline == parallel.context == parallel.tensor == 1
         return None if is_divided else self._family().cached_layers
@@ -397,7 +405,7 @@ class CausalLM(TextTask):
         return [*notes, note]
 
     def _tokenizer_notes(self) -> list[str]:
-        """Return a line if transformers gives other ids."""
+        """Return a line if transformers' tokenizer gives other ids."""
         tokenizer = None if self._prepared is None else self._prepared.tokenizer
         if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.is_plain or self._data.tokenizer == "train":
             return []
@@ -410,12 +418,13 @@ class CausalLM(TextTask):
         return [] if found is None else [found]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
-        """Raises ``UserError`` if the tokenizer or the chat template cannot take ``said``."""
+        """Return the ids of the prompt. Raises ``UserError`` if the tokenizer or the chat template cannot encode
+        ``said``."""
         return self._asked(said)[0]
 
     def _asked(self, said: Sequence[str]) -> tuple[list[int], list[int]]:
-        """``said`` as the model is to see it, messages where it was trained on conversations; and what a reply ends
-        with."""
+        """Return ``said`` as token ids (as messages if the model was trained on conversations), and the tokens that
+        end a reply."""
         tokenizer = self._tokenizer()
         if self._data.is_chat:
             return ask(chat_template(self._data, tokenizer)[0], tokenizer, said)
@@ -437,7 +446,7 @@ class CausalLM(TextTask):
                 raise UserError(
                     "the model computes NaN, so no token is likeliest; use precision=fp32, or other weights"
                 )
-            return choose(logits[: tokenizer.vocab_size])  # not the rows that only pad the vocabulary
+            return choose(logits[: tokenizer.vocab_size])  # no padding rows of the vocabulary
 
         following = continued(
             model, ids, layers=self._cached_layers(), tokens=tokens, choose=of_vocabulary, device=device
@@ -451,10 +460,10 @@ class CausalLM(TextTask):
         self._saved = checkpoint
 
     def _ends_of_saved(self) -> list[int]:
-        """Return the tokens at which transformers stops writing with the model that was opened."""
+        """Return the tokens at which transformers stops generation with the opened model."""
         found = self._base_settings if self._saved is None else _settings_in(self._saved)
         ends = (found[name].get("eos_token_id") for name in (GENERATION, CONFIG))
-        return next((each for each in map(_as_list, ends) if each), [])
+        return next((end_ids for end_ids in map(_as_list, ends) if end_ids), [])
 
     def text_ids(self, text: str, *, begins: bool) -> list[int]:
         tokenizer = self._tokenizer()
@@ -464,11 +473,11 @@ class CausalLM(TextTask):
         return [*self._tokenizer().start_ids, self._tokenizer().end_id][0]
 
     def _beginning(self, tokenizer: Tokenizer) -> list[int]:
-        """What stands before the first token of every document."""
+        """Return the tokens before the first token of every document."""
         return [tokenizer.end_id, *tokenizer.start_ids]
 
     def _tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of the data if that is open, else the named one."""
+        """Return the tokenizer of the data if it is open, else the configured one."""
         if self._prepared is not None:
             return self._prepared.tokenizer
         assert self._named_tokenizer is not None, "open_data comes first"
@@ -476,7 +485,7 @@ class CausalLM(TextTask):
 
     @functools.cached_property
     def _named_tokenizer(self) -> Tokenizer | None:
-        """Read once: that of a checkpoint may be deleted while its model writes text."""
+        """Configured tokenizer. It is read once: a checkpoint's files may be deleted while its model generates text."""
         return named_tokenizer(self._data)
 
     def target_bytes(self, batch: Batch) -> int:
@@ -493,16 +502,16 @@ class CausalLM(TextTask):
         if not is_same:
             raise UserError(
                 f"data.tokenizer={self._data.tokenizer} is not the tokenizer of {folder} any more: it was learned from "
-                "other text, or its files have changed; name the text with data=text data.path=FILES, which is "
-                "tokenised as the model knows it"
+                "other text, or its files have changed; to use text with the "
+                "model's tokenizer, give data=text data.path=FILES"
             )
 
     def check_resumed(self, checkpoint: Path) -> None:
         if self._lacks_output_bias(checkpoint):
             raise UserError(
-                f"{checkpoint} was trained by an earlier version without o_proj.bias, which model.attention_bias=true "
-                f"adds with model.family={self._model.family}, as in transformers; use its weights alone, with biases "
-                f"that start at zero: serried export {shlex.quote(str(checkpoint))} out=weights, then "
+                f"{checkpoint} was trained by an earlier version without o_proj.bias, and model.attention_bias=true "
+                f"adds it with model.family={self._model.family}, as in transformers; use its weights alone, with "
+                f"biases that start at zero: serried export {shlex.quote(str(checkpoint))} out=weights, then "
                 "checkpoint.resume=weights"
             )
         now = hugging_face_files(self._tokenizer()).get("tokenizer.json")
@@ -510,7 +519,7 @@ class CausalLM(TextTask):
             return
         keys, without = "data.tokenizer,data.path", ""
         if self._data.vocab_size != type(self._data).model_fields["vocab_size"].default:
-            keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # of one that is learned
+            keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # a learned tokenizer's
         use = shlex.join([f"data.tokenizer={checkpoint}", f"checkpoint.allow_changes=[{keys}]"])
         raise UserError(
             f"{checkpoint} was trained with another tokenizer than data.tokenizer={self._data.tokenizer} is now: "
@@ -528,8 +537,8 @@ class CausalLM(TextTask):
         return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
 
     def _lacks_output_bias(self, folder: Path) -> bool:
-        """Whether the whole model in ``folder`` lacks the bias of attention's output, as those that an earlier version
-        trained."""
+        """Return whether the model in ``folder`` lacks the bias of the attention output, like models of an earlier
+        version."""
         is_whole = self.run.adapter.method == "none" and getattr(self._model, "output_bias", False)
         return is_whole and not any(name.endswith(_OUTPUT_BIAS) for name in TensorFolder(folder).specs)
 
@@ -539,12 +548,12 @@ class CausalLM(TextTask):
         return model_folder(self._model.path, "*.safetensors", "*.json")
 
     def check_weights(self, folder: Path) -> None:
-        """Composing the config took its architecture from ``folder``, unless that is not a model."""
+        """Check that ``folder`` has a ``config.json``, from which composing the config took the architecture."""
         if not (folder / CONFIG).is_file():
             raise UserError(f"cannot read {folder / CONFIG}: there is none; it says what the weights beside it compute")
 
     def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the content of ``config.json`` beside the weights."""
+        """Return the content of ``config.json`` for an export."""
         config = self._family().export_config(tokenizer.end_id) | self._special_ids(tokenizer)
         if takes(self.run.optim, "rounding") and not self.run.trainer.ema_decay:  # averages are fp32
             config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
@@ -565,28 +574,28 @@ class CausalLM(TextTask):
             (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")
 
     def _end_of_turn(self, tokenizer: Tokenizer) -> int | None:
-        """Return the token that ends what the model is trained to say; None: it ends with several, or with text."""
+        """Return the token that ends a reply of the model; None if replies end with several tokens, or with text."""
         if not self._data.is_chat or not isinstance(tokenizer, HuggingFaceTokenizer):
             return None
         try:
             _, ids = ask(chat_template(self._data, tokenizer)[0], tokenizer, ["?"])
-        except UserError:  # of a template that wants other messages
+        except UserError:  # the template requires other messages
             return None
         return ids[0] if len(ids) == 1 and ids[0] in tokenizer.added_ids else None
 
     def _special_ids(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the ids of ``config.json``: the base model's, else those that the tokenizer has."""
+        """Return the special ids of ``config.json``: the base model's, or else the tokenizer's."""
         end, base = tokenizer.end_id, self._base_settings[CONFIG]
         if not base:
             return {"bos_token_id": tokenizer.start_ids[0]} if tokenizer.start_ids else {}
         ids = {key: base[key] for key in ("bos_token_id", "pad_token_id") if key in base}
-        ends = base.get("eos_token_id")  # one, or several
+        ends = base.get("eos_token_id")  # a single id, or a list
         is_known = end in _as_list(ends)
         return {"bos_token_id": None} | ids | ({"eos_token_id": ends} if is_known else {})
 
     @functools.cached_property
     def _base_settings(self) -> dict[str, dict[str, Any]]:
-        """Settings of the base model; empty without one, and if it is gone by the time that a run resumes."""
+        """Settings of the base model; empty if there is none, or if it no longer exists when a run resumes."""
         with suppress(UserError):
             if (folder := self.pretrained()) is not None:
                 return _settings_in(folder)
@@ -594,7 +603,7 @@ class CausalLM(TextTask):
 
 
 def _settings_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings in a folder of a model, by file; empty ones for a file that cannot be read."""
+    """Return the settings in a model folder, by file; empty for a file that cannot be read."""
     found: dict[str, dict[str, Any]] = {CONFIG: {}, GENERATION: {}}
     for name in found:
         with suppress(OSError, NotPlainData):
@@ -603,6 +612,6 @@ def _settings_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _as_list(ids: Any) -> list[int]:
-    """Return ``eos_token_id``, one or several, as a list; empty if it is neither."""
+    """Return ``eos_token_id`` (an id or a list) as a list; empty if it is neither."""
     several = ids if isinstance(ids, list) else [ids]
-    return several if all(isinstance(each, int) for each in several) else []
+    return several if all(isinstance(token, int) for token in several) else []

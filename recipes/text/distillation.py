@@ -1,7 +1,8 @@
-"""Knowledge distillation: predict each token as a larger, frozen model does (https://arxiv.org/abs/1503.02531).
+"""Knowledge distillation: predict each token like a larger, frozen model (https://arxiv.org/abs/1503.02531).
 
-The teacher is a submodule of the model, so every layout divides it as it divides the model. It is in no checkpoint. Its
-head keeps the last hidden states, and the student's head compares the logits of both, a chunk of tokens at a time.
+The teacher is a submodule of the model, so every parallel layout shards it like the model. Checkpoints do not
+contain it. Its head keeps the last hidden states, and the student's head compares the logits of both, one chunk of
+tokens at a time.
 """
 
 import json
@@ -30,11 +31,11 @@ from serried.recipes.models.layers.lm_head import Chunk, Gradients, LanguageMode
 from serried.recipes.text.causal_lm import CausalLM
 
 _TEACHER = "teacher"
-"""Name of the submodule."""
+"""Name of the teacher's submodule."""
 
 
 class Distillation(CausalLM):
-    """A language model that learns from another."""
+    """A language model that learns from a teacher."""
 
     Config = DistillationSection
 
@@ -45,11 +46,11 @@ class Distillation(CausalLM):
         if self.config.teacher is None:
             raise UserError("task.name=distillation needs a teacher: task.teacher=FOLDER_OR_NAME")
         self._folder: Path | None = None
-        """The teacher's on this node, from ``open_data`` on."""
+        """The teacher's folder on this node, set by ``open_data``."""
 
     @cached_property
     def _teacher(self) -> ModelFamily:
-        """The family of the teacher. Raises ``UserError`` if it cannot be read, or predicts other tokens."""
+        """The teacher's family. Raises ``UserError`` if it cannot be read, or has another vocabulary."""
         path = str(self.config.teacher)
         section = teacher_section(path)
         if section.vocab_size != self.vocab_size():
@@ -80,7 +81,7 @@ class Distillation(CausalLM):
             )
 
     def _teacher_ids(self) -> dict[str, int] | None:
-        """Return the ids of the teacher's tokens; None: it has no ``tokenizer.json``."""
+        """Return the ids of the teacher's tokens; None if it has no ``tokenizer.json``."""
         file = self.teacher_folder() / "tokenizer.json"
         try:
             return ids_of_tokens(read_json(file, LARGEST_TOKENIZER)) if file.exists() else None
@@ -105,7 +106,7 @@ class Distillation(CausalLM):
         own, its = self._family().parallel_plan(model), self._teacher.parallel_plan(model.get_submodule(_TEACHER))
         if not own.units or not its.units:
             return ParallelPlan()
-        # The student's head reads the weight of the teacher's, which is in no unit: it stays gathered.
+        # The student's head reads the weight of the teacher's head, which is in no FSDP unit: it stays gathered.
         ends = tuple(name for name, role in its.roles.items() if role == "head")
         units = [tuple(f"{_TEACHER}.{name}" for name in unit) for unit in its.units if not {*unit} & {*ends}]
         return replace(
@@ -137,7 +138,7 @@ class Distillation(CausalLM):
         self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
     ) -> int | None:
         own = super().activation_bytes(samples, dtype, autocast=autocast, share=share)
-        layers = max(1, getattr(self._teacher.section, "layers", 1))  # one of them at a time
+        layers = max(1, getattr(self._teacher.section, "layers", 1))  # one layer at a time
         once = share._replace(moment="", blocks=1 / layers, checkpoint="none", rest="none")
         length = self._data.sequence_length
         its = self._teacher.activation_bytes(samples, length, dtype, autocast=False, share=once)
@@ -179,7 +180,7 @@ def _head(model: nn.Module, family: str) -> LanguageModelHead:
 
 
 class _End(NamedTuple):
-    """What the end of a model computes logits from."""
+    """Inputs of a model's logits."""
 
     hidden: Tensor
     """[T, D]"""
@@ -189,7 +190,7 @@ class _End(NamedTuple):
 
 
 class _Kept:
-    """The end of the teacher, from its forward to that of the student."""
+    """Hidden states and head of the teacher, kept from its forward until the student's."""
 
     def __init__(self, weight: float, temperature: float) -> None:
         self._weight, self._temperature = weight, temperature
@@ -198,7 +199,7 @@ class _Kept:
     def keep(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
     ) -> Tensor:
-        """Loss of the teacher's head: nothing."""
+        """Keep the teacher's inputs. Returns a loss of zero."""
         del targets
         self._end = _End(hidden, weight, vocabulary, soft_cap)
         return hidden.new_zeros(())
@@ -206,7 +207,7 @@ class _Kept:
     def compare(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
     ) -> Tensor:
-        """Loss of the student's head, see ``distillation_sums``."""
+        """Return the loss of the student's head; see ``distillation_sums``."""
         end, self._end = self._end, None
         assert end is not None, "the teacher's forward comes first"
         mine = _End(hidden, weight, vocabulary, soft_cap)
@@ -214,18 +215,18 @@ class _Kept:
 
 
 def distillation_sums(mine: _End, its: _End, targets: Tensor, weight: float, temperature: float) -> Tensor:
-    """Return the loss, cross entropy and divergence from the teacher, each summed over targets, fp32 [3].
+    """Return the loss, the cross entropy and the divergence from the teacher, each summed over targets, fp32 [3].
 
-    The loss is (1 - ``weight``) x cross entropy + ``weight`` x ``temperature``^2 x KL(teacher || student), both
-    softened by ``temperature``; only it has a gradient. Logits of one chunk of tokens exist at a time, and gradients
-    are formed in the forward, if autograd records.
+    The loss is (1 - ``weight``) x cross entropy + ``weight`` x ``temperature``^2 x KL(teacher || student), with both
+    distributions softened by ``temperature``. Only the loss has a gradient. The logits of one chunk of tokens exist
+    at a time, and gradients are computed in the forward if autograd records.
     """
     if not torch.is_grad_enabled():
         sums = torch.zeros(3, dtype=torch.float32, device=mine.hidden.device)
         its_chunks = _chunks(its, targets)
         for chunk in _chunks(mine, targets):
             _add(sums, chunk, _divergence(chunk.logits, next(its_chunks).logits, mine.vocabulary, temperature)[0])
-            del chunk  # or it would be there beside the next
+            del chunk  # otherwise it would coexist with the next chunk
         return _with_loss(sums, weight, temperature)
     trained: Tensor = _Distilled.apply(mine.hidden, mine.weight, targets, mine, its, weight, temperature)
     return trained
@@ -236,12 +237,12 @@ def _chunks(end: _End, targets: Tensor) -> Iterator[Chunk]:
 
 
 def _add(sums: Tensor, chunk: Chunk, divergence: Tensor) -> None:
-    """Add cross entropy and divergence of a chunk."""
+    """Add the cross entropy and divergence of a chunk."""
     sums += torch.stack((sums.new_zeros(()), chunk.losses.sum(), divergence.where(chunk.is_target, 0).sum()))
 
 
 def _with_loss(sums: Tensor, weight: float, temperature: float) -> Tensor:
-    """Fill in the loss."""
+    """Set the loss from the other sums."""
     sums[0] = (1 - weight) * sums[1] + weight * temperature**2 * sums[2]
     return sums
 
@@ -254,7 +255,7 @@ class _Distilled(torch.autograd.Function):
         vocabulary = mine.vocabulary
         gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
         sums = torch.zeros(3, dtype=torch.float32, device=hidden.device)
-        its_chunks = _chunks(its, targets)  # not zip(), which would keep the chunks before
+        its_chunks = _chunks(its, targets)  # zip() would keep the previous chunks
         for chunk in _chunks(mine._replace(weight=gradients.low_weight), targets):
             divergence, logs, wanted = _divergence(chunk.logits, next(its_chunks).logits, vocabulary, temperature)
             _add(sums, chunk, divergence)
@@ -268,7 +269,7 @@ class _Distilled(torch.autograd.Function):
             if slope is not None:
                 of_logits.mul_(slope)
             gradients.add(chunk, of_logits)
-            del chunk, logs, softened, of_logits, slope  # or they would be there beside the next chunk's
+            del chunk, logs, softened, of_logits, slope  # otherwise they would coexist with the next chunk's
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return _with_loss(sums, share, temperature)
@@ -281,8 +282,8 @@ class _Distilled(torch.autograd.Function):
 
 
 def _divergence(mine: Tensor, its: Tensor, vocabulary: Vocabulary, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(teacher || student) of each token [T], and the softened distributions [T, rows here]: logarithms of the
-    student's, and the teacher's."""
+    """Return KL(teacher || student) of each token [T], and the softened distributions [T, local rows]: the student's
+    logarithms, and the teacher's probabilities."""
     mine, its = mine / temperature, its / temperature
     nothing = mine.new_zeros(len(mine))
     my_normalizer, _ = vocabulary.combine(mine.logsumexp(1), nothing)

@@ -1,4 +1,4 @@
-"""Text from a model: one token after another, each chosen by what the model makes of those before it."""
+"""Text generation: one token after another, each chosen from the model's logits."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -9,26 +9,27 @@ from serried.recipes.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer
 from serried.recipes.models.layers.kv_cache import Cache
 
 _HELD_TOKENS = 8
-"""Tokens that may be waited for to make up a character: of bytes one takes 4."""
+"""Tokens to hold back until they form a complete character. A byte-level character takes at most 4."""
 _CONTEXT_TOKENS = 8
-"""Of the prompt, decoded with what follows: some tokenizers leave out a blank that begins a text."""
+"""Prompt tokens that are decoded together with the generated ones: some tokenizers drop a space at the start of a
+text."""
 
 
 Choose = Callable[[Tensor], int]
-"""Logits [V], fp32 on the CPU -> the next token."""
+"""Maps logits [V], fp32 on the CPU, to the next token."""
 
 
 def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
-    """The likeliest token at ``temperature`` 0; else one drawn from the nucleus.
+    """Return a function that chooses the likeliest token (``temperature`` 0), or samples from the nucleus.
 
-    The nucleus is the fewest likeliest tokens whose probabilities come to ``top_p`` (Holtzman et al., "The curious case
-    of neural text degeneration", 2020).
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to ``top_p`` (Holtzman et al., "The
+    curious case of neural text degeneration", 2020).
     """
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
         scaled = logits / temperature if temperature else logits
-        if temperature == 0 or not scaled.max().isfinite():  # so close to 0 that numbers are too large
+        if temperature == 0 or not scaled.max().isfinite():  # so close to 0 that the logits overflow
             return int(logits.argmax())
         probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
         if top_p < 1:
@@ -43,9 +44,14 @@ def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
 def continued(
     model: nn.Module, prompt: Sequence[int], *, layers: int | None, tokens: int, choose: Choose, device: torch.device
 ) -> Iterator[int]:
-    """Up to ``tokens`` tokens that follow ``prompt``, which has one at least. ``layers``: those of its cache; None: it
-    has none, and all tokens are computed again. The model may be one
-    that is cut, and then all ranks call this together."""
+    """Yield up to ``tokens`` tokens that follow ``prompt``, which must not be empty.
+
+    With a sharded model, all ranks must call this together.
+
+    Args:
+        layers: number of layers of the cache; None: there is no cache, and all tokens are recomputed for each new
+            one.
+    """
     cache = None if layers is None else Cache(layers, len(prompt) + tokens)
     following = list(prompt)
     for _ in range(tokens):
@@ -57,11 +63,10 @@ def continued(
 
 
 def until_end(tokens: Iterator[int], end_ids: Collection[int], end_of_turn: Sequence[int]) -> Iterator[int]:
-    """``tokens`` up to one of the end marks, or to the tokens ``end_of_turn`` one after the other; neither is given
-    on."""
+    """Yield ``tokens`` until one of the end ids, or until the whole sequence ``end_of_turn``. Neither is yielded."""
     ending = list(end_of_turn)
     held: list[int] = []
-    """The latest tokens, which may turn out to be the beginning of ``ending``."""
+    """Latest tokens, which may be the beginning of ``ending``."""
     for token in tokens:
         if token in end_ids:
             break
@@ -74,16 +79,16 @@ def until_end(tokens: Iterator[int], end_ids: Collection[int], end_of_turn: Sequ
 
 
 class TextStream:
-    """Tokens in, text out as soon as it is settled: characters may take several tokens."""
+    """Converts tokens to text as soon as it is certain: a character may take several tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
         self._told = len(self._ids)
-        """Tokens already returned as text; they are kept because decoding depends on them."""
+        """Number of tokens already returned as text. They are kept because decoding depends on them."""
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with ``token``; empty if it may be part of a character."""
+        """Return the text that ``token`` completes; empty if it may be part of a character."""
         self._ids.append(token)
         text = self._text()
         if text.endswith(REPLACEMENT) and len(self._ids) - self._told < _HELD_TOKENS:
@@ -91,7 +96,7 @@ class TextStream:
         return self._settle(text)
 
     def rest(self) -> str:
-        """The text of what was held back, now that no more comes."""
+        """Return the text of the tokens held back, at the end of the sequence."""
         return self._settle(self._text())
 
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""What tasks on pairs of answers have in common: data sets, batches, and how much work a pair is."""
+"""Base class of tasks on pairs of answers: data sets, batches, and the cost of a pair."""
 
 import functools
 from collections.abc import Sequence
@@ -44,7 +44,8 @@ class PairTask(CausalLM):
 
     @functools.cached_property
     def _needs_one_shape(self) -> bool:
-        """Whether all batches have the length of the longest: in a pipeline, and where each new shape is compiled."""
+        """Return whether all batches must have the length of the longest pair: in a pipeline, and if each new shape
+        is compiled."""
         if self.run.parallel.pipeline != 1 or self.run.trainer.compile:
             return True
         is_on_gpu = self.run.launch.device != "cpu" and torch.cuda.is_available()
@@ -81,8 +82,8 @@ class PairTask(CausalLM):
 
 
 def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:
-    """Return the sums of ``losses`` [pairs], and of what shows how well ``rewards`` [pairs, 2] tell answers apart;
-    ``more``: further metrics [pairs]. Padding has no part in them."""
+    """Return the sums of ``losses`` [pairs], and metrics of how well ``rewards`` [pairs, 2] separate the answers.
+    ``more``: further metrics [pairs]. Padding is left out."""
     is_pair, margins = batch.sample_ids >= 0, rewards[:, 0] - rewards[:, 1]
     metrics = {
         "reward_margin": margins, "reward_accuracy": (margins > 0).double(),

@@ -1,8 +1,8 @@
 """Preference training: of two answers to a prompt, make the chosen one more likely than the rejected one.
 
-DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the model at the start; ORPO
-(https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) do without. The loss is a sum over pairs
-and never a mean over a batch, so it does not depend on how pairs are grouped.
+DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the initial model; ORPO
+(https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) need none. The loss is a sum over
+pairs and never a mean over a batch, so it does not depend on the grouping of pairs.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Preference(PairTask):
         return model
 
     def flops_per_sample(self, parameters: int) -> float:
-        passes = 4 / 3 if self._compares_with_base else 1  # the reference is a forward more
+        passes = 4 / 3 if self._compares_with_base else 1  # the reference adds a forward
         return passes * super().flops_per_sample(parameters)
 
     # loss -----------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Preference(PairTask):
         inputs = self._family().inputs(batch)
         if self._model.family != ANY_FAMILY:
             return inputs
-        # Its loss is a sum over all answers: that of each is computed from logits.
+        # The loss is not a sum over tokens: the log-probability of each answer is computed from logits.
         return inputs._replace(named={name: each for name, each in inputs.named.items() if name != "targets"})
 
     def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
@@ -106,40 +106,41 @@ class Preference(PairTask):
         )
 
     def _take_reference(self, split: str, numbers: np.ndarray) -> None:
-        """Compare the pairs of ``split`` with these log-probabilities, [pairs, 2]."""
+        """Use ``numbers``, log-probabilities [pairs, 2], as the reference of ``split``."""
         self.dataset(split).reference = numbers
 
     def reference_settings(self) -> Mapping[str, Any]:
-        """Return what log-probabilities depend on beside the weights and the pairs."""
+        """Return the settings on which log-probabilities depend, in addition to the weights and the pairs."""
         model, adapter = self._model.model_dump(mode="json", exclude={"path", "name"}), self.run.adapter
-        # A frozen model is held in fewer bits than one that is trained.
+        # A frozen model may be stored in fewer bits than a trained one.
         frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
         return {"model": model, "precision": self.run.precision.name, "frozen": frozen}
 
 
 def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each answer and its tokens, [batch, 2], fp64 and int64.
+    """Return the log-probability and the number of tokens of each answer, [batch, 2], fp64 and int64.
 
-    ``output``: of the model, logits [2 x batch, S, V] or the loss of each token [2 x batch, S].
+    ``output``: the model's logits [2 x batch, S, V], or its loss of each token [2 x batch, S].
     """
     targets = batch.targets
     if output.dim() == 3:
         losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
         output = losses.view(targets.shape)
-    # Two long sums are compared: in fp32 they would lose digits that the loss needs.
+    # Two long sums are subtracted: in fp32 this would lose digits that the loss needs.
     return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
 
 
 def margin_losses(rewards: Tensor, margin: float) -> Tensor:
-    """Loss of each pair, from the rewards of both answers, [pairs, 2]. These are beta x the log-ratio to the
-    reference for DPO, whose ``margin`` is 0, and beta x the mean log-probability of a token for SimPO."""
+    """Return the loss of each pair from the rewards of both answers, [pairs, 2]. For DPO, rewards are beta x the
+    log-ratio to the reference and ``margin`` is 0; for SimPO, rewards are beta x the mean log-probability of a
+    token."""
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
 
 
 def orpo_losses(means: Tensor, beta: float) -> Tensor:
-    """Loss of each pair: that of the chosen answer and ``beta`` x the odds ratio's, from the mean log-probability of a
-    token of both answers, [pairs, 2]."""
-    # log(p / (1 - p)); expm1 near p = 1 and log1p near p = 0, where the other loses digits.
+    """Return the loss of each pair from the mean log-probability of a token of both answers, [pairs, 2]: the chosen
+    answer's loss plus ``beta`` x the loss of the odds ratio."""
+    # log(p / (1 - p)), with expm1 near p = 1 and log1p near p = 0, where the other one loses digits.
     means = means.clamp(max=-1e-12)
     rest = torch.where(means > -0.6931471805599453, torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
     odds = means - rest

@@ -1,6 +1,6 @@
 """Reward models: a score for an answer, learned from pairs of answers (Bradley and Terry 1952).
 
-The head of the language model is replaced by one row of weights, and the score is its product with the hidden state of
+The head of the language model is replaced by one row of weights. The score is its product with the hidden state of
 the last token of an answer, as in transformers' models for sequence classification.
 """
 
@@ -27,23 +27,23 @@ from serried.recipes.text.pair_task import PairTask, pair_terms
 from serried.records.tensors import TensorFolder
 
 _HEAD, _SCORE = "lm_head", "score.weight"
-"""Names of the module, and of its weight in a checkpoint."""
+"""Names of the head module, and of its weight in a checkpoint."""
 
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
-"""Architectures of transformers for sequence classification, if the name does not follow from the language model's."""
+"""transformers' architectures for sequence classification whose name does not follow from the language model's."""
 _WITHOUT_CLASSIFIER = ("glm4_moe",)
-"""Families that have none there."""
+"""Families without such an architecture."""
 
 
 class ScoreHead(nn.Module):
-    """hidden [B, S, D] -> a score of each token, [B, S] fp32."""
+    """Maps hidden states [B, S, D] to a score of each token, [B, S] fp32."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, dim, device=device))
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, shared_weight: Tensor | None = None) -> Tensor:
-        """As that of ``LanguageModelHead``; targets play no role."""
+        """Like the forward of ``LanguageModelHead``. ``targets`` are ignored."""
         del targets, shared_weight
         return F.linear(hidden, self.weight.to(hidden.dtype)).squeeze(-1).float()
 
@@ -55,7 +55,7 @@ class Reward(PairTask):
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
-        if "tie_embeddings" in type(self._model).model_fields:  # the head has a weight of its own
+        if "tie_embeddings" in type(self._model).model_fields:  # the head has its own weight
             self._model = self._model.model_copy(update={"tie_embeddings": False})
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ class Reward(PairTask):
         head = getattr(model, _HEAD, None)
         if not isinstance(head, LanguageModelHead) or head.weight is None:
             raise UserError(
-                f"model.family={self._model.family} has no LanguageModelHead called {_HEAD}, in place of which answers "
-                "are scored; use a built-in family"
+                f"model.family={self._model.family} has no LanguageModelHead called {_HEAD} to replace with a score "
+                "head; use a built-in family"
             )
         setattr(model, _HEAD, ScoreHead(head.weight.shape[1], head.weight.device))
         return model
@@ -97,7 +97,7 @@ class Reward(PairTask):
 
     @property
     def _classifier(self) -> str:
-        """The class of transformers that opens a checkpoint; empty if there is none."""
+        """Return transformers' class that opens a checkpoint; empty if there is none."""
         if self._model.family in _WITHOUT_CLASSIFIER:
             return ""
         name = str(self._family().export_config(None).get("architectures", [""])[0])
@@ -111,7 +111,7 @@ class Reward(PairTask):
         config = super()._export_config(tokenizer)
         if not self._classifier:
             return config
-        # transformers reads the score at the last token that is not padding.
+        # transformers reads the score at the last non-padding token.
         padding = _padding_id(tokenizer)
         labels: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return config | {"architectures": [self._classifier], "pad_token_id": padding, **labels}
@@ -137,7 +137,7 @@ class Reward(PairTask):
 
 
 def _up_to_end(pair: Pair, most: int) -> Pair:
-    """Return ``pair`` up to the last token of each answer, at most ``most`` tokens, of which the last is the target."""
+    """Return ``pair`` up to the last token of each answer, at most ``most`` tokens. Only the last one is a target."""
     tokens, targets = [], []
     for its_tokens, its_targets in zip(pair.tokens, pair.targets, strict=True):
         last = int(np.flatnonzero(its_targets != IGNORE)[-1])
@@ -148,7 +148,7 @@ def _up_to_end(pair: Pair, most: int) -> Pair:
 
 
 def _padding_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the tokenizer's own token for padding; None: it has none."""
+    """Return the id of the tokenizer's padding token; None if it has none."""
     files = tokenizer.spec().get("files", {})
     named = json.loads(files.get("tokenizer_config.json", "{}")).get("pad_token")
     named = named.get("content") if isinstance(named, dict) else named

@@ -134,9 +134,8 @@ def load_state(
             f"use the optim it was trained with, or {weights_alone(checkpoint)}"
         )
     if folder is not None:
-        _check(
-            folder, {fragment.name: fragment for part in states for fragment in part.fragments}, saved
-        )  # saved contains other stages' tensors, too
+        fragments = {fragment.name: fragment for part in states for fragment in part.fragments}
+        _check(folder, fragments, saved)  # saved contains tensors of other stages, too
         _fill(folder, states)
 
 

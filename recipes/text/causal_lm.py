@@ -79,7 +79,9 @@ class CausalLM(TextTask):
     def configure(self, run: RunConfig) -> None:
         assert isinstance(run, TextRunConfig), "the built-in tasks are composed with the sections model and data"
         super().configure(run)
-        self._model, self._data, self._trainer = run.model, run.data, run.trainer
+        self._model = run.model
+        self._data = run.data
+        self._trainer = run.trainer
         if run.adapter.method != "none" and self._model.path and not self._model.pretrained:
             raise UserError(
                 f"adapter.method={run.adapter.method} with model.pretrained=false: adapters are trained on the weights "

@@ -1,83 +1,129 @@
-"""Lines of the product per package, before and after it was opened to users' code: ``python -m tools.lines``.
+"""Sizes of the packages, in the generated tables of docs/concepts/architecture.md: ``python -m tools.lines``.
 
-Counts every line (``wc -l``) of Python, YAML, JavaScript, CSS and HTML, without tests, benchmarks, examples and the
-vendored uPlot. Rounded to hundreds, so that the table in docs/concepts/architecture.md is not outdated by every commit.
+Counts Python files, and every line (``wc -l``) of Python, YAML, JavaScript, CSS and HTML, without tests, benchmarks,
+tools, examples and the vendored uPlot. Numbers are rounded, so that not every commit outdates the table.
 """
 
-from collections.abc import Collection
+import ast
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("serried", "planner", "launch", "recipes", "trainer", "parallel", "records", "runtime", "configs")
 SUFFIXES = {".py", ".yaml", ".js", ".css", ".html"}
-COMMIT = "4b49c34"
-BEFORE = {
-    "serried": 674, "launch": 3284, "recipes": 6041, "trainer": 11128, "parallel": 769, "records": 0, "runtime": 0,
-    "configs": 3694, "planner": 0,
-}  # fmt: skip
-"""At ``COMMIT``, where ``records``, ``runtime`` and ``planner`` were in ``trainer`` and ``launch``."""
-PYTHON_BEFORE = 23064
+MOST_ATTRIBUTES = 12
 TO_ADD = (
-    ("a task: model, data, loss", "6 or more", "none: the user's script"),
+    ("a task: model, data, loss", "your script", "`recipes/`, its section in `configs/schema/tasks.py`"),
     (
         "a model family",
-        "8 or 9",
-        "none: the user's script and a YAML. Built in: `recipes/models/families/`, its section in "
-        "`configs/schema/models.py`, its line in `configs/schema/registry.py`, YAML",
+        "your script and a YAML preset",
+        "`recipes/models/families/`, its section in `configs/schema/models.py`, its line in "
+        "`configs/schema/registry.py`, a YAML preset",
     ),
-    ("an optimizer", "7", "none: the user's script. Built in: 1 + YAML, `trainer/optim/algorithms/`"),
-    ("a schedule", "not counted", "none: the user's script. Built in: 1 + YAML, `trainer/optim/schedules/`"),
-    ("a data source", "not counted", "none: the user's script. Built in: 1 + YAML, `recipes/data/sources/`"),
+    ("an optimizer", "your script", "`trainer/optim/algorithms/` and a YAML preset"),
+    ("a schedule", "your script", "`trainer/optim/schedules/` and a YAML preset"),
+    ("a data source", "your script", "`recipes/data/sources/` and a YAML preset"),
+    ("a callback", "your script", "-"),
     (
         "a parallel axis",
-        "not counted",
-        "`parallel/axes/`, its degree in `configs/schema/sections.py`, `mesh.py`, `process_groups.py`, `model_axes.py`",
+        "not possible",
+        "`parallel/axes/`, its degree in `configs/schema/sections.py`, `mesh.py`, `process_groups.py`, "
+        "`model_axes.py`; in `planner/` its messages, time and search",
     ),
 )
 
 
-def lines_now(suffixes: Collection[str] = SUFFIXES) -> dict[str, int]:
-    """Return the lines of each package as it is, in files with one of ``suffixes``."""
-    found = {name: _lines(ROOT / name, suffixes) for name in BEFORE}
-    found["serried"] += _lines_of(ROOT / "train.py")
-    return found
+def packages() -> str:
+    """Return a table of the files and lines of each package and its rooms."""
+    rows = ["| package | files on top | rooms, with files | lines |", "| --- | --- | --- | --- |"]
+    sums = [0, 0]
+    for name in PACKAGES:
+        files = [*_files(ROOT / name)]
+        python = [path for path in files if path.suffix == ".py"]
+        on_top = [path for path in python if path.parent == ROOT / name]
+        rooms = Counter(path.relative_to(ROOT / name).parts[0] for path in python if path not in on_top)
+        lines = sum(map(_lines, files))
+        sums = [sums[0] + len(python), sums[1] + lines]
+        words = ", ".join(f"`{room}/` {count}" for room, count in sorted(rooms.items())) or "-"
+        rows.append(f"| `{name}/` | {len(on_top)} | {words} | {_rounded(lines)} |")
+    rows.append(f"| all | {sums[0]} files | | {_rounded(sums[1])} |")
+    return "\n".join(rows)
 
 
-def table() -> str:
-    """Return both tables as Markdown."""
-    now = lines_now()
-    rows = [(f"`{name}/`", before, now[name]) for name, before in BEFORE.items()]
-    rows.append(("all", sum(BEFORE.values()), sum(now.values())))
-    rows.append(("Python alone", PYTHON_BEFORE, sum(lines_now({".py"}).values())))
-    return "\n".join(
-        [
-            f"| package | lines at {COMMIT} | lines now |",
-            "| --- | --- | --- |",
-            *(f"| {name} | {_rounded(before)} | {_rounded(after)} |" for name, before, after in rows),
-            "",
-            "| to add | files touched before | files to touch now |",
-            "| --- | --- | --- |",
-            *(f"| {what} | {before} | {after} |" for what, before, after in TO_ADD),
-        ]
-    )
+def shape() -> str:
+    """Return a table of the largest file, class and level, the classes with many attributes and the repeated names."""
+    python = [path for name in PACKAGES for path in _files(ROOT / name) if path.suffix == ".py"]
+    levels = Counter(path.parent for path in python)
+    level, files = levels.most_common(1)[0]
+    longest = max(python, key=_lines)
+    classes = [found for path in python for found in _classes(path)]
+    path, largest, lines = max(classes, key=lambda found: found[2])[:3]
+    many = [(count, name) for _, name, _, count in classes if count > MOST_ATTRIBUTES]
+    names = Counter(path.stem for path in python if not path.stem.startswith("__"))
+    twice = sorted(name for name, count in names.items() if count > 1)
+    rows = [
+        ("largest file", f"`{longest.relative_to(ROOT)}`, {_rounded(_lines(longest))} lines"),
+        ("largest class", f"`{largest}` in `{path.relative_to(ROOT)}`, {_rounded(lines)} lines"),
+        ("most files on one level", f"{files}, in `{level.relative_to(ROOT)}/`"),
+        (
+            f"classes with more than {MOST_ATTRIBUTES} attributes",
+            ", ".join(f"`{name}` {count}" for count, name in sorted(many, reverse=True)) or "none",
+        ),
+        ("file names used more than once", f"{len(twice)}: {', '.join(f'`{name}`' for name in twice)}"),
+    ]
+    return "\n".join(["| of all packages | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)])
+
+
+def to_add() -> str:
+    """Return a table of what one must touch to add something."""
+    rows = ["| to add | outside the checkout | built in |", "| --- | --- | --- |"]
+    return "\n".join([*rows, *(f"| {what} | {outside} | {inside} |" for what, outside, inside in TO_ADD)])
+
+
+def tables() -> str:
+    """Return all tables as Markdown."""
+    return "\n\n".join((packages(), shape(), to_add()))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files with lines of the product below ``folder``. Links are left out: ``serried`` links to the other packages."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() or path.name in ("uplot", "__pycache__"):
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        elif path.suffix in SUFFIXES and _lines(path):  # most __init__.py are empty
+            yield path
+
+
+def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
+    """Yield the file, name, lines and number of attributes of each class in ``path`` that is no section of keys."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.ClassDef) or path.is_relative_to(ROOT / "configs/schema"):
+            continue
+        stored = {
+            found.attr
+            for found in ast.walk(node)
+            if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store)
+            and isinstance(found.value, ast.Name) and found.value.id == "self"
+        }  # fmt: skip
+        declared = {
+            found.target.id
+            for found in node.body
+            if isinstance(found, ast.AnnAssign) and isinstance(found.target, ast.Name)
+        }
+        assert node.end_lineno is not None
+        yield path, node.name, node.end_lineno - node.lineno + 1, len(stored | declared)
 
 
 def _rounded(lines: int) -> str:
-    return f"{round(lines, -2):,}"
+    return f"{round(lines, -2) if lines >= 1000 else round(lines, -1):,}"
 
 
-def _lines(folder: Path, suffixes: Collection[str]) -> int:
-    """Lines below ``folder``. Links are left out: ``serried`` links to the other packages."""
-    total = 0
-    for path in folder.iterdir():
-        if path.is_symlink() or path.name in ("uplot", "__pycache__"):
-            continue
-        total += _lines(path, suffixes) if path.is_dir() else _lines_of(path) if path.suffix in suffixes else 0
-    return total
-
-
-def _lines_of(path: Path) -> int:
+def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
 if __name__ == "__main__":
-    print(table())
+    print(tables())

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import serried
 from testing.cluster import ROOT
 from testing.forked_runs import typed, typed_on
 from testing.runs import metrics
-from tools.lines import table
+from tools.lines import packages, shape, to_add
+from tools.site_hooks import public_names
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
 """A block whose first line is the name of the file that the reader is to make."""
@@ -79,27 +81,41 @@ def test_readme_shows_launch_local_before_torchrun_and_its_traceback() -> None:
 def test_files_that_the_architecture_names_exist() -> None:
     page = (ROOT / "docs/concepts/architecture.md").read_text("utf-8")
     named = set(re.findall(r"`?((?:configs|launch|parallel|recipes|records|runtime|serried|trainer)/[\w/]+\.py)", page))
-    assert len(named) > 40
+    assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-def test_line_counts_in_the_architecture_are_current() -> None:
-    """Within 500 lines or a tenth, so that not every commit outdates them."""
+def test_sizes_in_the_architecture_are_current() -> None:
+    """Packages are those of now, their lines within 500 or a tenth: not every commit outdates the table."""
     page = (ROOT / "docs/concepts/architecture.md").read_text("utf-8")
-    committed = page.partition("<!-- python -m tools.lines -->\n")[2].partition("\n<!-- end -->")[0].splitlines()
-    printed = table().splitlines()
-    assert len(committed) == len(printed)
-    for mine, current in zip(committed, printed, strict=True):
-        words, lines = split(mine)
-        assert (words, lines is None) == (split(current)[0], split(current)[1] is None), (
-            "put the output of `python -m tools.lines` into docs/concepts/architecture.md"
-        )
-        if lines is not None:
-            lines_now = split(current)[1] or 0
-            assert abs(lines - lines_now) <= max(500, lines_now // 10), f"{mine}: {lines_now:,} now"
+    committed = page.partition("<!-- python -m tools.lines -->\n")[2].partition("\n<!-- end -->")[0]
+
+    def lines(table: str) -> dict[str, int]:
+        rows = re.findall(r"^\| (\S+) \|.*\| ([\d,]+) \|$", table, re.MULTILINE)
+        return {name: int(count.replace(",", "")) for name, count in rows}
+
+    shown, now = lines(committed), lines(packages())
+    assert len(now) > 5
+    assert shown.keys() == now.keys()
+    outdated = [name for name, count in now.items() if abs(shown[name] - count) > max(500, count // 10)]
+    assert not outdated, "put the output of `python -m tools.lines` into docs/concepts/architecture.md"
+    assert to_add() in committed
+    assert all(row.split(" | ")[0] in committed for row in shape().splitlines())
 
 
-def split(row: str) -> tuple[str, int | None]:
-    """A row of a table and the number in its last column; None: there is none."""
-    match = re.fullmatch(r"(.*\|) ([\d,]+) \|", row)
-    return (match[1], int(match[2].replace(",", ""))) if match else (row, None)
+def test_commands_of_the_reference_are_current() -> None:
+    page = (ROOT / "docs/reference/commands.md").read_text("utf-8")
+    committed = page.partition("<!-- python -m tools.command_reference -->\n")[2].partition("\n<!-- end -->")[0]
+    printed = typed("-m", "tools.command_reference").stdout.strip()
+    assert "## serried plan" in printed
+    assert committed == printed, "put the output of `python -m tools.command_reference` into docs/reference/commands.md"
+
+
+def test_site_shows_every_public_name() -> None:
+    assert [*public_names()] == serried.__all__
+
+
+def test_site_has_every_page() -> None:
+    """mkdocs checks links and anchors: ``make docs``."""
+    named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))

@@ -1,4 +1,4 @@
-"""What a family of language models provides; a new one is one file and one YAML."""
+"""Base class of the families of language models."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

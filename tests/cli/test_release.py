@@ -1,7 +1,7 @@
 """A release: its files, a clean environment without the checkout, and links that a clone lost."""
 
-import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,8 +114,6 @@ def test_installed_wheel_trains_reports_and_prints_a_slurm_script(installed: Pat
     nodes = ("launch=slurm", "launch.nodes=2", "slurm.gpus_per_node=8", "trainer.global_batch=128")
     script = printed("python", "-m", "serried.program", "recipe=tiny", *nodes, "slurm.dry_run=true")
     assert "#SBATCH --nodes=2" in script
-    called = [line for line in script.splitlines() if "-m serried." in line]
-    assert called
-    for line in called:  # modules that the script starts on the nodes
-        module = line.partition("-m ")[2].split()[0]
-        assert importlib.util.find_spec(module) is not None, module
+    modules = sorted({*re.findall(r"-m (serried\.[\w.]*\w)", script)})  # that the script starts on the nodes
+    assert modules == ["serried.launch.slurm.requeue", "serried.program"]
+    printed("python", "-c", f"import importlib.util as i; assert all(map(i.find_spec, {modules}))")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from serried import program
 from serried.cli import main
+from serried.configs.compose import compose_saved
 from testing.runs import different_tensors, losses, metrics, status, tree
 
 KEPT = Path(__file__).parents[1] / "support" / "run_0_1_0"
@@ -34,6 +35,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(KEPT, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs/kept"
+
+
+def test_config_of_0_1_0_is_read_with_its_keys(run: Path) -> None:
+    saved = compose_saved(run / "config.yaml", [], ())
+    assert saved.trainer.early_stopping_patience == 3
+    assert saved.data.workers == 1
 
 
 def computes_as_then() -> bool:

@@ -24,8 +24,8 @@ SMALL = (
 def commands(page: str) -> list[list[str]]:
     """Return the words of each command in blocks that name no language."""
     text = (ROOT / f"docs/{page}.md").read_text("utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(content for language, content in blocks if not language).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 

@@ -88,7 +88,7 @@ def test_finished_run_of_0_1_0_is_not_trained_again(run: Path, capsys: pytest.Ca
         (["export", "runs/kept", "out=exported", "checkpoint=4"], "step-00000004"),
         (["merge", "runs/kept", "checkpoint=4,8", "out=merged"], "merged"),
         (["plan", "runs/kept", "plan.mode=formula"], "memory"),
-        (["plan", "compare", "runs/kept"], "memory"),
+        pytest.param(["plan", "compare", "runs/kept"], "memory", marks=pytest.mark.slow),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -79,53 +79,6 @@ class Objective(Protocol):
         needs it."""
 
 
-MOMENTS = ("forward", "backward", "block", "start")
-"""Of a micro-batch: the end of its forward, the beginning of its backward, the backward of a block, and that of what
-comes before the blocks."""
-
-
-class Share(NamedTuple):
-    """What one rank does of the work on a micro-batch, for estimates of its memory."""
-
-    context: int = 1
-    """Ranks that each sequence is divided over."""
-    keys: int = 1
-    """Ranks that the keys and values of a sequence are divided over: those of ``context``, unless each gathers all."""
-    tensor: int = 1
-    """Ranks that each matrix of a block is divided over."""
-    sequence: int = 1
-    """Ranks that activations between these matrices are divided over."""
-    blocks: float = 1.0
-    """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
-    waits: float = 0.0
-    """As ``blocks``, of the micro-batches whose gradients of weights are still to be formed, while those of inputs have
-    been: in zero-bubble schedules, which hold the gradients of what weights put out until then."""
-    ends: int = 1
-    """Micro-batches that are between the forward and the backward of the end of the model, where the loss is."""
-    trains_weights: bool = True
-    """Whether the model's own weights are trained; with adapters they are not."""
-    adapters: int = 0
-    """The rank of adapters, if they are trained instead."""
-    moment: str = ""
-    """One of ``MOMENTS``; empty: when most is held."""
-    borders: int = 0
-    """Buffers for what a pipeline's stages send each other, each of a micro-batch."""
-    checkpoint: str = "none"
-    """What blocks keep for the backward, see ``parallel.activation_checkpoint``."""
-    every: int = 1
-    """Every how many blocks that holds."""
-    firsts: float = 1.0
-    """For which share of the blocks, the first ones of each stage, it holds."""
-    rest: str = "none"
-    """What the other blocks keep."""
-    fuses_norms: bool = False
-    """Whether ``F.rms_norm`` is one operation, as on GPUs, which keeps what it reads and no normalised copy."""
-
-
-ALL_OF_IT = Share()
-"""A rank that does all of it."""
-
-
 @dataclass(frozen=True)
 class ParallelPlan:
     """Declared by a model, carried out by ``parallel.parallelize``.

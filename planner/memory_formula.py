@@ -19,16 +19,13 @@ from serried.parallel.layout.mesh import ALL_FORWARDS_FIRST, ZERO_BUBBLE_SCHEDUL
 from serried.parallel.nf4 import is_packed
 from serried.parallel.optim.matrix_exchange import matrix_names, sent_elements
 from serried.parallel.parallelize import gathered_type
-from serried.parallel.plan import ParallelPlan, Share
+from serried.parallel.plan import ParallelPlan
+from serried.planner.activations.estimate import activation_estimate, planned_mix, share_of_blocks
+from serried.planner.activations.terms import Share
 from serried.planner.memory_peaks import How, Moment, Part, Parts, moments
 from serried.planner.plan_terms import IN_HOST_MEMORY, Memory
 from serried.planner.traffic import Exchanges, Flow, Unit, fsdp_flows
-from serried.trainer.memory.activation_budget import (
-    activation_estimate,
-    chosen_mix,
-    number_of_firsts,
-    share_of_blocks,
-)
+from serried.trainer.memory.activation_budget import number_of_firsts
 from serried.trainer.optim.optimizer_state import state_bytes_by_name
 from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float8, trained_type
 from serried.trainer.task import Task
@@ -238,9 +235,10 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
     trained, frozen = [name for name in copies if name in sizes.trained], frozen_type(config, sizes.plan)
     how, parts = _how(config, sizes, accumulation, pipeline), sizes.parts(pipeline)
-    mix, blocks = chosen_mix(config, task, layout, sizes.plan, None), max(1, len(sizes.plan.blocks_in(sizes.model)))
+    mix = planned_mix(config, task, layout, sizes.plan, sizes.model, measures=False)
+    blocks = max(1, len(sizes.plan.blocks_in(sizes.model)))
     share = share_of(config, layout, accumulation, blocks, pipeline, mix)
-    estimate = activation_estimate(config, task, layout, sizes.plan)
+    estimate = activation_estimate(config, layout, sizes.plan, sizes.model) or (lambda _: 0)
     held = sum(len(layout.block_range(stage, blocks)) for stage in layout.stages_of(pipeline))
     waits = layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
     # Autocast copies adapters.
@@ -253,13 +251,13 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
         gone = held * (waits and has_earlier) + held - left
         ends = max(0, share.ends - (waits and has_earlier))
         now = share._replace(moment=moment, blocks=max(0.0, share.blocks - gone / blocks), ends=ends)
-        return of_adapters + (estimate(share=now) or 0)
+        return of_adapters + estimate(now)
 
     states = {name: copies[name] * sizes.state_bytes[name] for name in trained}
     fetched = config.optim.offload * max(states.values(), default=0)
     found = list(moments(parts, held, how, activations, fetched))
     all_of_it = (*parts.before, *parts.blocks, *parts.after, parts.rest)
-    without = estimate(share=share._replace(moment="forward", borders=0)) or 0
+    without = estimate(share._replace(moment="forward", borders=0))
     lasting = {
         "parameters": sum(sizes.held[name] * count * sizes.width(name, frozen) for name, count in copies.items()),
         "gradients": how.held_width * sum(part.held for part in all_of_it),

@@ -11,8 +11,8 @@ class Activations(Protocol):
     """An estimate of the activations that are held."""
 
     def __call__(self, moment: str, left: int, has_earlier: bool) -> float:
-        """Return bytes at one of ``plan.MOMENTS``, with so many blocks whose backward is to come. ``has_earlier``:
-        the backward of another micro-batch has been."""
+        """Return the bytes at ``moment`` (see ``activations.terms.MOMENTS``), with ``left`` blocks whose backward is to
+        come. ``has_earlier``: the backward of another micro-batch is done."""
 
 
 class Moment(NamedTuple):

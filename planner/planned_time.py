@@ -11,6 +11,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
+from serried.planner.activations.estimate import planned_mix
 from serried.planner.devices import DEVICES, Cluster, Device, device_of, device_of_driver
 from serried.planner.measured_rates import MeasuredRates, read_rates
 from serried.planner.memory_formula import Sizes
@@ -21,7 +22,6 @@ from serried.planner.step_work import doubts, job_of, shape_of, unknown_why
 from serried.planner.time_model import Step, step_of, wire
 from serried.planner.traced_step import Traced
 from serried.planner.traffic import Flow
-from serried.trainer.memory.activation_budget import chosen_mix
 from serried.trainer.metrics.peak_flops import device_name
 from serried.trainer.task import Task
 
@@ -132,7 +132,7 @@ def time_of(
     if not device.peak(config.precision.name):
         raise UnknownTime(unknown_why(config, shape, device))
     cluster = planned_cluster(config, device)
-    mix = chosen_mix(config, task, layout, plan, model)
+    mix = planned_mix(config, task, layout, plan, model)
 
     def timed(step: Step, span: tuple[float, float], trust: str) -> Timed:
         flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))

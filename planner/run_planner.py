@@ -5,6 +5,7 @@ import torch
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
 from serried.planner import auto_micro_batch
+from serried.planner.activations.estimate import planned_mix
 from serried.planner.memory_formula import Sizes, planned_memory
 from serried.planner.out_of_memory import explained
 from serried.planner.overview import overview
@@ -26,7 +27,7 @@ class RunPlanner:
         place, device = session.place(), session.device.type
         lines = overview(config, task, accumulation, sizes, place, device, start, training)
         host_bytes = planned_memory(config, task, accumulation, sizes).on_host if config.offloads_state else 0
-        return RunPlan(lines, host_bytes)
+        return RunPlan(lines, host_bytes, planned_mix(config, task, layout, model.plan, model.module))
 
     def micro_batch(self, config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
         return auto_micro_batch.for_run(config, task, session, start)

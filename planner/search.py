@@ -17,6 +17,7 @@ from serried.parallel.compile import check_blocks
 from serried.parallel.layout.checks import checked_layout, with_values
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.parallelize import check_plan
+from serried.planner.activations.estimate import activation_estimate
 from serried.planner.devices import DEVICES
 from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
 from serried.planner.plan_lines import seconds_text
@@ -30,7 +31,7 @@ from serried.records.report.html import html_page
 from serried.trainer.model import model_to_train
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.optimizer_state import state_bytes
-from serried.trainer.precision import LOW_DTYPES, trained_type
+from serried.trainer.precision import trained_type
 from serried.trainer.task import Task
 
 _FP32_BYTES = 4
@@ -292,21 +293,17 @@ class _Search:
         """Return about how many bytes the first rank needs."""
         layout, elements = job.layout, held_elements(job)
         divided = layout.shard * layout.context
-        low = LOW_DTYPES[config.precision.name]
         block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
         gathered = (
             2 * max(block, job.shape.of_head / layout.tensor) if config.parallel.frees_after_forward else elements
         )
         whole = elements if divided > 1 and job.accumulation > 1 and not job.reduces_each else 0.0
-        activations = self.task.activation_bytes(
-            config.trainer.micro_batch,
-            low or torch.float32,
-            autocast=False,
-            share=share_of(config, layout, job.accumulation, self.blocks, 0),
-        )
+        estimate = activation_estimate(config, layout, self.plan, self.model, is_rough=True)
+        share = share_of(config, layout, job.accumulation, self.blocks, 0)
+        activations = 0 if estimate is None else estimate(share)
         weights = (trained_type(config) or torch.float32).itemsize
         states = (not config.parallel.offload) * elements / divided * (weights + _FP32_BYTES + self.state_bytes)
-        return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)
+        return states + 2 * gathered + _FP32_BYTES * whole + activations
 
     def _played(self, candidate: Candidate) -> Candidate:
         """Return it with the time of its timeline and the plan's memory."""

@@ -30,12 +30,13 @@ from serried.parallel.layout.shard_specs import chunk
 from serried.parallel.model import DistributedModel, own_sums
 from serried.parallel.plan import Context, ParallelPlan
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.planner.activations.estimate import planned_mix
 from serried.planner.cuda_allocator import Phase, extended, unused_bytes
 from serried.planner.memory_formula import RECEIVE_BUFFERS, keeps_buckets
 from serried.planner.plan_terms import IN_HOST_MEMORY, Memory, Work
 from serried.planner.trace_recorder import GRADIENTS, PARAMETERS, Exchange, StepTrace
 from serried.planner.traffic import Flow
-from serried.trainer.memory.activation_budget import chosen_mix, reason_of
+from serried.trainer.memory.activation_budget import reason_of
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import Model, build_model, model_to_train, sharded
 from serried.trainer.optim.optimizer import model_optimizer
@@ -258,7 +259,7 @@ def _trace_rank(
     if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")
     model = model_to_train(config, task)
-    mix = chosen_mix(config, task, layout, model.plan, model.module)
+    mix = planned_mix(config, task, layout, model.plan, model.module)
     if blocks is not None:
         model = _shortened(model, blocks)
     with _world(layout, rank):

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from serried.configs.schema.sections import RunConfig
+from serried.parallel.activation_checkpoint import Mix
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
@@ -22,6 +23,8 @@ class RunPlan(NamedTuple):
     """Printed before the first step."""
     host_bytes: int
     """Host memory that offloading takes, on the rank that needs the most."""
+    mix: Mix | None
+    """What blocks keep within ``trainer.activation_memory_budget``; None: there is no budget."""
 
 
 class Planner(Protocol):

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig, Section
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 
 
 class Dataset(Protocol):
@@ -218,17 +218,6 @@ class Task:
     def flops_per_sample(self, parameters: int) -> float | None:
         """Return FLOPs of forward and backward for one sample; None if unknown, which leaves MFU out."""
         del parameters
-        return None
-
-    def activation_bytes(
-        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        """Return an estimate of what forward and backward of ``samples`` samples hold beside parameters and gradients.
-
-        ``dtype`` is that of matrix products, for which ``autocast`` copies weights; ``share`` is what one rank does of
-        the work. None: unknown.
-        """
-        del samples, dtype, autocast, share
         return None
 
     # words -----------------------------------------------------------------------------------------------------------

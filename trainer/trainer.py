@@ -105,7 +105,7 @@ class Trainer:
         self._shutdown = Shutdown(
             config, session, console, context.folder, lambda: report.last_save_seconds or first_save
         )
-        self.state = state = TrainingState(context, model, layout, start, base, before)
+        self.state = state = TrainingState(context, model, layout, start, base, before, planned and planned.mix)
         if before is not None:
             before.use()
         if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.schema.sections import RunConfig
+from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
 from serried.parallel.model import DistributedModel
@@ -35,9 +36,10 @@ class TrainingState:
 
     def __init__(
         self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None,
-        reference: ReferencePass | None = None,
+        reference: ReferencePass | None = None, mix: Mix | None = None,
     ) -> None:  # fmt: skip
-        """``base``: the base model of adapters; ``reference``: what to compute with the pretrained weights first."""
+        """``base``: the base model of adapters; ``reference``: what to compute with the pretrained weights first;
+        ``mix``: what blocks keep, if that is known already."""
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
         self._task, self._session, self._model = task, context.session, model
@@ -47,7 +49,7 @@ class TrainingState:
             self.compilation = Compilation(context.console, here, is_on_one_node=here == world)
         std_of = None if start.source or base else task.initial_std
         self.parallel = sharded(
-            config, model, layout, device, std_of, phases=context.pulse.phases, compilation=self.compilation
+            config, model, layout, device, std_of, phases=context.pulse.phases, compilation=self.compilation, mix=mix
         )
         if self.compilation is not None:
             self.compilation.announce()

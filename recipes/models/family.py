@@ -1,16 +1,15 @@
 """Base class of the families of language models."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema.models import ModelSection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, MOMENTS, Inputs, ParallelPlan, Share
+from serried.parallel.plan import Inputs, ParallelPlan
 from serried.recipes.models.layers.lm_head import IGNORE
 
 
@@ -28,63 +27,6 @@ class Tokens(Protocol):
     @property
     def positions(self) -> Tensor | None:
         """[B, S], int64, from 0 in each document; None: documents are not isolated from each other"""
-
-
-class BlockBytes(NamedTuple):
-    """What a block holds between forward and backward, in bytes of a micro-batch."""
-
-    all: float
-    stream: float
-    """What enters it."""
-    selected: float
-    """What ``trainer.activation_checkpoint=selective`` keeps beside that."""
-    gradients: float
-    """Those of its activations that its backward has at once, but for what it has freed by then."""
-    outputs: float = 0.0
-    """Gradients of what its weights put out."""
-    computed: float = 0.0
-    """What its forward has at its end, and does not keep."""
-
-
-class EndBytes(NamedTuple):
-    """What the end of a model holds, in bytes of a micro-batch."""
-
-    all: float
-    """In the forward and in its backward."""
-    forward: float
-    """Beside that, while the forward runs: the logits of a chunk."""
-    backward: float
-    """Beside that, while the backward begins."""
-
-
-def bytes_at(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, copies: float = 0.0) -> int:
-    """Return what ``layers`` blocks and the ``end`` of a model hold at ``share.moment``, beside gradients of blocks.
-
-    ``copies``: of the weights of all blocks, under autocast.
-    """
-    if not share.moment:
-        return max(bytes_at(share._replace(moment=each), layers, block, end, copies=copies) for each in MOMENTS)
-    kept = {"none": block.all, "full": block.stream, "selective": block.stream + block.selected, "offload": 0.0}
-    checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every) * share.firsts
-    of_blocks = checkpointed * kept[share.checkpoint]
-    of_blocks += (layers - checkpointed) * (kept[share.rest] + (share.rest == "none") * copies / layers)
-    of_blocks = share.blocks * of_blocks + share.borders * block.stream + share.waits * layers * block.outputs
-    if share.moment == "forward":
-        cached = share.blocks * checkpointed * copies / layers  # which autocast keeps to the end of a forward
-        return int(of_blocks + cached + (share.ends * end.all + end.forward if share.ends else block.gradients))
-    if share.moment == "backward":
-        return int(of_blocks + share.ends * end.all + end.backward * bool(share.ends))
-    if share.moment == "start":
-        return int(of_blocks + 2 * block.stream)
-    if not checkpointed:
-        return int(of_blocks + block.stream + block.gradients)  # with what enters its backward
-    working = block.stream + max(block.gradients, block.computed)
-    # One block is whole at a time, with what enters it, and autocast copies its weights alone.
-    last = share.checkpoint if share.rest == "none" else share.rest
-    again = block.all - max(0, kept[last] - block.stream) + copies / layers
-    is_whole = last == share.checkpoint and (share.firsts < 1 or (layers - 1) % share.every)
-    freed = block.all if is_whole else 0  # of the last block, where it comes before one of these
-    return int(of_blocks + max(0, again - freed) + working)
 
 
 class ModelFamily:
@@ -139,14 +81,6 @@ class ModelFamily:
         """Return FLOPs of forward and backward: 6 per parameter, attention not counted."""
         del sequence_length
         return 6.0 * parameters
-
-    def activation_bytes(
-        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        """Return what forward and backward hold beside parameters and gradients, on a rank that does ``share`` of the
-        work; None: unknown."""
-        del sequences, sequence_length, dtype, autocast, share
-        return None
 
     def export_name(self, name: str) -> str:
         """Return the name in a checkpoint of parameter ``name``."""

@@ -24,7 +24,7 @@ from serried.configs.schema.registry import models, takes
 from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, RunConfig, TrainerSection
 from serried.configs.schema.tasks import CausalLMSection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.data.chat.conversations import ask, chat_template
 from serried.recipes.data.prepared.decontamination import kept_apart, left_out
 from serried.recipes.data.prepared.prepare import Prepared, cache_folder, open_prepared, prepare
@@ -342,12 +342,6 @@ class CausalLM(TextTask):
     def flops_per_sample(self, parameters: int) -> float:
         length = self._data.sequence_length
         return length * self._family().flops_per_token(parameters, length)
-
-    def activation_bytes(
-        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        length = self._data.sequence_length
-        return self._family().activation_bytes(samples, length, dtype, autocast=autocast, share=share)
 
     @torch.no_grad()
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:

@@ -23,7 +23,7 @@ from serried.configs.schema.registry import models
 from serried.configs.schema.sections import RunConfig
 from serried.configs.schema.tasks import DistillationSection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, LossTerms, ParallelPlan, Share, Vocabulary
+from serried.parallel.plan import LossTerms, ParallelPlan, Vocabulary
 from serried.recipes.data.samples.token_dataset import Batch
 from serried.recipes.data.tokenizers.tokenizer import LARGEST_TOKENIZER, ids_of_tokens
 from serried.recipes.models.family import ModelFamily, family_of
@@ -133,16 +133,6 @@ class Distillation(CausalLM):
         length = self._data.sequence_length
         forward = self._teacher.flops_per_token(self._teacher_parameters, length) / 3
         return super().flops_per_sample(parameters) + length * forward
-
-    def activation_bytes(
-        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        own = super().activation_bytes(samples, dtype, autocast=autocast, share=share)
-        layers = max(1, getattr(self._teacher.section, "layers", 1))  # one layer at a time
-        once = share._replace(moment="", blocks=1 / layers, checkpoint="none", rest="none")
-        length = self._data.sequence_length
-        its = self._teacher.activation_bytes(samples, length, dtype, autocast=False, share=once)
-        return None if own is None or its is None else own + its
 
     @cached_property
     def _teacher_parameters(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.schema.sections import WHOLE, RunConfig
-from serried.parallel.plan import ALL_OF_IT, LossTerms, Share
+from serried.parallel.plan import LossTerms
 from serried.recipes.data.prepared.summary import marked_lines
 from serried.recipes.data.samples.mixture import mistakes_of
 from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
@@ -74,11 +74,6 @@ class PairTask(CausalLM):
     def flops_per_sample(self, parameters: int) -> float:
         length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
         return length * self._family().flops_per_token(parameters, self._data.sequence_length)
-
-    def activation_bytes(
-        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)
 
 
 def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:

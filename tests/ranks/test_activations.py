@@ -17,6 +17,7 @@ from serried.parallel.layout.local_shards import local
 from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.planner.activations.estimate import planned_mix
 from serried.recipes.data.samples.token_dataset import Batch
 from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import open_session
@@ -193,7 +194,7 @@ def test_the_allocator_holds_at_most_the_budget(name: str, budget: float) -> Non
         task = CausalLM(config)
         module = task.build_model()
         plan = task.parallel_plan(module)
-        mix = chosen_mix(config, task, Layout("single"), plan, module)
+        mix = planned_mix(config, task, Layout("single"), plan, module)
         module.to_empty(device="cpu")
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.02)
@@ -204,14 +205,13 @@ def test_the_allocator_holds_at_most_the_budget(name: str, budget: float) -> Non
     assert 0.7 * budget < (taken[budget, 6] - beside) / of_blocks <= budget
 
 
-def test_activations_of_blocks_are_measured_if_the_task_does_not_estimate_them() -> None:
+def test_measured_activations_of_blocks_agree_with_the_formula() -> None:
     argv = ["model.layers=4", "trainer.activation_memory_budget=0.5"]
     config = compose(argv)
     task = CausalLM(config)
     module = task.build_model()
     plan, layout = task.parallel_plan(module), Layout("single")
-    estimated = chosen_mix(config, task, layout, plan, module)
-    task.activation_bytes = lambda *_, **__: None  # type: ignore[method-assign]
+    estimated = planned_mix(config, task, layout, plan, module)
     measured = chosen_mix(config, task, layout, plan, module)
     assert estimated is not None and measured is not None
     assert (measured.first, measured.rest) == (estimated.first, estimated.rest)
@@ -234,9 +234,6 @@ class OfUnused(Task):
 
     def example_batch(self, samples: int) -> Tensor:
         return torch.zeros(samples, 2)
-
-    def activation_bytes(self, samples: int, *_: Any, **__: Any) -> int:
-        return samples
 
 
 def test_blocks_that_keep_nothing_are_one_line() -> None:

@@ -18,6 +18,7 @@ from benchmarks.published_memory import line as memory_line
 from serried.configs.compose import compose
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.planner.activations.families import FORMULAS, _chunk_tokens
 from serried.planner.devices import device_of
 from serried.planner.memory_formula import FormulaMemory, Sizes, formula_memory, planned_flows, planned_memory
 from serried.planner.plan_lines import plan_lines
@@ -26,6 +27,7 @@ from serried.planner.step_plan import RESERVED_BYTES, fits_of, plan_step
 from serried.planner.traced_step import Traced, _Tracer, flows_of, memory_of, trace_step
 from serried.planner.traffic import Flow
 from serried.program import main
+from serried.recipes.models.layers.lm_head import chunk_tokens
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import build_model
@@ -105,6 +107,11 @@ def both(*argv: str, processes: int) -> tuple[list[Traced], FormulaMemory, tuple
     model = build_model(config, task)
     sizes = Sizes(config, layout, model.module, model.plan)
     return stages, planned_memory(config, task, accumulation, sizes), planned_flows(config, accumulation, sizes)
+
+
+@pytest.mark.parametrize("rows", [257, 32000, 128256])
+def test_formula_has_as_many_logits_at_a_time_as_the_head(rows: int) -> None:
+    assert _chunk_tokens(rows) == chunk_tokens(rows)
 
 
 def flops(traced: Traced) -> float:
@@ -346,10 +353,10 @@ def test_advice_is_given_where_a_run_does_not_fit(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_advice_for_a_task_that_estimates_no_activations_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_for_a_family_without_a_formula_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     config, task, layout, accumulation = config_of(*SMALL, "parallel=fsdp", "trainer.micro_batch=4", processes=8)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
-    monkeypatch.setattr(task, "activation_bytes", lambda *_, **__: None)
+    monkeypatch.delitem(FORMULAS, "llama")
     model = build_model(config, task)
     sizes = Sizes(config, layout, model.module, model.plan)
     plan = plan_step(config, task, accumulation, sizes, RESERVED_BYTES, is_timed=False)

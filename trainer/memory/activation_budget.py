@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import ceil
@@ -18,29 +18,38 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks, mix_within
 from serried.parallel.layout.local_shards import empty
 from serried.parallel.layout.mesh import Layout
-from serried.parallel.plan import ParallelPlan, Share
+from serried.parallel.plan import ParallelPlan
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
-from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
+from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 
-_MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "full")
+"""Of activation checkpointing, that a budget chooses from."""
 _LONGEST_REASON = 160
 _aten = torch.ops.aten
 
 
 def chosen_mix(
-    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module | None
-) -> Mix | None:  # fmt: skip
-    """Return what blocks keep, the same on all ranks; None: there is no budget. ``module``: the whole model, to measure
-    if the task has no estimate; None: then return None. Raises ``UserError`` if the blocks keep more in any case, or it
-    is not known what they keep."""
+    config: RunConfig,
+    task: Task,
+    layout: Layout,
+    plan: ParallelPlan,
+    module: nn.Module,
+    kept: Mapping[str, float] | None = None,
+) -> Mix | None:
+    """Return what blocks keep, the same on all ranks; None: there is no budget.
+
+    Args:
+        module: the whole model.
+        kept: bytes that all blocks keep, by mode; None: they are measured.
+
+    Raises:
+        UserError: the blocks keep more in any case, or it cannot be measured what they keep.
+    """
     budget = config.trainer.activation_memory_budget
     if budget == 1:
         return None
-    kept = _estimated(config, task, layout, plan)
     if kept is None:
-        if module is None:
-            return None
         if not plan.blocks_in(module):
             raise UserError(
                 f"trainer.activation_memory_budget={budget:g}: the model has no repeated blocks that could be computed "
@@ -62,49 +71,6 @@ def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int
     return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
 
 
-def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
-    """Return what a rank does of the work on a block."""
-    return Share(
-        context=layout.context,
-        keys=layout.context if layout.context_method == "ring" else 1,
-        tensor=layout.tensor,
-        sequence=layout.tensor if layout.sequence else 1,
-        trains_weights=config.adapter.method == "none",
-        adapters=config.adapter.rank if config.adapter.method != "none" else 0,
-        fuses_norms=is_for_gpus(config),
-    )
-
-
-def activation_estimate(
-    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan
-) -> Callable[..., int | None]:  # fmt: skip
-    """Return the task's estimate for a micro-batch of ``config``, a function of ``share``."""
-    low_dtype = LOW_DTYPES[config.precision.name]
-    is_whole = not trained_type(config) and (frozen_type(config, plan) is None or config.task.has_teacher)
-    return partial(
-        task.activation_bytes,
-        config.trainer.micro_batch,
-        low_dtype or torch.float32,
-        # fp16's products keep no copies of weights
-        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and is_whole,
-    )
-
-
-def _estimated(config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan) -> Mapping[str, float] | None:
-    """Return what all blocks keep, by mode: what twice as many of them hold more."""
-    estimate, share, kept = (
-        activation_estimate(config, task, layout, plan),
-        share_of_blocks(config, layout)._replace(moment="start"),
-        {},
-    )
-    for mode in _MODES:
-        once, twice = (estimate(share=share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
-        if once is None or twice is None:
-            return None
-        kept[mode] = twice - once
-    return kept if kept["none"] else None  # an estimate that blocks have no part in says nothing of them
-
-
 def _measured(
     config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module
 ) -> Mapping[str, float]:  # fmt: skip
@@ -114,11 +80,11 @@ def _measured(
     for axis in ("tensor", "context", "expert"):
         if getattr(layout, axis) > 1:
             raise UserError(
-                f"{given} with parallel.{axis}={getattr(layout, axis)}: the task estimates no activations "
-                f"(activation_bytes), and they are measured on whole sequences and matrices alone; {other}"
+                f"{given} with parallel.{axis}={getattr(layout, axis)}: this model's activations have no "
+                f"formula, and are measured on whole sequences and matrices alone; {other}"
             )
     try:
-        kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in _MODES}
+        kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in MODES}
     except UserError:
         raise
     except Exception as error:  # a user's module may raise anything on tensors without data

@@ -99,11 +99,6 @@ class Gemma(Llama):
 
     section: GemmaSection
     transformer = GemmaTransformer
-    stream_norms = 4
-
-    def __init__(self, section: GemmaSection, vocab_size: int) -> None:
-        super().__init__(section, vocab_size)
-        self.normalizes_heads = section.family == "gemma3_text"
 
     def initial_std(self, name: str) -> float | None:
         return 0.0 if name.endswith("norm.weight") else super().initial_std(name)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from serried.configs.schema.models import GPT2Section
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
-from serried.recipes.models.families.llama import Embedding, end_bytes
-from serried.recipes.models.family import BlockBytes, PublishedFamily, bytes_at
+from serried.parallel.plan import Context, ParallelPlan
+from serried.recipes.models.families.llama import Embedding
+from serried.recipes.models.family import PublishedFamily
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.layers.kv_cache import Cache, LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
@@ -198,34 +198,6 @@ class GPT2(PublishedFamily):
         model = self.section
         looked_up = model.max_sequence_length + (0 if model.tie_embeddings else self.vocab_size)
         return 6.0 * (parameters - looked_up * model.dim) + 12 * model.layers * model.dim * sequence_length
-
-    def activation_bytes(
-        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int:
-        """As ``transformer.activation_bytes``."""
-        model, width = self.section, dtype.itemsize
-        tokens = sequences * sequence_length // share.context
-        into = width * model.dim
-        norm = 2 * ((4 * model.dim + 8) / share.sequence + into)  # keeps its input in fp32
-        divided = width * (4 * model.dim + 2 * model.hidden_dim) + 4 * model.heads
-        # Queries, values, the feed-forward's first product; the mix, the scores' log-sum; what other ranks sent.
-        selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
-        selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
-        selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
-        # Of what the activation makes; what it reads takes the place of that. With it what all ranks have.
-        gradients = width * model.hidden_dim / share.tensor + into * (share.tensor > 1)
-        adapted = 6 * width * share.adapters
-        computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as there
-        outputs = width * (3 * model.dim + model.hidden_dim) / share.tensor
-        outputs += (4 * into + 8 * model.dim) / share.sequence  # of both norms in fp32 too
-        each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, outputs, computed)
-        matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
-        # Of weights; autocast keeps those of transposed ones no longer than the block.
-        copies = width * matrices / share.tensor if autocast else 0
-        end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share, autocast=autocast)
-        block = BlockBytes(*(tokens * number for number in each))
-        block = block._replace(all=block.all + copies / model.layers)
-        return bytes_at(share, model.layers, block, end)
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         owner, _, last = name.rpartition(".")

@@ -9,7 +9,6 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema.models import LlamaSection, RopeScaling
-from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
-from serried.recipes.models.family import BlockBytes, EndBytes, PublishedFamily, bytes_at
+from serried.parallel.plan import Context, ParallelPlan
+from serried.recipes.models.family import PublishedFamily
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.layers.kv_cache import Cache, LayerCache
-from serried.recipes.models.layers.lm_head import LanguageModelHead, chunk_tokens
+from serried.recipes.models.layers.lm_head import LanguageModelHead
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -274,88 +273,6 @@ class Transformer(nn.Module):
         )
 
 
-def activation_bytes(
-    config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
-    share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False, fuses_norms_of_heads: bool = True,
-    more: Sequence[float] = (0, 0, 0, 0, 0, 0),
-) -> int:  # fmt: skip
-    """Bytes that a forward and its backward need at ``share.moment``, beside parameters and their gradients: what the
-    forward keeps for the backward, and the logits of one chunk.
-
-    ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. A block has
-    ``stream_norms`` of the stream, and maybe those of queries and keys; ``more``: what it has beside what is common to
-    all families, as ``BlockBytes``. Attention keeps no scores. Masks that keep
-    documents apart come on top on a CPU (they cost a GPU next to nothing).
-    """
-    tokens, width = sequences * sequence_length // share.context, dtype.itemsize
-    queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
-    stream = width * config.dim / share.sequence
-    # Of a norm: its input in fp32, and for the gradient of its weight the normalised one.
-    of_parts = 8 if share.trains_weights else 4
-    of_norm = 4 if share.fuses_norms else of_parts
-    norm = of_norm * config.dim + 4  # and 1 / root mean square
-    into = width * config.dim  # its output, which the matrices read: of all tokens
-    gathers_keys = share.context > share.keys
-    # q, the mix, the scores' log-sum, k, v
-    attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
-    if normalizes_heads:
-        attention += (of_norm if fuses_norms_of_heads else of_parts) * (queries + keys)
-    feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
-    layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
-    layer += 7 * width * share.adapters  # what passes through adapters of all seven matrices
-    # Queries, values, gate and what leaves the feed-forward; the mix, the scores' log-sum; what other ranks sent.
-    selected = (width * (2 * queries + keys + config.hidden_dim) + 4 * config.heads) / share.tensor + into
-    selected += (2 * into + 2 * stream) * (share.tensor > 1)
-    selected += 2 * width * keys * share.context / share.tensor * gathers_keys
-    product = width * config.hidden_dim / share.tensor
-    gradients = 2 * product  # of both factors
-    if share.tensor > 1:  # or of what all ranks have: what the block adds; or what the factors read, twice and summed
-        gradients = max(gradients, product + into, 3 * into - 2 * product)
-    outputs = width * (queries + 2 * keys + 2 * config.hidden_dim) / share.tensor
-    outputs += 4 * stream + 8 * config.dim / share.sequence  # of both norms in fp32 too
-    # The last product, of all tokens, and what a rank gets of it; the stream, its norm, and what enters the backward.
-    computed = (into + 5 * stream) * (share.tensor > 1)
-    common = (layer, stream, selected, gradients, outputs, computed)
-    block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
-    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # and this batch and the next
-    if gathers_keys:
-        rope += rope // share.context  # its part
-    matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
-    copies = width * config.layers * matrices if autocast else 0
-    end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast, of_norm=of_norm)
-    return rope + bytes_at(share, config.layers, block, end, copies=copies)
-
-
-def end_bytes(
-    dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share, *, autocast: bool, of_norm: int = 8
-) -> EndBytes:
-    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank.
-
-    ``of_norm``: that the norm keeps of each number that it reads.
-    """
-    width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
-    of_weight = 4 * rows * dim if share.trains_weights else 0
-    stream = width * dim * tokens / share.sequence
-    # The norm's, and of the head's forward both gradients.
-    ends = tokens * ((of_norm * dim + 4) / share.sequence + 8) + stream + of_weight
-    has_copies = autocast or dtype == torch.float16
-    copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in both
-    chunk = min(tokens, chunk_tokens(rows))
-    # Logits in fp32, with a copy for the log of their sum; or with their gradient in the low type, and what it gives.
-    logits = 8 * rows * chunk
-    if dtype == torch.float16:  # whose products that give a weight's gradient are in fp32
-        logits = max(logits, (8 + width) * rows * chunk + 4 * dim * chunk)
-    elif width < 4:
-        logits = max(logits, (4 + width) * rows * chunk + max(copy * share.trains_weights, width * dim * chunk))
-    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the norm and of the head
-    inputs += 32 * chunk  # targets, and what is computed of each
-    return EndBytes(
-        ends,
-        logits + inputs + copy * has_copies,
-        of_weight + stream + copy * (share.trains_weights and not has_copies),  # both, times that of the loss
-    )
-
-
 class Llama(PublishedFamily):
     """``model.family=llama``, and ``mistral``, ``qwen2`` and ``qwen3``, whose sections say what differs.
 
@@ -365,14 +282,6 @@ class Llama(PublishedFamily):
 
     transformer: type[Transformer] = Transformer
     """The class of the model."""
-    stream_norms = 2
-    """Norms of a block."""
-    fuses_norms_of_heads = True
-    """Whether those of queries and keys are ``F.rms_norm``."""
-
-    def __init__(self, section: LlamaSection, vocab_size: int) -> None:
-        super().__init__(section, vocab_size)
-        self.normalizes_heads = section.normalizes_heads
 
     def build(self) -> Transformer:
         with torch.device("meta"):
@@ -416,15 +325,6 @@ class Llama(PublishedFamily):
         seen = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(model.layers))
         attention = 12 * model.heads * model.attention_head_dim * seen
         return 6.0 * (parameters - lookup) + attention
-
-    def activation_bytes(
-        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int:
-        return activation_bytes(
-            self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share,
-            stream_norms=self.stream_norms, normalizes_heads=self.normalizes_heads,
-            fuses_norms_of_heads=self.fuses_norms_of_heads,
-        )  # fmt: skip
 
     def export_name(self, name: str) -> str:
         return name if name.startswith("lm_head.") else f"model.{name}"

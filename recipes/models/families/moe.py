@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from serried.configs.schema.models import MoESection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.parallel.plan import ALL_OF_IT, Dispatch, ParallelPlan, Share
+from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.families.llama import (
     ROLES,
     Attention,
@@ -27,7 +27,6 @@ from serried.recipes.models.families.llama import (
     FeedForward,
     Llama,
     Transformer,
-    activation_bytes,
 )
 
 _GROUPED_ALIGNMENT = 16
@@ -229,29 +228,6 @@ class MoE(Llama):
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         return super().flops_per_token(self.active_parameters(parameters), sequence_length)
-
-    def activation_bytes(
-        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int:
-        model, width = self.section, dtype.itemsize
-        mixtures, rows = model.layers - model.dense_layers, model.experts_per_token
-        shared = model.shared_experts * model.expert_hidden_dim
-        mean = (model.dense_layers * model.hidden_dim + mixtures * shared) // model.layers
-        # What an expert reads, gate, its SiLU, up, their product and the result; where the row goes, and comes from.
-        row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32
-        router = 4 * model.dim + 12 * model.experts  # its input and its scores
-        tokens = sequences * sequence_length / share.context / share.sequence * mixtures / model.layers
-        product = width * model.expert_hidden_dim
-        selected = rows * product + 16 * model.experts
-        outputs = rows * (2 * product + width * model.dim)
-        of_experts = [tokens * each for each in (rows * row + router, 0, selected, 2 * rows * product, outputs, 0)]
-        if autocast:  # which does not keep them beyond the block
-            weights = 3 * width * model.experts * model.dim * model.expert_hidden_dim
-            of_experts[0] += weights * mixtures / model.layers
-        return activation_bytes(
-            model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
-            autocast=autocast, share=share, normalizes_heads=model.qk_norm, more=of_experts,
-        )  # fmt: skip
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         names = self.checkpoint_names(name)

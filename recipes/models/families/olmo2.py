@@ -68,4 +68,3 @@ class Olmo2(Llama):
     """``model.family=olmo2``."""
 
     transformer = Olmo2Transformer
-    fuses_norms_of_heads = False

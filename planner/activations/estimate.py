@@ -1,0 +1,110 @@
+"""Memory of activations by formula: what the blocks and the end of a model hold at a moment of a step."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from serried.configs.hugging_face.model_folder import teacher_section
+from serried.configs.schema.models import ModelSection
+from serried.configs.schema.sections import RunConfig
+from serried.parallel.activation_checkpoint import Mix
+from serried.parallel.layout.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.planner.activations.families import FORMULAS
+from serried.planner.activations.terms import Share
+from serried.trainer.memory.activation_budget import MODES, chosen_mix
+from serried.trainer.memory.gpu_norms import is_for_gpus
+from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
+from serried.trainer.task import Task
+
+Estimate = Callable[[Share], int]
+"""Bytes that a rank holds beside parameters and gradients, if it does this share of the work."""
+
+
+def activation_estimate(
+    config: RunConfig, layout: Layout, plan: ParallelPlan, model: nn.Module, *, is_rough: bool = False
+) -> Estimate | None:
+    """Return the estimate for a micro-batch of ``config``, whose ``model`` is not sharded yet; None: its family has no
+    formula. ``is_rough``: without the copies of weights under autocast."""
+    section, data = getattr(config, "model", None), getattr(config, "data", None)
+    rows = _vocabulary_rows(model, plan)
+    formula = FORMULAS.get(section.family) if isinstance(section, ModelSection) else None
+    if data is None or formula is None or rows is None:
+        return None
+    low_dtype = LOW_DTYPES[config.precision.name]
+    is_whole = not trained_type(config) and (frozen_type(config, plan) is None or config.task.has_teacher)
+    # fp16's products keep no copies of weights.
+    autocast = not is_rough and low_dtype == torch.bfloat16 and not layout.is_sharded and is_whole
+    samples, dtype = config.trainer.micro_batch, low_dtype or torch.float32
+    sequences = samples * (2 if data.format == "preference" else 1)
+    own = partial(formula, section, rows, sequences, data.sequence_length, dtype, autocast)
+    if not config.task.has_teacher:
+        return own
+    teacher = teacher_section(str(getattr(config.task, "teacher", None)))
+    its = FORMULAS.get(teacher.family)
+    if its is None:
+        return None
+    return partial(
+        _with_teacher,
+        own,
+        partial(its, teacher, teacher.vocab_size, samples, data.sequence_length, dtype, False),
+        max(1, teacher.layers),
+    )
+
+
+def _with_teacher(own: Estimate, its: Estimate, layers: int, share: Share) -> int:
+    """Return the bytes of a student and its teacher, of which one of ``layers`` is computed at a time."""
+    once = share._replace(moment="", blocks=1 / layers, checkpoint="none", rest="none")
+    return own(share) + its(once)
+
+
+def _vocabulary_rows(model: nn.Module, plan: ParallelPlan) -> int | None:
+    """Return the rows of the embedding; None: the plan names none."""
+    for name, module in model.named_modules():
+        if plan.role(name) == "vocabulary" and isinstance(module.weight, torch.Tensor):
+            return len(module.weight)
+    return None
+
+
+def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
+    """Return the share that a rank does of the work on a block."""
+    return Share(
+        context=layout.context,
+        keys=layout.context if layout.context_method == "ring" else 1,
+        tensor=layout.tensor,
+        sequence=layout.tensor if layout.sequence else 1,
+        trains_weights=config.adapter.method == "none",
+        adapters=config.adapter.rank if config.adapter.method != "none" else 0,
+        fuses_norms=is_for_gpus(config),
+    )
+
+
+def planned_mix(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, model: nn.Module, *, measures: bool = True
+) -> Mix | None:
+    """Return what the blocks keep within ``trainer.activation_memory_budget``; None: there is no budget, or no formula
+    and ``measures`` is false.
+
+    Raises:
+        UserError: see ``chosen_mix``.
+    """
+    if config.trainer.activation_memory_budget == 1:
+        return None
+    kept = _kept_by_blocks(config, layout, plan, model)
+    return None if kept is None and not measures else chosen_mix(config, task, layout, plan, model, kept)
+
+
+def _kept_by_blocks(
+    config: RunConfig, layout: Layout, plan: ParallelPlan, model: nn.Module
+) -> Mapping[str, float] | None:  # fmt: skip
+    """Return the bytes that all blocks keep, by mode: how much more twice as many of them hold."""
+    estimate = activation_estimate(config, layout, plan, model)
+    if estimate is None:
+        return None
+    share, kept = share_of_blocks(config, layout)._replace(moment="start"), {}
+    for mode in MODES:
+        once, twice = (estimate(share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
+        kept[mode] = twice - once
+    return kept

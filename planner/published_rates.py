@@ -30,8 +30,8 @@ RATES = {
     "nvidia": Rates(0.618, 0.619, 0.43, 0.687, 0.785, 7.3e-6),
     "megatron-2021": Rates(0.833, 0.86, 0.297, 0.729, 0.859, 2.5e-6),
 }
-"""By software: fitted to the rows of ``benchmarks/published.toml`` that are marked so, by
-``python -m benchmarks.published fit``."""
+"""By software: fitted to the rows of ``tools/published.toml`` that are marked so, by
+``python -m tools.published fit``."""
 
 
 class Seen(NamedTuple):

@@ -73,7 +73,7 @@ class Trainer:
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         check_model(config, module, plan, layout)
-        planned = context.planner and context.planner.plan(context, model, start, data.training)
+        planned = context.planner.plan(context, model, start, data.training) if context.planner else None
         for line in planned.lines if planned else ():
             console.say(line)
         needed, copied = saved_bytes(config, module, plan), copied_bytes(config, module, plan, session.device.type)
@@ -105,7 +105,9 @@ class Trainer:
         self._shutdown = Shutdown(
             config, session, console, context.folder, lambda: report.last_save_seconds or first_save
         )
-        self.state = state = TrainingState(context, model, layout, start, base, before, planned and planned.mix)
+        self.state = state = TrainingState(
+            context, model, layout, start, base, before, planned.mix if planned else None
+        )
         if before is not None:
             before.use()
         if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets

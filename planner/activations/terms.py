@@ -114,6 +114,7 @@ class Formula(Protocol):
     def __call__(
         self,
         section: Any,
+        /,
         vocab_size: int,
         sequences: int,
         sequence_length: int,

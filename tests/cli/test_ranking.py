@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import spearman
 from serried.configs.compose import compose
 from serried.launch.calibrate import measure, of_all
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
@@ -25,6 +24,7 @@ from serried.trainer.model import build_model, sharded
 from serried.trainer.optim.optimizer import build_optimizer
 from serried.trainer.training_state import train_step
 from testing.cluster import Cluster
+from tools.published import spearman
 
 QUIET_LOAD = 1.0
 ROUNDS = 4

@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.published import rows_with_memory
-from benchmarks.published_memory import error as memory_error
-from benchmarks.published_memory import line as memory_line
 from serried.configs.compose import compose
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
@@ -33,6 +30,7 @@ from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import build_model
 from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from tools.published import memory_error, memory_line, rows_with_memory
 
 SHORT = [
     "model=llama8b", "model.layers=3", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
@@ -318,9 +316,7 @@ def test_documentation_shows_published_memory_as_planned() -> None:
     assert len(rows) == 28
     assert all(f"| {row.run} | {row.memory:.1f} |" in page for row in rows)
     for row in rows[::4]:
-        assert row.job.layout.context > 1 or memory_line(row) in page, (
-            f"{memory_line(row)}: python -m benchmarks.published"
-        )
+        assert row.job.layout.context > 1 or memory_line(row) in page, f"{memory_line(row)}: python -m tools.published"
 
 
 def test_figure_of_korthikanti_is_counted_to_the_percent() -> None:

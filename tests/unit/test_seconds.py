@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import pipelining
 
-from benchmarks.published import Row, errors, rows, table
 from serried import cli
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.layout.mesh import Layout
@@ -20,6 +19,7 @@ from serried.planner.time_model import Job, Shape, step_of
 from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.model import build_model
+from tools.published import Row, errors, rows, table
 
 H100 = Cluster(DEVICES["h100"])
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)

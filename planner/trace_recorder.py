@@ -1,22 +1,20 @@
 """What one step holds, sends and computes, recorded operation by operation."""
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from serried.parallel.layout.local_shards import local
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
 from serried.planner.cuda_allocator import Phase, anonymous
 from serried.planner.plan_terms import IN_HOST_MEMORY, Shape, Work
+from serried.trainer.memory.live_storages import Block, LiveStorages, tensors_in, with_memory
 
 PARAMETERS, GRADIENTS, GATHERED = "parameters", "gradients", "gathered"
 KEPT, WORKING = "kept for backward", "working memory"
@@ -24,7 +22,6 @@ KEPT, WORKING = "kept for backward", "working memory"
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
 """Operations that hold a copy of their input while they run, which no result shows."""
-_DEVICE = torch.ops.prim.device.default
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
     "wait_tensor", "_unsafe_view", "lift_fresh",
@@ -92,20 +89,11 @@ def exchange_of(operation: Any, args: Any) -> Exchange | None:
     return Exchange(kind, group.group_name, ranks, size)
 
 
-class Block:
-    """A storage from its birth to its death."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.size = kind, 0
-        self.freed = ""
-        """The phase in which it was; empty: not yet."""
-
-    @property
-    def shown(self) -> str:
-        """Its kind in a plan."""
-        if self.kind in (FORWARD, BACKWARD, PIPELINE, OPTIMIZER):
-            return KEPT if self.kind == FORWARD and self.freed not in ("", FORWARD) else WORKING
-        return self.kind
+def _shown(block: Block) -> str:
+    """Return the kind of ``block`` in a plan."""
+    if block.kind in (FORWARD, BACKWARD, PIPELINE, OPTIMIZER):
+        return KEPT if block.kind == FORWARD and block.freed not in ("", FORWARD) else WORKING
+    return block.kind
 
 
 class Peak(NamedTuple):
@@ -116,24 +104,20 @@ class Peak(NamedTuple):
     by_phase: dict[str, int]
 
 
-class StepTrace(TorchDispatchMode):
-    """Records storages, collectives and operations from ``begin`` on.
-
-    Where the host asks a tensor for a flag, the answer is what holds in a usual step.
-    """
+class StepTrace(LiveStorages):
+    """Records storages, collectives and operations from ``begin`` on."""
 
     def __init__(self, *, is_pipeline: bool = False) -> None:
         """``is_pipeline``: the first step asks for numbers that are flags: whether shapes are known on all ranks."""
         super().__init__()
-        self._flags = (torch.bool, *((torch.int32,) if is_pipeline else ()))
+        if is_pipeline:
+            self._flags = torch.bool, torch.int32
         self.phase = FORWARD
         self.forwards = 0
         self.exchanges: Counter[tuple[int, str, Exchange]] = Counter()
         """How often each occurred, after how many forwards and in which phase."""
         self.work: dict[str, _Tally] = {}
         """By phase."""
-        self._live: dict[int, tuple[Block, Any]] = {}
-        """By the address of the storage, with a reference that reports its death."""
         self._events: list[tuple[Block, int, str]] = []
         """By how much a storage grew, and in which phase."""
         self._phases: list[list[tuple[Block, int, torch.cpu.Stream]]] = [[]]
@@ -162,7 +146,7 @@ class StepTrace(TorchDispatchMode):
         """Let ``tensors``, or all that are held of a kind, count as ``kind``."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
-            self._record(storage, storage.size())
+            self.record(storage, storage.size())
             self._live[storage._cdata][0].kind = kind
         for block, _ in self._live.values():
             if block.kind == instead_of:
@@ -186,7 +170,7 @@ class StepTrace(TorchDispatchMode):
                 apart |= host
         parts: Counter[str] = Counter()
         for block, change, _ in self._events[: at + 1]:
-            parts[block.shown] += change
+            parts[_shown(block)] += change
         parts |= apart
         parts[WORKING] += most - sum(size for kind, size in parts.items() if not kind.endswith(IN_HOST_MEMORY))
         by_phase.pop("", None)
@@ -204,29 +188,17 @@ class StepTrace(TorchDispatchMode):
             for phase in self._phases
         )
 
-    def _record(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key not in self._live:
-            self._live[key] = Block(self.phase), weakref.ref(storage, lambda _: self._end(key))
-        block, _ = self._live[key]
-        if size != block.size:
-            self._resize_block(block, size)
-
-    def _end(self, key: int) -> None:
-        block, _ = self._live.pop(key)
-        self._resize_block(block, 0)
-
-    def _resize_block(self, block: Block, size: int) -> None:
+    def resize(self, block: Block, size: int) -> None:
         self._events.append((block, size - block.size, self.phase))
         stream = torch.cpu.current_stream()
         self._phases[-1] += [(block, each, stream) for each in (0,) * (block.size > 0) + (size,) * (size > 0)]
-        block.size, block.freed = size, "" if size else self.phase
+        super().resize(block, size)
 
     def __enter__(self) -> "StepTrace":
         # FSDP2 frees and allocates gathered parameters by this method, which no dispatch mode sees.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
-            self._record(storage, size)
+            self.record(storage, size)
             self._live[storage._cdata][0].kind = GATHERED
             return result
 
@@ -238,56 +210,24 @@ class StepTrace(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is _DEVICE:  # of a fake tensor, which torch asks for more often than it computes
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else operation(*args)
-        name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else str(operation)
-        if name == "equal" or (name == "_local_scalar_dense" and args[0].dtype in self._flags):
-            return self.phase != OPTIMIZER  # no check fails, no mask hides everything, and no step is rejected
-        result = operation(*args, **(kwargs or {}))
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        for tensor in _with_memory(outputs):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._live:
-                self._record(storage, storage.size())
+    def computed(self, operation: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        inputs = tensors_in((args, kwargs))
         if size := known_workspace(name, inputs) + self._fetched(operation, name, inputs):
             block = Block(WORKING)
-            self._resize_block(block, size)
-            self._resize_block(block, 0)
+            self.resize(block, size)
+            self.resize(block, 0)
         if getattr(operation, "namespace", "") in ("c10d", "_c10d_functional"):
             if exchange := exchange_of(operation, args):
                 self.exchanges[self.forwards, self.phase, exchange] += 1
         elif not getattr(operation, "is_view", False) and name not in _FREE:
             self.work.setdefault(self.phase, _Tally()).add(name, inputs, outputs)
-        return result
 
     def _fetched(self, operation: Any, name: str, inputs: Sequence[Tensor]) -> int:
         """Return the bytes of parameters in host memory that an operation of the device has from there."""
         if self.phase == OPTIMIZER or name in _FREE or getattr(operation, "is_view", False):
             return 0
-        blocks = ((self._live.get(each.untyped_storage()._cdata), each.nbytes) for each in _with_memory(inputs))
+        blocks = ((self._live.get(each.untyped_storage()._cdata), each.nbytes) for each in with_memory(inputs))
         return sum(size for live, size in blocks if live and live[0].kind == PARAMETERS + IN_HOST_MEMORY)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested sequences and dictionaries; torch's ``tree_leaves`` takes longer."""
-    if isinstance(tree, Tensor):
-        return [local(tree)]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return []
-    return [tensor for each in tree for tensor in _tensors(each)]
-
-
-def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what holds the numbers of ``tensors``: of a subclass, such as torchao's of float8, the tensors in it."""
-    for each in tensors:
-        if is_traceable_wrapper_subclass(each):
-            names, _ = each.__tensor_flatten__()
-            yield from (getattr(each, name) for name in names)
-        else:
-            yield each
 
 
 class _Tally:

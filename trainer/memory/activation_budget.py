@@ -1,17 +1,13 @@
 """``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
 
 import copy
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import ceil
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
@@ -20,13 +16,13 @@ from serried.parallel.layout.local_shards import empty
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
+from serried.trainer.memory.live_storages import LiveStorages
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 
 MODES = ("none", "selective", "full")
 """Of activation checkpointing, that a budget chooses from."""
 _LONGEST_REASON = 160
-_aten = torch.ops.aten
 
 
 def chosen_mix(
@@ -107,7 +103,7 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
 
     tensors = [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
-    low_dtype, alive = LOW_DTYPES[config.precision.name], _Alive()
+    low_dtype, alive = LOW_DTYPES[config.precision.name], LiveStorages()
     held: list[float] = []
     ended: list[bool] = []
     batch = task.example_batch(config.trainer.micro_batch)
@@ -130,26 +126,3 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
             if not ended:
                 raise
     return sum(held)
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of what operations have made and is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self._seen = 0, set[int]()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # as in a trace: no check fails, and no mask hides everything
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:
-                self._seen.add(key)
-                self.bytes += storage.size()
-                weakref.finalize(storage, self._end, key, storage.size())
-        return result
-
-    def _end(self, key: int, size: int) -> None:
-        self._seen.remove(key)
-        self.bytes -= size

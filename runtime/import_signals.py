@@ -53,7 +53,7 @@ def _was_started_as(module: str, file: str) -> bool:
 
 
 def end_in_one_line(numbers: Iterable[signal.Signals] = ASKING) -> None:
-    """From now on, let the signals ``numbers`` end this process with one line."""
+    """Let the signals ``numbers`` end this process with one line from now on."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup may ignore them
             signal.signal(number, _end)

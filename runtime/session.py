@@ -133,8 +133,9 @@ class Session:
                     )
 
     def first_step_done(self, seconds: float = 0.0) -> None:
-        """From now on, wait for a silent rank only a little longer than ``launch.step_timeout_seconds``, or twice
-        the ``seconds`` of the first step. The watchdog reports the rank before that."""
+        """Shorten the timeout of groups from now on: a silent rank is waited for only a little longer than
+        ``launch.step_timeout_seconds``, or twice the ``seconds`` of the first step. The watchdog reports the rank
+        before that."""
         self.cause.first_step_is_done = True
         self.signals.has_begun()
         if self.exchange.store is None:

@@ -144,12 +144,12 @@ class Signals:
         self._looked_enough.set()
 
     def clean_up(self) -> None:
-        """From now on, let only Ctrl-C interrupt."""
+        """Let only Ctrl-C interrupt from now on."""
         if self._phase is not _Phase.LEAVE:
             self._phase = _Phase.CLEAN_UP
 
     def leave(self) -> None:
-        """From now on, let nothing interrupt: the outcome of the run is decided and recorded."""
+        """Let nothing interrupt from now on: the outcome of the run is decided and recorded."""
         self._phase = _Phase.LEAVE
 
     def _handle(self, number: int, _: FrameType | None) -> None:

@@ -285,7 +285,7 @@ def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer)
         ([{"text": "hi"}], "message 1 has no role (it has text); messages are {role, content} or {from, value}"),
         ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has 4 in place of text"),
         ([{"role": "assistant"}], "message 1 (assistant) has None in place of text"),
-        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', which is not one of human, user, gpt, "),
+        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', not one of human, user, gpt, "),
         ([*PLAIN, {"role": "user", "content": "\ud800"}], "holds half a character"),
     ],
 )

@@ -263,7 +263,7 @@ def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
         ((grey / 65535).astype(np.float32), "mode F from 0 to 1"),
     ):
         pillow.fromarray(values).save(tmp_path / "train/red/2.tif")
-        with pytest.raises(UserError, match=rf"cannot read .*/2\.tif as an image: pixels of {told}, where 8 bits, or"):
+        with pytest.raises(UserError, match=rf"cannot read .*/2\.tif as an image: pixels of {told}; only 8 bits, or"):
             training[2]
 
 

@@ -209,7 +209,7 @@ def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == right / 2
     other.write_text("text,label\ngood film,new\n")
     assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 78
-    assert "has the class new, which the model does not know: neg, pos" in capfd.readouterr().err
+    assert "has the class new, but the model only knows neg, pos" in capfd.readouterr().err
 
 
 def test_other_classes_or_tokens_under_the_weights_are_refused_whatever_is_allowed(
@@ -289,7 +289,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
         ([f"task.path={tmp_path / 'one'}"], "are of one class, 'pos', so there is nothing to tell apart; give samples"),
         ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a, c"),
-        ([f"task.path={tmp_path / 'null'}"], "has the label None, which is not a class"),
+        ([f"task.path={tmp_path / 'null'}"], "has the label None, and that is not a class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
         (["adapter=lora", "task.pretrained=false"], "adapters are trained on the weights of a model"),

@@ -1,7 +1,7 @@
-"""Conversations as tokens, of which only the assistant's messages are trained on.
+"""Conversations as tokens. Only the assistant's messages are trained on.
 
-A conversation is rendered by a Jinja template, as ``transformers`` does it, and tokenised whole. Which part of the text
-is a reply is found without marks in the template (``recipes.data.chat.reply_spans``).
+A conversation is rendered by a Jinja template, as in ``transformers``, and tokenized as a whole. Replies are found
+without marks in the template (``recipes.data.chat.reply_spans``).
 """
 
 import json
@@ -31,36 +31,36 @@ CHATML = (
 """Default template for tokenizers without one."""
 
 _FORMAT = 3
-"""Version of rendering and finding replies, which the spec does not contain."""
+"""Version of rendering and of finding replies, which the template does not determine."""
 
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bot": "assistant", "system": "system", "tool": "tool", "function_response": "tool", "observation": "tool",
 }  # fmt: skip
-"""Of conversations in the form of ShareGPT, {from, value}."""
+"""Roles of conversations in ShareGPT's format, {from, value}, by their names there."""
 
 EARLIER_FORMAT = 2
-"""The version before, whose data are often the same."""
+"""Previous version, whose tokens are often equal."""
 
 _STAND_IN = "serried-reply-5d1f8a"
-"""Stands in for a reply, to find what a template writes before and after it."""
+"""Placeholder for a reply, to find the template's text before and after it."""
 
 _WEIGHTS = ("weight", "train", "training")
-"""Keys of messages that say whether to train on them."""
+"""Keys of messages that select whether to train on them."""
 
 
 class ChatEncoder:
     """Encoder of rows that are lists of messages, {role, content} or {from, value}."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str) -> None:
-        """``name``: name of the template in messages. Raises ``UserError`` if it is not a Jinja template, or jinja2 is
-        not there."""
+        """``name``: name of the template in messages. Raises ``UserError`` if it is not a Jinja template, or jinja2
+        is not installed."""
         self._tokenizer = tokenizer
         self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def spec(self) -> dict[str, Any]:
-        """Plain JSON of everything the tokens depend on besides rows and tokenizer."""
+        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
@@ -76,9 +76,12 @@ class ChatEncoder:
     def conversation(
         self, content: Any, where: str = "", first: int = 0, tools: Sequence[dict[str, Any]] = ()
     ) -> Encoded:
-        """Return the tokens of the messages ``content``, with the ``tools`` they may call; only replies from message
-        ``first`` on are trained on. Raises ``UserError`` if they are none, or cannot be trained on; its message begins
-        behind the row's place, with ``where`` in the row they are."""
+        """Return the tokens of the messages ``content``, with the ``tools`` they may call.
+
+        Only replies from message ``first`` on are trained on. Raises ``UserError`` if the messages are invalid, or
+        contain nothing to train on. Its text continues the description of the row's place; ``where`` is the position
+        within the row.
+        """
         messages = _messages(content, where)
         said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
         turns = [turn for turn in said if _is_trained(messages[turn], f"{where}, message {turn + 1}")]
@@ -90,7 +93,7 @@ class ChatEncoder:
                     f"{name} shows no tools, so training would not see which may be called; use a template that does, "
                     "data.chat_template=FILE, or remove the column 'tools'"
                 )
-            text.encode()  # tokenizers fail in other ways if it is not text
+            text.encode()  # tokenizers fail in other ways on invalid text
             ids, spans = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
             raise UserError(f"{where} holds half a character (an unpaired surrogate); fix or remove the row") from error
@@ -101,17 +104,17 @@ class ChatEncoder:
         supervised = np.zeros(len(ids), np.uint8)
         begins, ends = spans.T
         for reply in replies:
-            # A token may begin with the blank before the reply: it is the first that a model has to write.
+            # A token may begin with the space before the reply: it is the first token that a model must write.
             supervised[(begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))] = 1
-        if not supervised[1:].any():  # the first token is predicted from nothing
+        if not supervised[1:].any():  # the first token is never a target
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             why = f"no message is from the assistant (roles: {roles})"
             if said:
                 of_weight = ", ".join(f"{key}: 0 or false" for key in _WEIGHTS)
                 why = "the assistant's messages are empty" if turns else f"none is to be trained on ({of_weight})"
             raise UserError(f"{where}: it has nothing to train on: {why}; fix or remove the row")
-        if ids[-1] != self._tokenizer.end_id:  # a template may end with it
-            # The end of a last reply that the template does not end.
+        if ids[-1] != self._tokenizer.end_id:  # a template may end with the end mark
+            # End mark of a last reply that the template does not end.
             is_end = bool(replies) and turns[-1] == len(messages) - 1 and not replies[-1].has_end
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(is_end))
         return Encoded(ids.astype(self._dtype), supervised)
@@ -143,8 +146,8 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
 
 
 def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[list[int], list[int]]:
-    """The ids that ask for a reply to the messages ``said``, of the user and the assistant in turn, and those with
-    which a reply ends. Raises ``UserError`` if the template refuses the messages."""
+    """Return the token ids that ask for a reply to the messages ``said``, alternately of the user and the assistant,
+    and the ids with which a reply ends. Raises ``UserError`` if the template refuses the messages."""
     template = Template(template_text, "the chat template", _special_tokens(tokenizer.spec().get("files", {})))
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
     try:
@@ -158,14 +161,14 @@ def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[
     end_of_turn, _ = tokenizer.encode_marked(after.rstrip() or after)
     ids, spans = tokenizer.encode_marked(asked)
     if not is_asked and before.startswith(asked) and before[len(asked) :].strip():
-        # A template that does not know how to ask: what it writes before a reply, as far as training saw it so.
+        # A template without a generation prompt: use its text before a reply, as seen in training.
         ids, spans = tokenizer.encode_marked(before + _STAND_IN)
         ids = ids[spans[:, 1] <= len(before)]
     return ids.tolist(), end_of_turn.tolist()
 
 
 def _special_tokens(files: dict[str, str]) -> dict[str, str]:
-    """Special tokens of a Hugging Face tokenizer by name, such as ``bos_token``."""
+    """Return the special tokens of a Hugging Face tokenizer by name, such as ``bos_token``."""
     tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in json.loads(files.get(file, "{}")).items():
@@ -176,7 +179,8 @@ def _special_tokens(files: dict[str, str]) -> dict[str, str]:
 
 
 def _messages(content: Any, where: str) -> list[Message]:
-    """Messages in the form of OpenAI's, {role, content}; raises ``UserError`` for what is not a conversation."""
+    """Return the messages in OpenAI's format, {role, content}. Raises ``UserError`` if ``content`` is not a
+    conversation."""
     if not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
         raise UserError(
             f"{where} is not a list of messages; use data.format=text for text, or data.messages_column=NAME"
@@ -189,7 +193,7 @@ def _message(message: Message, where: str) -> Message:
     if "role" not in message and "from" in message:
         if message["from"] not in _ROLES:
             known = ", ".join(_ROLES)
-            raise UserError(f"{where} is from {message['from']!r}, which is not one of {known}; use these roles")
+            raise UserError(f"{where} is from {message['from']!r}, not one of {known}; use these roles")
         kept = {key: value for key, value in message.items() if key not in ("from", "value")}
         message = {**kept, "role": _ROLES[message["from"]], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
@@ -200,7 +204,7 @@ def _message(message: Message, where: str) -> Message:
         message = {**message, "content": said, "tool_calls": without_nulls(message["tool_calls"])}
         if said is None:
             return message
-    if isinstance(said, list):  # parts, as of messages with images
+    if isinstance(said, list):  # parts, for example of messages with images
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in said]
         other = next((part for part, text in zip(said, texts, strict=True) if not isinstance(text, str)), None)
         if other is not None:
@@ -219,7 +223,7 @@ def _message(message: Message, where: str) -> Message:
 
 
 def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
-    """Return the text of a conversation without tools; None: the template wants some."""
+    """Return the text of a conversation without tools; None if the template requires some."""
     try:
         return template.render(messages)
     except Unlearnable:
@@ -227,7 +231,7 @@ def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
 
 
 def _is_trained(message: Message, where: str) -> bool:
-    """Whether a message of the assistant is trained on. Raises ``UserError`` if its keys do not say that."""
+    """Return whether a message of the assistant is trained on. Raises ``UserError`` if its keys have invalid values."""
     given = {key: message[key] for key in _WEIGHTS if key in message}
     for key, value in given.items():
         if not isinstance(value, int | float) or value not in (0, 1):

@@ -1,7 +1,7 @@
-"""Pairs of answers to one prompt, as tokens: the chosen one and the rejected one, each after the prompt.
+"""Pairs of answers to one prompt, as tokens: the chosen and the rejected one, each after the prompt.
 
-A prepared document is a pair: both conversations, one after the other. Its byte for each token, 1 for those that are
-trained on, is 2 higher in the second.
+A prepared document is a pair: both conversations, one after the other. The byte of each token is 1 if it is trained
+on, plus 2 in the second conversation.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 
 LEARNED, REJECTED = 1, 2
-"""Bits of the byte for a token."""
+"""Bits of a token's byte."""
 
 _FORMAT = 1
-"""Version of what the spec does not contain."""
+"""Format version of encoding details that ``spec()`` does not cover."""
 
 _SHOWN_CHARACTERS = 60
 
@@ -34,7 +34,7 @@ class PairEncoder:
         self._chat, self._sequence_length = chat, sequence_length
 
     def spec(self) -> dict[str, Any]:
-        """Plain JSON of everything the tokens depend on besides rows and tokenizer."""
+        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
         return {"format": _FORMAT, "sequence_length": self._sequence_length, **self._chat.spec()}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
@@ -58,8 +58,8 @@ class PairEncoder:
         if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):
             longest = max(len(side.tokens) for side in sides)
             raise UserError(
-                f": chosen and rejected are the same up to data.sequence_length={self._sequence_length}, where "
-                f"they are truncated ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
+                f": chosen and rejected are the same up to data.sequence_length={self._sequence_length} and "
+                f"truncated there ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
                 f"data.sequence_length={longest - 1}, or remove the row"
             )
         learned = [side.supervised for side in sides if side.supervised is not None]
@@ -86,6 +86,6 @@ def pair_encoder(section: DataSection, tokenizer: Tokenizer) -> PairEncoder:
 
 
 def _shown(messages: Sequence[dict[str, Any]]) -> str:
-    """The last message, shortened."""
+    """Return the last message, shortened."""
     text = " ".join(str(messages[-1].get("content", messages[-1].get("value"))).split()) if messages else ""
     return repr(printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"))

@@ -1,9 +1,9 @@
-"""Where the replies of a rendered conversation are, and whether the template shows all that is to be trained on.
+"""Positions of replies in a rendered conversation, and a check that the template shows everything to train on.
 
-A reply is what a model would have to write: it begins where the text does that the template renders to ask for it, and
-ends with the mark that ends the turn. So no template has to mark the replies, and hardly any does. Where a template
-renders a reply differently once others follow, as Qwen 3's does with calls of tools, the place of a stand-in for the
-reply, in the whole conversation, shows where it ends.
+A reply is the text that a model must write. It begins where the template's generation prompt ends, and ends with the
+mark that ends the turn. So templates need no marks of replies, which hardly any has. Some templates render a reply
+differently once others follow, such as Qwen 3's with tool calls. Then the position of a placeholder for the reply in
+the whole conversation shows where it ends.
 """
 
 import re
@@ -18,9 +18,9 @@ Render = Callable[..., str]
 """``Template.render`` with its tools."""
 
 _CALLS = ("tool_calls", "function_call")
-"""Keys of messages that a template must show, beside their content."""
+"""Keys of messages that a template must show, besides their content."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of the assistant's messages with reasoning, as different templates call it."""
+"""Keys with the reasoning of the assistant's messages, in different templates."""
 
 _SHOWN_CHARACTERS = 40
 
@@ -28,35 +28,35 @@ _TAGS = re.compile(r"</?\w+>")
 
 
 class Reply(NamedTuple):
-    """Start and stop of a reply in the text, in characters; it includes the mark that ends the turn, and not the header
-    before it."""
+    """Start and stop of a reply in the text, in characters. It includes the mark that ends the turn, but not the
+    header."""
 
     start: int
     stop: int
     has_end: bool
-    """Whether the template ends it with more than blanks."""
+    """Whether the template ends it with more than whitespace."""
 
 
 _DIGITS = "591827364546"
 
 
 def stand_in(number: int) -> str:
-    """A text in place of the content of message ``number``: digits alone, which no template changes."""
+    """Return a placeholder for the content of message ``number``: only digits, which no template changes."""
     return f"{_DIGITS}{number:07}5463728195"
 
 
 def find_replies(
     render: Render, name: str, messages: Sequence[Message], turns: Sequence[int]
 ) -> tuple[str, list[Reply]]:
-    """Return the text of a conversation, and the replies ``turns`` in it. ``name``: of the template. Raises
-    ``Unlearnable`` if it leaves out a message, or a part of one that is to be trained on."""
+    """Return the text of a conversation, and the replies ``turns`` in it. ``name``: name of the template. Raises
+    ``Unlearnable`` if the template leaves out a message, or a part of one that must be trained on."""
     _check_keys(render, name, messages, range(len(messages)), _CALLS)
     text = render(messages)
     places = _places(messages, text, _check_shown(render, name, messages, text))
     replies, alike = [], dict[str, tuple[int, str, bool]]()
     for turn in turns:
         place = places.get(turn)
-        is_last = turn + 1 == len(messages)  # which may end in a way of its own
+        is_last = turn + 1 == len(messages)  # the last message may end differently
         reply = _as_others(place, alike, text) if place and not is_last else None
         if reply is None:
             reply = _find(render, messages, turn, text)
@@ -92,7 +92,7 @@ def _find(render: Render, messages: Sequence[Message], turn: int, text: str) -> 
             ended = _with_stand_in(render, messages[: turn + 1], turn, silent=True) or alone
         end = ended[1] if ended else through[start:].rstrip().removesuffix(_text_of(messages[turn]))
     else:
-        # The template renders the last reply in its own way: look at the place of a stand-in, with all that follows.
+        # The template renders the last reply differently: use the position of a placeholder, with all later messages.
         found = None
         if alone and whole and text.endswith(whole[1]):
             found = alone[1], whole[1]
@@ -112,7 +112,7 @@ def _find(render: Render, messages: Sequence[Message], turn: int, text: str) -> 
 
 
 def _common(one: str, other: str) -> str:
-    """Return what both texts begin with."""
+    """Return the common prefix of both texts."""
     alike = takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
     return "".join(each for each, _ in alike)
 
@@ -120,14 +120,15 @@ def _common(one: str, other: str) -> str:
 def _start(
     render: Render, messages: Sequence[Message], turn: int, text: str, shown: tuple[str, str] | None
 ) -> int | None:
-    """Return where a reply begins: behind the text that asks for it. ``shown``: before and after its stand-in."""
+    """Return the position where a reply begins, behind the generation prompt. ``shown``: text before and after its
+    placeholder."""
     before = _tried(render, messages[:turn], ask_for_reply=True)
     if before is None or not text.startswith(before):
         return len(shown[0]) if shown and text.startswith(shown[0]) else None
     if shown and shown[0].startswith(before) and text.startswith(shown[0]):
         header = shown[0][len(before) :]
-        # Of a template that does not know how to ask for a reply: what comes before each of them is not for a model
-        # to write. A blank alone may be.
+        # A template without a generation prompt: the common text before all replies is not written by the model. It may
+        # be a space only.
         if header.strip() and before == _tried(render, messages[:turn]):
             return len(shown[0])
     return len(before)
@@ -136,8 +137,8 @@ def _start(
 def _with_stand_in(
     render: Render, messages: Sequence[Message], turn: int, *, silent: bool = False
 ) -> tuple[str, str] | None:
-    """Return the text before and after a stand-in for the content of a reply; None: the template does not show it once.
-    ``silent``: without its calls of tools."""
+    """Return the text before and after a placeholder for the content of a reply; None if the template does not show
+    the placeholder exactly once. ``silent``: leave out its tool calls."""
     changed = {key: value for key, value in messages[turn].items() if not (silent and key in _CALLS)}
     changed["content"] = stand_in(turn)
     text = _tried(render, [*messages[:turn], changed, *messages[turn + 1 :]])
@@ -146,7 +147,7 @@ def _with_stand_in(
 
 
 def _tried(render: Render, messages: Sequence[Message], **options: Any) -> str | None:
-    """Return the text of ``messages``; None: the template refuses them, as some do without a user's message."""
+    """Return the text of ``messages``; None if the template refuses them, as some do without a user's message."""
     try:
         return render(messages, **options)
     except Unlearnable:
@@ -159,17 +160,17 @@ def _text_of(message: Message) -> str:
 
 
 class _Place(NamedTuple):
-    """Place of the content of a message in the text, as it is in the row or without blanks around it."""
+    """Position of a message's content in the text, unchanged or without surrounding whitespace."""
 
     start: int
     stop: int
     header: str
-    """What the template writes between the content before it and this one."""
+    """Text that the template writes between the previous content and this one."""
 
 
 def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Place]:
-    """Return places by the numbers of messages, from the text ``shown`` with stand-ins; empty if the template does more
-    than to put each content in its place."""
+    """Return the positions by message number, from the text ``shown`` with placeholders; empty if the template does
+    more than insert each content."""
     places, position = dict[int, _Place](), 0
     for number, message in enumerate(messages):
         if not _text_of(message):
@@ -180,7 +181,7 @@ def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Pl
         position += len(header)
         following = shown.partition(_DIGITS)[0]
         variants = (message["content"], message["content"].lstrip(), message["content"].rstrip(), _text_of(message))
-        said = next((each for each in variants if text.startswith(each + following, position)), None)
+        said = next((variant for variant in variants if text.startswith(variant + following, position)), None)
         if said is None:
             return {}
         places[number] = _Place(position, position + len(said), header)
@@ -189,8 +190,8 @@ def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Pl
 
 
 def _as_others(place: _Place, alike: dict[str, tuple[int, str, bool]], text: str) -> Reply | None:
-    """Return the reply at ``place`` by one that the template introduces with the same header, so that long
-    conversations are not rendered once for each reply; None: there is none, or it ends otherwise."""
+    """Return the reply at ``place``, by comparison with a reply that has the same header, so that long conversations
+    are not rendered once for each reply; None if there is none, or it ends differently."""
     lead, end, has_end = alike.get(place.header, (0, "", False))
     is_alike = place.header in alike and text.startswith(end, place.stop)
     return Reply(place.start - lead, place.stop + len(end), has_end) if is_alike else None
@@ -200,8 +201,8 @@ def _as_others(place: _Place, alike: dict[str, tuple[int, str, bool]], text: str
 
 
 def _check_shown(render: Render, name: str, messages: Sequence[Message], text: str) -> str:
-    """Return the text with stand-ins for what is said. Raise ``Unlearnable`` if the template leaves out a message, such
-    as those of a role that it does not know."""
+    """Return the text with placeholders for the contents. Raises ``Unlearnable`` if the template leaves out a
+    message, for example because its role is unknown."""
     said = [number for number, message in enumerate(messages) if _text_of(message)]
     changed = [dict(message) for message in messages]
     for number in said:
@@ -222,8 +223,8 @@ def _check_shown(render: Render, name: str, messages: Sequence[Message], text: s
 
 
 def _check_parts(render: Render, name: str, messages: Sequence[Message], turn: int, said: str) -> None:
-    """Raise ``Unlearnable`` if the template leaves out a part of a reply, such as its reasoning. ``said``: what it
-    shows."""
+    """Raise ``Unlearnable`` if the template leaves out a part of a reply, such as its reasoning. ``said``: the part
+    that it shows."""
     content = messages[turn]["content"]
     if not isinstance(content, str) or content.strip() in said:
         return
@@ -255,9 +256,9 @@ def _check_keys(
 
 
 def _is_dropped(render: Render, messages: Sequence[Message], number: int, key: str) -> bool:
-    """Whether the text is the same without ``key`` of message ``number``."""
+    """Return whether the text is the same without ``key`` of message ``number``."""
     text = _tried(render, messages)
-    if text is None:  # some templates know no message without content
+    if text is None:  # some templates fail on a message without content
         messages = [{**message, "content": message["content"] or ""} for message in messages]
         text = render(messages)
     silent = {each: value for each, value in messages[number].items() if each != key}

@@ -1,4 +1,4 @@
-"""Images and their classes: a folder with a subfolder for each class, or a Hugging Face dataset."""
+"""Images with classes: a folder with a subfolder for each class, or a Hugging Face dataset."""
 
 import contextlib
 import hashlib
@@ -31,34 +31,34 @@ _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 _FORMATS = frozenset(
     ("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 )
-"""Formats of pixels that Pillow may find in a file, whatever its name. For PostScript it would start an interpreter."""
+"""Pixel formats that Pillow may detect in a file, whatever its name. (For PostScript it would start an interpreter.)"""
 _ORIENTATION = 0x0112
-"""The EXIF tag of how a camera was held."""
+"""EXIF tag of the camera's orientation."""
 UPRIGHT = "-upright"
-"""End of the fingerprint of a folder whose images are turned as their EXIF orientation says."""
+"""Suffix of the fingerprint of a folder whose images are rotated according to their EXIF orientation."""
 _ROWS = (".parquet", ".arrow", ".json", ".csv")
-"""Endings of files in the folder of a dataset."""
+"""Suffixes of files in a dataset's folder."""
 _CENTRE = 0.875
-"""Share of the shorter side that an evaluation sees."""
+"""Share of the shorter side that is visible in an evaluation."""
 _MOST = 2**16 - 1
-"""The brightest grey of 16 bits."""
+"""Brightest value of 16-bit grayscale."""
 _SHAPES = (math.log(3 / 4), math.log(4 / 3))
-"""Logarithms of the least and the largest width of a random crop, for a height of 1."""
+"""Logarithms of the smallest and the largest width of a random crop, for a height of 1."""
 _SHOWN = 5
 _RESUMES = "then resume with 'checkpoint.allow_changes=[task.path]'"
 
 
 class Image(NamedTuple):
-    """A sample."""
+    """An image with its class."""
 
     pixels: Any
-    """A PIL image in RGB, or a tensor [3, size, size] of bytes, once it is augmented."""
+    """A PIL image in RGB; after augmentation, a tensor [3, size, size] of bytes."""
     label: int
 
 
 def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
-    """Look up the images that ``section`` names, and read none. ``upright``: turn those of a folder as their EXIF
-    orientation says. Raises ``UserError`` if there are none, or the splits have other classes."""
+    """Find the images that ``section`` names, without reading any. ``upright``: rotate images of a folder according
+    to their EXIF orientation. Raises ``UserError`` if there are none, or the splits have different classes."""
     library("PIL", "task=image_classification", extra="vision")
     folder, typed = expanded(section.path), assignment("task.path", section.path)
     try:
@@ -82,16 +82,19 @@ class FolderImages:
     """The images of one split of a folder."""
 
     def __init__(self, folder: Path, classes: Sequence[str] | None = None, *, upright: bool = True) -> None:
-        """``classes``: those of the training split, None for itself."""
+        """``classes``: classes of the training split; None if this is the training split."""
         entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
         found = {entry.name: entry.path for entry in entries if entry.is_dir()}
         unused = sum(_is_image(entry.name) for entry in entries if entry.name not in found)
         told = f"images not used: {unused:,} in {folder}, outside of class folders; move them to {folder}/CLASS/"
         self.note = told if unused else ""
-        """For the user."""
+        """Note for the user."""
         self.upright = upright
         self.classes = sorted(found) if classes is None else list(classes)
-        self._folder, self._names, labels, key = folder, [], [], hashlib.sha256()
+        self._folder = folder
+        self._names = []
+        labels = []
+        key = hashlib.sha256()
         for name in sorted(found):
             label = self.classes.index(name) if name in self.classes else -1
             for path, size_bytes in sorted(_files(found[name])):
@@ -100,7 +103,7 @@ class FolderImages:
                 key.update(f"{self._names[-1]}\0{size_bytes}\n".encode("utf-8", "surrogateescape"))
         present = set(labels)
         self.empty = [name for label, name in enumerate(self.classes) if label not in present]
-        for name in self.empty:  # the names of others are those of folders
+        for name in self.empty:  # other names are names of folders
             key.update(f"{name}\n".encode("utf-8", "surrogateescape"))
         self.unknown = sorted(found.keys() - set(self.classes))
         self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest() + UPRIGHT * upright
@@ -130,7 +133,7 @@ def _files(folder: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in _ENDINGS  # noqa: PTH122 -- a million of them
+    return os.path.splitext(name)[1].lower() in _ENDINGS  # noqa: PTH122 -- called for a million files
 
 
 def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str], upright: bool) -> LabelledData:
@@ -142,7 +145,7 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
     if not training.classes or not len(training):
         raise UserError(f"{typed}: {folder / TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
     if training.empty:
-        shown = ", ".join(training.empty[:_SHOWN]) + ", ..." * (len(training.empty) > _SHOWN)
+        shown = ", ".join(training.empty[:_SHOWN]) + (", ..." if len(training.empty) > _SHOWN else "")
         raise UserError(
             f"{typed}: {folder / TRAINING} has classes without images: {shown}; remove their folders, or put images "
             "into them"
@@ -164,11 +167,13 @@ class TableImages:
     """The images of one split of a Hugging Face dataset."""
 
     def __init__(self, table: Any, image: str, label: str, number: Callable[[Any], int]) -> None:
-        """``number``: of the class of a label."""
+        """``number``: maps a label to the number of its class."""
         feature = library("datasets", "a dataset").Image
         self.fingerprint = str(table.cast_column(image, feature())._fingerprint)  # datasets has no public name for it
-        self._table = table.cast_column(image, feature(decode=False))  # it would open any format
-        self._image, self._label, self._number = image, label, number
+        self._table = table.cast_column(image, feature(decode=False))  # otherwise it would open any format
+        self._image = image
+        self._label = label
+        self._number = number
 
     def __len__(self) -> int:
         return len(self._table)
@@ -178,7 +183,7 @@ class TableImages:
             row = self._table[index]
             with contextlib.ExitStack() as stack:
                 return Image(_decoded(_file_in(row[self._image], stack), True), self._number(row[self._label]))
-        except Exception as error:  # of any kind, as above
+        except Exception as error:  # any exception, as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
                 f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}; repair it or leave it "
@@ -187,7 +192,7 @@ class TableImages:
 
 
 def _file_in(cell: Any, stack: contextlib.ExitStack) -> Any:
-    """Open the file of a cell, as ``datasets`` describes it, until ``stack`` ends."""
+    """Open the file of a cell in the format of ``datasets``, until ``stack`` is closed."""
     if cell["bytes"] is not None:
         return io.BytesIO(cell["bytes"])
     is_address = "://" in cell["path"]
@@ -208,8 +213,8 @@ def _open_dataset(section: ImageSection, name: str) -> LabelledData:
 
 
 def _decoded(file: Any, upright: bool) -> Any:
-    """Return the image in an open file as a PIL image in RGB; ``upright``: turned as its EXIF orientation says, like
-    ``datasets`` and transformers do. Raises errors of any kind if it cannot be read."""
+    """Return the image in an open file as a PIL image in RGB. ``upright``: rotate it according to its EXIF
+    orientation, like ``datasets`` and transformers. Raises any exception if it cannot be read."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
@@ -222,24 +227,24 @@ def _decoded(file: Any, upright: bool) -> Any:
 def _is_turned(image: Any) -> bool:
     try:
         return image.getexif().get(_ORIENTATION, 1) != 1
-    except Exception:  # EXIF data of the web are often damaged, and the pixels are not
+    except Exception:  # EXIF data from the web is often damaged while the pixels are intact
         return False
 
 
 def _in_rgb(image: Any) -> Any:
-    """Return a PIL image in RGB. Grey of 16 bits is scaled to 8: Pillow would make all values from 255 on white. Raises
-    ``ValueError`` if its values are neither of 8 nor of 16 bits."""
+    """Return a PIL image in RGB. 16-bit grayscale is scaled to 8 bits: Pillow would turn all values above 254 to
+    white. Raises ``ValueError`` if its values have neither 8 nor 16 bits."""
     from PIL import Image as pillow
 
-    if image.mode[0] not in "IF":  # of 8 bits
+    if image.mode[0] not in "IF":  # 8-bit modes
         return image.convert("RGB")
     values = np.asarray(image)
     least, largest = values.min(), values.max()
-    if image.mode == "I" and least >= 0 and largest <= 255:  # 8 bits in wider numbers
+    if image.mode == "I" and least >= 0 and largest <= 255:  # 8-bit values in a wider type
         return image.convert("RGB")
     if image.mode == "F" or least < 0 or largest > _MOST:
         raise ValueError(
-            f"pixels of mode {image.mode} from {least:g} to {largest:g}, where 8 bits, or whole numbers from 0 to "
+            f"pixels of mode {image.mode} from {least:g} to {largest:g}; only 8 bits, or whole numbers from 0 to "
             f"{_MOST}, can be read"
         )
     scale = _MOST // 255
@@ -247,12 +252,12 @@ def _in_rgb(image: Any) -> Any:
 
 
 def image_processor(size: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """Return the content of ``preprocessor_config.json``, by which transformers prepares an image as an evaluation
-    does: ``cropped_to_centre``, and colours normalized with ``mean`` and ``std``."""
+    """Return the content of ``preprocessor_config.json``, with which transformers prepares an image as an evaluation
+    does: ``cropped_to_centre``, and colors normalized with ``mean`` and ``std``."""
     from PIL import Image as pillow
 
     return {
-        "image_processor_type": "CLIPImageProcessor",  # which is for any model, and crops
+        "image_processor_type": "CLIPImageProcessor",  # works with any model, and crops
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": round(size / _CENTRE)},
@@ -268,16 +273,16 @@ def image_processor(size: int, mean: Sequence[float], std: Sequence[float]) -> d
 
 
 def cropped_at_random(image: Any, size: int, smallest: float, flip: bool, seed: int) -> Tensor:
-    """Return bytes [3, size, size] of a random part of a PIL image, of at least the share ``smallest``, perhaps
-    mirrored. All random numbers follow from ``seed``."""
-    numbers = random.Random(seed)  # random() alone gives the same numbers in all versions of Python
+    """Return bytes [3, size, size] of a random crop of a PIL image, which covers at least the share ``smallest`` of
+    it, perhaps mirrored. All random numbers depend only on ``seed``."""
+    numbers = random.Random(seed)  # random() is the only method with equal numbers in all versions of Python
     box = _random_box(image.width, image.height, smallest, numbers) if smallest < 1 else _centre(image)
     pixels = _scaled(image, size, box)
     return pixels.flip(-1) if flip and numbers.random() < 0.5 else pixels
 
 
 def cropped_to_centre(image: Any, size: int) -> Tensor:
-    """Return bytes [3, size, size] of the middle of a PIL image."""
+    """Return bytes [3, size, size] of the center of a PIL image."""
     return _scaled(image, size, _centre(image))
 
 

@@ -1,4 +1,4 @@
-"""Texts, and their classes if they have any: JSON or CSV rows, or a Hugging Face dataset; as tokens."""
+"""Tokenized texts, with classes if they have any: JSON or CSV rows, or a Hugging Face dataset."""
 
 import csv
 import hashlib
@@ -27,7 +27,7 @@ _KINDS = (".jsonl", ".csv")
 
 
 class LabelledText(NamedTuple):
-    """A sample."""
+    """A tokenized text with its class."""
 
     tokens: np.ndarray
     """[tokens], int64"""
@@ -35,11 +35,14 @@ class LabelledText(NamedTuple):
 
 
 class Texts:
-    """The texts of one split, which become tokens when they are read."""
+    """The texts of one split, which are tokenized when they are read."""
 
     def __init__(self, texts: Sequence[str], labels: Sequence[int], encoder: Any, fingerprint: str) -> None:
         """``encoder``: a tokenizer of ``tokenizers``."""
-        self._texts, self._labels, self._encoder, self.fingerprint = texts, labels, encoder, fingerprint
+        self._texts = texts
+        self._labels = labels
+        self._encoder = encoder
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -52,14 +55,14 @@ class Texts:
 
 
 def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any:
-    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens, or on the
-    other ``side``. Raises ``UserError`` if there is none."""
+    """Return the tokenizer in the model ``folder``, set to truncate texts after ``sequence_length`` tokens (or on
+    the other ``side``). Raises ``UserError`` if there is none."""
     tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
     try:
         encoder = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # its own
+    except Exception as error:  # the library's own exception type
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from None
     encoder.no_padding()
     encoder.enable_truncation(sequence_length, direction=side)
@@ -67,14 +70,14 @@ def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any
 
 
 def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledData:
-    """Read the texts that ``section`` names; ``form`` is added to what names their content. Raises ``UserError`` if
-    there are none, or a row is wrong."""
+    """Read the texts that ``section`` names. ``form`` is added to their fingerprint. Raises ``UserError`` if there
+    are none, or a row is invalid."""
     path, typed = expanded(section.path), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():
-        for each in sorted(path.iterdir()):
-            if each.suffix in _KINDS and files.setdefault(each.stem, each) != each:
-                raise UserError(f"{typed} has {files[each.stem].name} and {each.name}; keep one file of each split")
+        for file in sorted(path.iterdir()):
+            if file.suffix in _KINDS and files.setdefault(file.stem, file) != file:
+                raise UserError(f"{typed} has {files[file.stem].name} and {file.name}; keep one file of each split")
     if files:
         return _of_files(section, files, encoder, typed, form)
     if not path.is_dir() and section.path.count("/") != 1:
@@ -89,7 +92,7 @@ def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledD
 
 
 def _columns(section: TextsSection) -> dict[str, str]:
-    """Return the columns that are read, by the keys that name them."""
+    """Return the columns to read, by the config keys that name them."""
     labels = {"task.label_column": section.label_column} if isinstance(section, LabelledSection) else {}
     return {"task.text_column": section.text_column} | labels
 
@@ -98,8 +101,8 @@ def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed
     if TRAINING not in files:
         raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
     split = validation_split(section, files)
-    read = [_read(files[each], section) for each in (TRAINING, split) if each]
-    are_mixed = len({type(label) for _, labels, _ in read for label in labels}) > 1  # labels of CSV files are texts
+    read = [_read(files[name], section) for name in (TRAINING, split) if name]
+    are_mixed = len({type(label) for _, labels, _ in read for label in labels}) > 1  # labels of CSV files are strings
     of_splits = [[str(label) for label in labels] if are_mixed else labels for _, labels, _ in read]
     classes = Classes(of_splits[0])
     if split:
@@ -129,7 +132,7 @@ def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int]
         check_columns(columns, [str(name) for name in row], where)
         one, label = row[section.text_column], "" if label_column is None else row[label_column]
         if not isinstance(one, str) or not isinstance(label, str | int):
-            labelled = " and, as its label, a text or a whole number" * (label_column is not None)
+            labelled = " and, as its label, a text or a whole number" if label_column is not None else ""
             raise UserError(f"{where}: needs a text{labelled}; fix or remove the row")
         texts.append(one)
         labels.append(label)
@@ -141,10 +144,10 @@ def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int]
 def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
     count, before = 0, csv.field_size_limit(len(text))
     try:
-        # Strict: otherwise a quote that is not closed takes in all rows behind it.
+        # Strict: otherwise an unclosed quote swallows all later rows.
         rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         names = list(rows.fieldnames or ())
-        if twice := [name for name in names if names.count(name) > 1]:  # the last one would count
+        if twice := [name for name in names if names.count(name) > 1]:  # the last one would be used
             raise UserError(f"{path} has {names.count(twice[0])} columns named {twice[0]!r}; leave all but one out")
         for row in rows:
             count += 1
@@ -156,7 +159,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold what splitlines() takes for an end
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split inside JSON strings, too
         if not line.strip():
             continue
         where = f"{path}, line {number}"

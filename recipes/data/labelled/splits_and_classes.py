@@ -1,4 +1,4 @@
-"""What data sets with a class for each sample have in common: splits, classes and columns."""
+"""Splits, classes and columns of data sets with a class for each sample."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +15,12 @@ _SHOWN = 5
 
 
 class MappedSamples:
-    """A split whose samples a function of sample and number changes."""
+    """A split whose samples are changed by a function of (sample, number)."""
 
     def __init__(self, samples: Dataset, change: Callable[[Any, int], Any]) -> None:
-        self._samples, self._change, self.fingerprint = samples, change, fingerprint(samples)
+        self._samples = samples
+        self._change = change
+        self.fingerprint = fingerprint(samples)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -28,17 +30,17 @@ class MappedSamples:
 
 
 class LabelledData(NamedTuple):
-    """What ``task.path`` holds."""
+    """Contents of ``task.path``."""
 
     classes: Sequence[str]
     training: Dataset
     validation: Dataset | None
 
     def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
-        """Return the same samples, with the numbers that a model has for the classes ``names``. Raises ``UserError`` if
-        there are other classes."""
+        """Return the same samples, with the class numbers of a model with the classes ``names``. Raises
+        ``UserError`` if there are other classes."""
         if unknown := [name for name in self.classes if name not in names]:
-            raise UserError(f"{where} has the class {unknown[0]}, which the model does not know: {_some(names)}")
+            raise UserError(f"{where} has the class {unknown[0]}, but the model only knows {_some(names)}")
         numbers = [list(names).index(name) for name in self.classes]
 
         def renumbered(sample: Any, _: int) -> Any:
@@ -49,8 +51,8 @@ class LabelledData(NamedTuple):
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
-    """Return which of the splits ``names`` to evaluate on; None: there is none. Raises ``UserError`` if
-    ``task.validation`` is none of them."""
+    """Return which of the splits ``names`` to evaluate on; None if there is none. Raises ``UserError`` if
+    ``task.validation`` is not one of them."""
     if section.validation is None:
         return next((name for name in _VALIDATION if name in names), None)
     if section.validation not in names:
@@ -63,7 +65,7 @@ def validation_split(section: SampledSection, names: Collection[str]) -> str | N
 
 
 class Classes:
-    """Numbers of classes by the values of labels."""
+    """Maps values of labels to class numbers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         """``values``: labels of the training data, each at least once."""
@@ -75,28 +77,34 @@ class Classes:
         return self._numbers[value]
 
     def check(self, values: Iterable[Any], where: str) -> None:
-        """Raise ``UserError`` if there is a label among ``values`` that the training data do not have."""
+        """Raise ``UserError`` if ``values`` contains a label that the training data does not have."""
         if unknown := sorted(str(value) for value in set(values) - self._numbers.keys()):
             raise unknown_class(unknown[0], where, self.names)
 
 
 def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
-    """The error for a class of a validation split alone."""
+    """Return the error for a class that only a validation split has."""
     return UserError(f"{where} has the class {name}, which the training data do not have: {_some(classes)}")
 
 
 def _some(classes: Sequence[str]) -> str:
-    return ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
+    return ", ".join(classes[:_SHOWN]) + (", ..." if len(classes) > _SHOWN else "")
 
 
 def open_dataset(
     section: SampledSection, name: str, columns: Mapping[str, str], form: str,
     opened: Callable[[Any, Callable[[Any], int]], Dataset],
 ) -> LabelledData:  # fmt: skip
-    """Return the splits of the dataset ``name``, of the Hub or a folder, each ``opened`` from its table and a function
-    that gives the number of the class of a label. A table has ``columns`` alone, whose names the keys give. ``form``:
-    what files there may be instead. Without labels, there are no classes. Raises ``UserError`` if it cannot be loaded,
-    or has no such columns or classes."""
+    """Return the splits of the dataset ``name``, from the Hub or a folder. Without labels, there are no classes.
+
+    Args:
+        columns: columns to keep, by the config keys that name them.
+        form: description of the files that may be used instead.
+        opened: opens a split from its table and a function that maps a label to the number of its class.
+
+    Raises:
+        UserError: the dataset cannot be loaded, or has no such columns or classes.
+    """
     typed = assignment("task.path", section.path)
     datasets = library("datasets", f"a dataset ({typed})")
     try:
@@ -115,15 +123,17 @@ def open_dataset(
     split = validation_split(section, list(splits))
 
     def both(names: Sequence[str], number: Callable[[Any], int]) -> LabelledData:
-        tables = [splits[each].select_columns([*columns.values()]) for each in (TRAINING, split) if each]
+        tables = [
+            splits[split_name].select_columns([*columns.values()]) for split_name in (TRAINING, split) if split_name
+        ]
         chosen, *others = (opened(table, number) for table in tables)
         return LabelledData(names, chosen, others[0] if others else None)
 
     if label is None:
         return both((), int)
     named = getattr(training.features[label], "names", None)
-    for each in (TRAINING, split) if split else (TRAINING,):
-        _check_labels(splits[each][label], named, f"split {each} of {typed}")
+    for split_name in (TRAINING, split) if split else (TRAINING,):
+        _check_labels(splits[split_name][label], named, f"split {split_name} of {typed}")
     classes = Classes(named or training[label])
     if split:
         others = getattr(splits[split].features[label], "names", None) if named else splits[split][label]
@@ -132,14 +142,14 @@ def open_dataset(
 
 
 def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str) -> None:
-    """Raise ``UserError`` if a label is neither text nor a whole number, or none of the ``named`` classes."""
+    """Raise ``UserError`` if a label is neither a string nor an integer, or is not one of the ``named`` classes."""
     for value in set(values):
         if not isinstance(value, str | int) or (named and value not in range(len(named))):
-            raise UserError(f"{where} has the label {value}, which is not a class; leave such rows out")
+            raise UserError(f"{where} has the label {value}, and that is not a class; leave such rows out")
 
 
 def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
-    """Raise ``UserError`` if a column, by the key that names it, is none of ``names``."""
+    """Raise ``UserError`` if a column (by the config key that names it) is not in ``names``."""
     left = [name for name in names if name not in columns.values()] or ["COLUMN"]
     for key, column in columns.items():
         if column in names:

@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, written by one process at a time, and continued after an
+"""A folder that appears complete or not at all. One process at a time writes it, and the next one continues after an
 interruption."""
 
 import contextlib
@@ -17,12 +17,12 @@ from serried.recipes.data.readers.progress import Progress
 from serried.records.files import machine
 
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
-"""Of a folder that this module made beside ``folder``, whose name ends in a hash."""
+"""Name of a folder that this module created next to ``folder``, whose name ends in a hash."""
 _CONTENTS = re.compile(
     r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|crc32)"
     r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
 )
-"""Of a file in it."""
+"""Name of a file in such a folder."""
 _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 
@@ -30,8 +30,8 @@ _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[[], bool], progress: Progress) -> None:
     """Call ``write`` with ``<folder>.partial`` and rename that to ``folder``, unless it ``is_there``.
 
-    One of the processes that want it makes it, and the others wait. After an interruption the next one continues in
-    the same partial folder.
+    One of the processes that need the folder creates it, and the others wait. After an interruption, the next
+    process continues in the same partial folder.
 
     Raises ``UserError`` if ``write`` raised it, or the disk fails.
     """
@@ -41,23 +41,24 @@ def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[
                 try:
                     write(partial)
                 except (UserError, OSError) as error:
-                    # A mistake would be the same another time; what a disk took can be used.
+                    # A user's mistake would be repeated; after a disk failure, the part on the disk can be reused.
                     if isinstance(error, UserError) or not any(partial.glob("done-*.json")):
                         shutil.rmtree(partial, ignore_errors=True)
                     raise
                 _publish(partial, folder, is_there)
     except OSError as error:
-        # Another machine, which shares the disk and not its locks, may have been first.
+        # Another machine that shares the disk, but not its locks, may have been first.
         if not is_there():
             raise _cannot_write(folder.parent, error, progress.total_bytes) from error
 
 
 @contextlib.contextmanager
 def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> Iterator[Path | None]:
-    """Lock ``<folder>.partial``; None if the folder ``is_there`` by now.
+    """Lock ``<folder>.partial``; None if the folder ``is_there`` in the meantime.
 
-    The lock is on the partial folder itself, so it ends with it, and with its owner. If machines share a disk and not
-    its locks, two may write at once: each under names of its own, the same bytes, renamed when they are complete.
+    The lock is on the partial folder itself, so it ends with the folder, and with its owner. If machines share a
+    disk but not its locks, two of them may write at once: the same bytes under different names, renamed when
+    complete.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
@@ -67,7 +68,7 @@ def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> 
         descriptor = os.open(partial, os.O_RDONLY)
         try:
             _lock(descriptor, progress)
-            if _is_still(partial, descriptor):  # its last owner may have renamed or removed it
+            if _is_still(partial, descriptor):  # the previous owner may have renamed or removed it
                 for path in partial.glob(f"*.{machine()}.*.tmp"):  # of dead processes
                     path.unlink(missing_ok=True)
                 yield partial
@@ -78,13 +79,13 @@ def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> 
 
 
 def _publish(partial: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
-    """Rename into place, unless another machine was first. A damaged folder of this name is removed."""
+    """Rename the folder into place, unless another machine was first. A damaged folder with this name is removed."""
     if is_intact():
         shutil.rmtree(partial, ignore_errors=True)
         return
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.{os.urandom(6).hex()}.tmp")
-        with contextlib.suppress(FileNotFoundError):  # another process found it damaged too
+        with contextlib.suppress(FileNotFoundError):  # another process also found it damaged
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
     partial.rename(folder)
@@ -107,8 +108,8 @@ def _is_still(partial: Path, descriptor: int) -> bool:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove discarded folders after a day, and partial ones after two idle weeks: those of this module alone. The
-    cache may be a folder where other programs keep files of theirs."""
+    """Remove discarded folders after a day, and partial folders after two idle weeks. Only this module's folders are
+    removed, since other programs may keep files in the cache folder."""
     for folder in cache.iterdir():
         if (named := _NAME.fullmatch(folder.name)) is None or folder.is_symlink():
             continue
@@ -132,6 +133,6 @@ def _cannot_write(cache: Path, error: OSError, source_bytes: int) -> UserError:
 
 
 def other_cache(cache: Path | None) -> str:
-    """Return the words that name another folder for prepared data."""
+    """Return the override that selects another folder for prepared data."""
     other = Path(tempfile.gettempdir()) / "serried"
     return f"choose another folder: {assignment('data.cache_dir', other if other != cache else 'cache')}"

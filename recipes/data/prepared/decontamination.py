@@ -1,4 +1,4 @@
-"""Validation sets without the documents that are trained on."""
+"""Validation sets without documents that are trained on."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ _SHARED = "shared.json"
 
 
 def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
-    """Return a folder with the validation split of ``held`` without documents that any of ``training`` trains on; None
-    if there are none. Made once; found later. Raises ``UserError`` if all of the validation set ``name`` is trained on,
-    or the cache cannot be written."""
+    """Return a folder with the validation split of ``held`` without documents that any of ``training`` trains on;
+    None if there are none. Created once, found later. Raises ``UserError`` if all documents of the validation set
+    ``name`` are trained on, or the cache cannot be written."""
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
 
@@ -45,14 +45,14 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
 
 
 def left_out(folder: Path) -> int:
-    """Number of documents that ``kept_apart`` removed because they are trained on."""
+    """Return the number of documents that ``kept_apart`` removed because they are trained on."""
     return int(json.loads(read_regular(folder / _SHARED)))
 
 
 def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
-    """Return which documents of ``held`` are in ``training`` too, [documents], bool.
+    """Return which documents of ``held`` are in ``training``, too, [documents], bool.
 
-    Reads only training documents that are as long as one of ``held``.
+    Reads only training documents that have the length of a document of ``held``.
     """
     own: dict[bytes, list[int]] = {}
     lengths = set[int]()
@@ -70,7 +70,7 @@ def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
 def _documents(
     stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each document whose length is ``wanted``."""
+    """Yield the start and stop of each document whose length is ``wanted``."""
     bounds = np.append(stream.all_document_starts(), stream.tokens)
     chosen = np.flatnonzero(wanted(np.diff(bounds)))
     yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)

@@ -1,10 +1,9 @@
-"""Prepared tokens on disk: written once, keyed by content, never half-written.
+"""Prepared tokens on disk: written once, keyed by content, never incomplete.
 
-``<cache>/<key>/`` holds the shards of each split (``recipes.data.prepared.token_shards`` has their format),
-``tokenizer.json`` and ``summary.json``. The key is a hash of everything the tokens depend on, so an existing folder is
-right, no matter which process made it. It is made as ``<key>.partial``, shard by shard, and renamed when it is
-complete; an interrupted preparation continues with the shards it finds there. The sequence length is not part of the
-key.
+``<cache>/<key>/`` holds the shards of each split (format: ``recipes.data.prepared.token_shards``),
+``tokenizer.json`` and ``summary.json``. The key is a hash of everything that the tokens depend on, so an existing
+folder is valid whichever process created it. It is created as ``<key>.partial``, shard by shard, and renamed when
+complete. An interrupted preparation continues with the existing shards. The sequence length is not part of the key.
 """
 
 import contextlib
@@ -48,19 +47,19 @@ from serried.recipes.data.tokenizers.tokenizer import CharsTokenizer, Tokenizer,
 from serried.records.files import write_atomically
 
 _FORMAT = 3
-"""Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
+"""Version of everything that the key does not contain: layout on disk, content of sources, rule of the split."""
 
 _SAMPLE_TOKENS = 100
 _CHECKSUM = "crc32"
-"""In ``summary.json``: of all else there, and of ``tokenizer.json``."""
+"""Key in ``summary.json`` of the checksum of its other contents and of ``tokenizer.json``."""
 _FEWEST_TOKENS = 2**14
-"""Of a document above 1 MiB: few tokens are longer than 64 bytes."""
+"""Smallest number of tokens in a document above 1 MiB: few tokens are longer than 64 bytes."""
 _COMPARED_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of prepared tokens that was checked."""
+    """A verified folder of prepared tokens."""
 
     folder: Path
     key: str
@@ -68,22 +67,22 @@ class Prepared:
     splits: dict[str, TokenCounts]
     shards: dict[str, list[Shard]]
     empty: int
-    """Empty documents, which were left out."""
+    """Number of empty documents, which were left out."""
     held_out: int
-    """Documents left out of training because they are in the validation split."""
+    """Number of documents that were left out of training because they are in the validation split."""
     noun: str
     """Name of a document in messages: ``file`` or ``document``."""
     bad: int = 0
-    """Rows that are no documents, which were left out."""
+    """Number of rows that are not valid documents, which were left out."""
     bad_rows: tuple[str, ...] = ()
-    """Where the first of them are, and why."""
+    """Positions of the first bad rows, with the reason."""
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of ``train`` or ``validation``, memory-mapped."""
         return TokenStream(self.shards[split])
 
     def place(self, split: str, document: int) -> Place | None:
-        """Return where a document of ``split`` was; None: it is not known."""
+        """Return the position of a document of ``split`` in its source; None if it is unknown."""
         for shard in self.shards[split]:
             documents = shard.starts.stat().st_size // 8
             if document < documents:
@@ -105,7 +104,7 @@ class Prepared:
         )
 
     def describe(self) -> str:
-        """Return sizes in words: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
+        """Describe the sizes: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
         left_out = f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
         return (
@@ -125,12 +124,16 @@ class Prepared:
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
     """Tokenize the source into the cache, or find it there.
 
-    Any number of processes may call this at once, on one node or several: one does the work, and all get the same.
-    Memory is bounded, no matter how large the source is. ``show`` gets lines of progress; ``threads`` None: one for
-    each core.
+    Any number of processes may call this at once, on one or several nodes: one does the work, and all get the same
+    result. Memory is bounded for any size of the source.
 
-    Raises ``UserError`` if the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be
-    written.
+    Args:
+        show: prints lines of progress.
+        threads: number of threads; None: one per core.
+
+    Raises:
+        UserError: the source is missing, empty, unreadable or changes in the meantime, or the cache cannot be
+            written.
     """
     with Progress(show, threads or usable_cores()) as progress:
         return _prepare(section, progress)
@@ -144,7 +147,9 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
         if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
             raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
         return prepared
-    cache, tokenizer, source = cache_folder(section), named_tokenizer(section), open_source(section)
+    cache = cache_folder(section)
+    tokenizer = named_tokenizer(section)
+    source = open_source(section)
     settings = _settings(section, tokenizer, source)
     joins = _joins_pieces(section, tokenizer, source)
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
@@ -177,14 +182,14 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
 
 
 def _used(section: DataSection, prepared: Prepared) -> Prepared:
-    """Return ``prepared``. Raises ``UserError`` if rows were left out, and are to be refused."""
+    """Return ``prepared``. Raises ``UserError`` if rows were left out but must be refused."""
     if prepared.bad and section.bad_rows == "refuse":
         raise bad_rows(prepared.bad_rows, prepared.bad)
     return prepared
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 row``, ``12,345 rows``."""
+    """Return ``1 row``, ``12,345 rows``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -196,7 +201,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open what ``prepare`` made, in this process or another. Reads headers and sizes, no tokens.
+    """Open prepared data of this or another process. Reads headers and sizes, but no tokens.
 
     Raises ``UserError`` if the folder is missing or incomplete.
     """
@@ -220,7 +225,7 @@ def cache_folder(section: DataSection) -> Path:
         if section.cache_dir:
             return expanded(str(section.cache_dir)).absolute()
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # the specification of XDG
+        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # as the XDG specification demands
     except RuntimeError as error:
         raise UserError(f"there is no home folder to keep prepared data in; {other_cache(None)}") from error
 
@@ -233,7 +238,8 @@ def _key(settings: str, content: bytes) -> str:
 
 
 def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source, chat_format: int | None = None) -> str:
-    """Return everything that the tokens depend on except the source's content. ``chat_format``: of another version."""
+    """Return everything that the tokens depend on except the source's content. ``chat_format``: another version's
+    format."""
     settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
     if tokenizer is not None:
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
@@ -251,22 +257,24 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source,
 
 
 def _joins_pieces(section: DataSection, tokenizer: Tokenizer | None, source: Source) -> bool:
-    """Whether tokens of long documents depend on how their pieces are joined."""
+    """Return whether the tokens of long documents depend on how their pieces are joined."""
     is_split_anywhere = section.tokenizer == "chars" if tokenizer is None else tokenizer.splits_anywhere
     return section.format == "text" and not isinstance(source, FlatFiles) and not is_split_anywhere
 
 
 def _may_be_in_pieces(folder: Path) -> bool:
-    """Whether an earlier version, which joined pieces as they were, may have split a document in ``folder``."""
+    """Return whether an earlier version, which did not adjust tokens between pieces, may have split a document in
+    ``folder``."""
     counts = open_prepared(folder).splits.values()
     return any(any(split.lengths[_FEWEST_TOKENS.bit_length() :]) for split in counts)
 
 
 class _Memo:
-    """The folder that a source was prepared in, valid while the file system shows that none of its files has changed.
+    """Folder in which a source was prepared. It is valid while the file system shows that no source file has
+    changed.
 
-    One small file per source and settings, so that a start need not read a large source only to find that it is
-    prepared. If it cannot be read or written, the source is read.
+    There is one small file per source and settings, so that a start need not read a large source to find that it is
+    prepared. If the file cannot be read or written, the source is read.
     """
 
     def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
@@ -304,7 +312,7 @@ def _fill(
     tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
     write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
-    # The library's own threads would be one for each core, on top of ours.
+    # The library's own threads would be one per core, in addition to ours.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress.phase("tokenising").total_bytes = sum(unit.size_bytes for unit in units)
     counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
@@ -339,8 +347,8 @@ def _fill(
 
 
 def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str | None:
-    """Return the key of data that an earlier version prepared in the folder ``earlier``, if they are the same: a run
-    that began with them resumes. None: they are others, or not there."""
+    """Return the key of data that an earlier version prepared in the folder ``earlier``, if the data is the same, so
+    that a run that started with it can be resumed. None if it differs or does not exist."""
     with contextlib.suppress(UserError):
         before = open_prepared(earlier)
         for split in SPLITS:
@@ -360,7 +368,7 @@ def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str |
 def _tokenizer_of_text(
     path: Path, section: DataSection, units: Sequence[Unit], splitter: Splitter, progress: Progress
 ) -> Tokenizer:
-    """Return the tokenizer made from the text, or the one that an interrupted preparation left."""
+    """Return the tokenizer learned from the text, or by an interrupted preparation."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return tokenizer_from_spec(json.loads(read_regular(path)))
     if section.tokenizer == "chars":
@@ -388,7 +396,7 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
     if source.noun == "file" or (train and validation) or section.keeps_none:
-        return  # a text too small for validation is refused by the sequences it lacks
+        return  # a text too small for validation is refused later, for lack of sequences
     if source.validation_split:
         what = "training" if not train else "validation"
         raise UserError(
@@ -401,7 +409,7 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
             f"all {documents:,} documents of {where} are the same text, and a document is either trained on or kept "
             "for validation; give more text"
         )
-    # The share goes by a hash of each document, so that few documents may all fall on one side.
+    # Documents are assigned by their hash, so a few documents may all get the same split.
     share = (counts.lowest if not validation else counts.highest) + (0.005 if not validation else -0.005)
     raise UserError(
         f"data.validation_fraction={section.validation_fraction} leaves none of the {documents:,} documents of {where} "
@@ -414,8 +422,8 @@ def write_summary(
     folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer,
     key: str | None = None,
 ) -> None:  # fmt: skip
-    """Write the files that describe the shards in ``folder``; the last ones to be written. ``key``: by default the name
-    of the folder."""
+    """Write the files that describe the shards in ``folder``, after everything else. ``key``: the folder's name by
+    default."""
     write_json(folder / "tokenizer.json", tokenizer.spec())
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
@@ -442,7 +450,7 @@ def _checksum(summary: Mapping[str, Any], tokenizer: bytes) -> str:
 def _open(folder: Path) -> Prepared:
     summary = json.loads(read_regular(folder / "summary.json"))
     spec = read_regular(folder / "tokenizer.json")
-    if summary.pop(_CHECKSUM, None) not in (None, _checksum(summary, spec)):  # None: of an earlier version
+    if summary.pop(_CHECKSUM, None) not in (None, _checksum(summary, spec)):  # None: written by an earlier version
         raise ValueError("summary.json or tokenizer.json has other bytes than were written")
     if summary["format"] != _FORMAT:
         raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
@@ -450,7 +458,7 @@ def _open(folder: Path) -> Prepared:
         raise ValueError("it was never finished")
     tokenizer = tokenizer_from_spec(json.loads(spec))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
-    shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
+    shards = {split: [Shard.from_json(folder, shard) for shard in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(
         folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"],
         summary.get("bad", 0), tuple(summary.get("bad_rows", ())),

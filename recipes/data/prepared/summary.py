@@ -1,4 +1,4 @@
-"""Prepared data for a reader: a summary, and tokens as text."""
+"""Human-readable summary of prepared data, and tokens as text."""
 
 from itertools import groupby
 
@@ -16,7 +16,7 @@ _SHOWN_CHARACTERS = 110
 
 
 def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
-    """Documents, tokens, their lengths, the tokenizer and a sample of ``prepared``, on some twenty lines."""
+    """Return about twenty lines on ``prepared``: documents, tokens, their lengths, the tokenizer and a sample."""
     splits = prepared.splits
     lines = [
         ("folder", str(prepared.folder)),
@@ -55,7 +55,7 @@ def _tokenizer(prepared: Prepared, name: str) -> str:
 
 
 def _histogram(lengths: list[int]) -> list[str]:
-    """A bar for each power of two, from the shortest documents to the longest."""
+    """Return a bar for each power of two, from the shortest documents to the longest."""
     used = [i for i, count in enumerate(lengths) if count]
     if not used:
         return ["  none"]
@@ -68,9 +68,10 @@ def _histogram(lengths: list[int]) -> list[str]:
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:
-    """The text of ``tokens`` [tokens] in lines: trained on (``is_learned`` [tokens]) after ``>``, the rest after ``|``.
+    """Return the text of ``tokens`` [tokens] in lines: tokens that are trained on (``is_learned`` [tokens]) after
+    ``>``, others after ``|``.
 
-    Long lines and long texts are shortened; equal lines in a row, such as padding, become one.
+    Long lines and long texts are shortened; equal consecutive lines, such as padding, become one.
     """
     lines: list[str] = []
     begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1

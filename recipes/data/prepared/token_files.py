@@ -20,7 +20,7 @@ from serried.records.files import write_atomically
 
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""First number of a file of llm.c -> type of the tokens, which come after 256 numbers of 32 bits."""
+"""Type of the tokens by the first number of a llm.c file. Tokens follow after 256 32-bit numbers."""
 
 _LLM_C_HEADER_BYTES = 1024
 _NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -38,10 +38,11 @@ class _Scanned(NamedTuple):
 
 
 class FlatFiles(Source):
-    """Files of tokens. Those with ``val`` in their names are validation; without any, the tail of all is."""
+    """Files of tokens. Files with ``val`` in their names are for validation; if there are none, the tail of the
+    whole is."""
 
     def __init__(self, section: Any) -> None:
-        """Raises ``UserError`` if there are none."""
+        """Find the files. Raises ``UserError`` if there are none."""
         if section.tokenizer in ("chars", "train"):
             raise UserError(
                 f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer "
@@ -63,12 +64,12 @@ class FlatFiles(Source):
         return []  # there is nothing to tokenize
 
     def fingerprint(self, progress: Progress) -> bytes:
-        """Read all files once: hash, end marks, and a check that the tokenizer has every id. Raises ``UserError`` if a
-        file is damaged, or has numbers that are not tokens."""
+        """Read all files once: hash them, find end marks, and check that the tokenizer has every id. Raises
+        ``UserError`` if a file is damaged, or contains numbers that are not tokens."""
         progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
-        for found in self._scanned:  # with the paths: the tokens stay where they are
+        for found in self._scanned:  # including the paths: the tokens are used in place
             path = found.file.path.absolute()
             key.update(f"{path} {found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
         return key.digest()
@@ -118,7 +119,7 @@ class FlatFiles(Source):
             )
 
     def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
-        """Return the type of the numbers, the byte where they start, and their number."""
+        """Return the type of the numbers, their offset in bytes, and their count."""
         dtype: str = self._section.token_dtype
         offset = 0
         if path.suffix.lower() == ".npy":
@@ -142,7 +143,7 @@ class FlatFiles(Source):
 
 def _npy_layout(path: Path) -> tuple[str, int, int]:
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # which refuses Python objects
+        array = np.lib.format.open_memmap(path, mode="r")  # this refuses Python objects
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
@@ -161,7 +162,7 @@ def _split(scanned: Sequence[_Scanned], fraction: float) -> dict[str, list[tuple
     cut = int(sum(found.tokens for found in scanned) * (1 - fraction))
     pieces: dict[str, list[tuple[_Scanned, int, int]]] = {split: [] for split in SPLITS}
     for found in scanned:
-        # A document is on one side; of one that has most of the file to itself, the tail goes.
+        # A document has one split; if one document makes up most of the file, its tail is split off.
         at = min(max(cut, 0), found.tokens)
         after = found.starts[np.searchsorted(found.starts, at) :]
         if 0 < at < found.tokens and len(after):

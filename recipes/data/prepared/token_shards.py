@@ -1,13 +1,13 @@
-"""Streams of tokens on disk: flat files, memory-mapped and read as one.
+"""Streams of tokens on disk: flat files, memory-mapped and read as one stream.
 
-A shard is a file of tokens and, beside it, a file with the start of each document, int64, counted from the shard's
-first token. If only some tokens are trained on, a third file has a byte for each token, 1 for those, and a fourth one
-where each document is, for messages. Every document is followed by the end mark. The shards of a split, in order, are
-one stream: their boundaries have no effect on samples. Files of other tools are used in place.
+A shard is a file of tokens and a file with the start of each document, int64, relative to the shard's first token.
+If only some tokens are trained on, a third file has a byte for each token, 1 for trained ones, and a fourth one the
+position of each document in its source, for messages. Every document is followed by the end mark. The shards of a
+split, in order, are one stream: their boundaries have no effect on samples. Files of other tools are used in place.
 
-Beside them is a file with the CRC-32 of each block of these files, in this order, as uint32. A block is compared when
-it is first read: a bit that the disk has changed ends the run instead of changing it. Shards that an earlier version
-made have no such file.
+Another file has the CRC-32 of each block of these files, in this order, as uint32. A block is verified when it is
+first read: a bit that changed on the disk ends the run instead of changing it. Shards written by an earlier version
+have no such file.
 """
 
 import os
@@ -29,13 +29,13 @@ from serried.records.files import replacing
 
 _CHECKSUMS = ".crc32"
 _BLOCK_BYTES = 2**16
-"""As much as a system reads ahead of a single token."""
+"""Size of a checksummed block: a system's read-ahead for a single token."""
 _FILES = ("tokens", "starts", "supervised", "places")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a file, and the files beside it."""
+    """A file of tokens, and its accompanying files."""
 
     tokens: Path
     """A file of numbers."""
@@ -43,18 +43,19 @@ class Shard:
     count: int
     """Number of tokens."""
     starts: Path
-    """Starts of documents, int64."""
+    """File with the starts of documents, int64."""
     supervised: Path | None = None
-    """Which tokens are trained on, uint8; None: all of them."""
+    """File with a byte for each token, uint8: 1 if it is trained on. None if all are."""
     offset_bytes: int = 0
-    """Start of the tokens within their file."""
+    """Offset of the tokens in their file, in bytes."""
     places: Path | None = None
-    """Where each document is, int64 [documents, 2]: which of ``named``, and the number in it; None: not known."""
+    """File with the position of each document, int64 [documents, 2]: index in ``named``, and the document's number
+    there; None if unknown."""
     named: tuple[tuple[str, str], ...] = ()
-    """Path and noun of the ``Place`` of documents."""
+    """Path and noun of the documents' ``Place``."""
 
     def place(self, document: int) -> Place | None:
-        """Return where a document is; None: it is not known."""
+        """Return the position of a document in its source; None if it is unknown."""
         if self.places is None:
             return None
         which, number = _mapped(self.places, "<i8", 16 * document, 2).tolist()
@@ -72,22 +73,22 @@ class Shard:
 
     @classmethod
     def from_json(cls, folder: Path, plain: dict[str, Any]) -> "Shard":
-        """Return what ``as_json`` described."""
+        """Return the shard whose ``as_json(folder)`` is ``plain``."""
         paths = {name: folder / plain[name] for name in _FILES if plain.get(name) is not None}
         return cls(**{**plain, **paths, "named": tuple((path, noun) for path, noun in plain.get("named", ()))})
 
 
 class TokenStream:
-    """The shards of one split as one stream. Maps the files when opened; tokens are read when they are used.
+    """The shards of one split as one stream. Files are mapped when opened; tokens are read when used.
 
-    Positions and documents are counted over all shards. May be used from any number of threads.
+    Positions and documents are counted over all shards. May be used by any number of threads.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        """Raises ``ValueError`` or ``OSError`` for a file that is missing or too short."""
-        self._tokens = [_Numbers(each.tokens, each.dtype, each.offset_bytes, each.count) for each in shards]
-        self._supervised = [_Numbers(each.supervised, "u1", 0, each.count) for each in shards if each.supervised]
-        self._starts = [_Numbers(each.starts, "<i8", 0, None) for each in shards]
+        """Map the files. Raises ``ValueError`` or ``OSError`` if a file is missing or too short."""
+        self._tokens = [_Numbers(shard.tokens, shard.dtype, shard.offset_bytes, shard.count) for shard in shards]
+        self._supervised = [_Numbers(shard.supervised, "u1", 0, shard.count) for shard in shards if shard.supervised]
+        self._starts = [_Numbers(shard.starts, "<i8", 0, None) for shard in shards]
         supervised = iter(self._supervised)
         for shard, *files in zip(shards, self._tokens, self._starts, strict=True):
             _set_checksums(shard.starts, [*files, *([next(supervised)] if shard.supervised else [])])
@@ -96,21 +97,21 @@ class TokenStream:
         if self._supervised and len(self._supervised) != len(shards):
             raise ValueError("some shards say which tokens are learned, and others do not")
         self.tokens = int(self._token_bounds[-1])
-        """Length of the stream."""
+        """Number of tokens."""
         self.documents = int(self._document_bounds[-1])
         self.is_supervised = bool(self._supervised)
         """Whether only some tokens are trained on."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens ``start`` up to ``stop``, [stop - start], unsigned."""
+        """Return the tokens from ``start`` up to ``stop``, [stop - start], unsigned."""
         return self._read(self._tokens, start, stop)
 
     def supervised(self, start: int, stop: int) -> np.ndarray:
-        """Return 1 for each token from ``start`` up to ``stop`` that is trained on, [stop - start], uint8."""
+        """Return, for each token from ``start`` up to ``stop``, 1 if it is trained on, [stop - start], uint8."""
         return self._read(self._supervised, start, stop)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of documents from position ``start`` up to ``stop``, int64, in order."""
+        """Return the starts of documents between positions ``start`` and ``stop``, int64, in order."""
         pieces = []
         for shard in self._shards(start, stop):
             offset = self._token_bounds[shard]
@@ -118,7 +119,7 @@ class TokenStream:
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
     def all_document_starts(self) -> np.ndarray:
-        """Return the start of each document, [documents], int64: in memory, 8 bytes a document."""
+        """Return the start of each document, [documents], int64. This takes 8 bytes of memory per document."""
         return self.document_starts(0, self.tokens)
 
     def _read(self, shards: "list[_Numbers]", start: int, stop: int) -> np.ndarray:
@@ -133,7 +134,7 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
     def _shards(self, start: int, stop: int) -> range:
-        """Numbers of the shards that hold positions ``start`` up to ``stop``."""
+        """Return the indices of the shards that hold positions ``start`` up to ``stop``."""
         if stop <= start:
             return range(0)
         first, last = np.searchsorted(self._token_bounds, (start, stop - 1), side="right") - 1
@@ -141,12 +142,12 @@ class TokenStream:
 
 
 class _Numbers:
-    """A file of numbers, memory-mapped. May be read from any number of threads."""
+    """A memory-mapped file of numbers. May be read by any number of threads."""
 
     def __init__(self, path: Path, dtype: str, offset_bytes: int, count: int | None) -> None:
         self._path, self._numbers = path, _mapped(path, dtype, offset_bytes, count)
         self.checksums: np.ndarray | None = None
-        """Of each block of the file; None: it has none."""
+        """Checksum of each block of the file; None if it has none."""
         self._is_intact = np.zeros(self.blocks, bool)
 
     def __len__(self) -> int:
@@ -158,16 +159,16 @@ class _Numbers:
         return -(-self._numbers.nbytes // _BLOCK_BYTES)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return numbers ``start`` up to ``stop``. Raises ``UserError`` if the disk has changed them."""
+        """Return the numbers from ``start`` up to ``stop``. Raises ``UserError`` if they have changed on the disk."""
         if self.checksums is not None:
             self._compare(start, stop)
         return self._numbers[start:stop]
 
     def between(self, low: int, high: int) -> np.ndarray:
-        """Return the numbers from ``low`` up to ``high`` of a file in ascending order. Raises ``UserError`` if the disk
-        has changed them."""
+        """Return the numbers between ``low`` and ``high`` in a file in ascending order. Raises ``UserError`` if they
+        have changed on the disk."""
         first, last = np.searchsorted(self._numbers, (low, high)).tolist()
-        if self.checksums is not None:  # the search may have been misled: the neighbours show it
+        if self.checksums is not None:  # changed numbers may have misled the search: neighbors show it
             begin = max(first - 1, 0)
             around = self.read(begin, min(last + 1, len(self)))
             if np.searchsorted(around, (low, high)).tolist() != [first - begin, last - begin]:
@@ -195,11 +196,12 @@ class _Numbers:
 
 
 def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
-    """Give ``files`` of a shard their checksums, if there are any. Raises ``ValueError`` if they are of other files."""
+    """Assign checksums to the ``files`` of a shard, if it has any. Raises ``ValueError`` if they belong to other
+    files."""
     path = starts.with_suffix(_CHECKSUMS)  # tokens may be another program's file, elsewhere
     if not path.exists():
         return
-    checksums, bounds = _mapped(path, "<u4", 0, None), np.cumsum([0, *(each.blocks for each in files)]).tolist()
+    checksums, bounds = _mapped(path, "<u4", 0, None), np.cumsum([0, *(numbers.blocks for numbers in files)]).tolist()
     if len(checksums) != bounds[-1]:
         raise ValueError(f"{path.name} has {len(checksums)} checksums of {bounds[-1]} blocks")
     for file, first, last in zip(files, bounds, bounds[1:], strict=False):
@@ -207,10 +209,12 @@ def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
 
 
 class _Checksums:
-    """Computes the checksums of a file's blocks as it is written."""
+    """Computes the checksums of a file's blocks while it is written."""
 
     def __init__(self) -> None:
-        self._done, self._current, self._left = array("I"), 0, _BLOCK_BYTES
+        self._done = array("I")
+        self._current = 0
+        self._left = _BLOCK_BYTES
 
     def add(self, content: memoryview) -> None:
         rest = content.cast("B") if content.nbytes else content
@@ -231,7 +235,7 @@ class _Checksums:
 
 
 def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> np.ndarray:
-    """Map ``count`` numbers; None: as many as there are."""
+    """Map ``count`` numbers; None: all."""
     if count == 0:
         return np.empty(0, dtype)
     with open_regular(path) as file:
@@ -239,14 +243,13 @@ def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> np.ndarra
             count = os.fstat(file.fileno()).st_size // np.dtype(dtype).itemsize
         if not count:  # an empty file cannot be mapped
             return np.empty(0, dtype)
-        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))  # plain: slices of np.memmap cost more
+        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))  # a plain array: slices of np.memmap cost more
 
 
 class ShardWriter:
-    """Writes one shard under temporary names, and renames it when it is complete. A shard without documents has no
-    files.
+    """Writes one shard under temporary names, and renames it when complete. A shard without documents has no files.
 
-    Tokens are written as they come; in memory are 8 bytes a document, 24 of a conversation.
+    Tokens are written as they arrive. Memory use is 8 bytes per document, or 24 per conversation.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
@@ -263,7 +266,8 @@ class ShardWriter:
         return self
 
     def add(self, encoded: Encoded, *, begins: bool, place: Place | None = None) -> None:
-        """Append the tokens of a document, or of a piece of one; ``begins`` if it has the document's start."""
+        """Append the tokens of a document, or of a piece of one. ``begins``: whether they include the document's
+        start."""
         tokens, _, supervised, _ = self._paths
         if begins:
             self._starts.append(self.tokens)
@@ -276,7 +280,7 @@ class ShardWriter:
         self.tokens += len(encoded.tokens)
 
     def shard(self) -> Shard:
-        """Return the shard, for which something was added."""
+        """Return the shard, to which something must have been added."""
         tokens, starts, supervised, places = self._paths
         return Shard(
             tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None,

@@ -1,4 +1,4 @@
-"""Tokenization of the units of a source into shards, on several threads, in bounded memory."""
+"""Tokenization of a source's units into shards, on several threads, in bounded memory."""
 
 import hashlib
 import json
@@ -20,27 +20,27 @@ from serried.recipes.data.tokenizers.encode_rows import Encoded, Encoder, Joiner
 
 _SHARD_BYTES = 64 << 20
 _MOST_SHARDS = 200
-"""Of each split: every process keeps all of them mapped."""
+"""Largest number of shards of a split: every process keeps all of them mapped."""
 
 _BATCH_BYTES = 1 << 19
 """Bytes of text that a thread tokenizes at once."""
 
 _BATCH_ROWS = 4096
 _LEARN_BYTES = 1 << 30
-"""Maximum of text that a tokenizer is learned from."""
+"""Largest amount of text in bytes that a tokenizer is learned from."""
 
 BUCKETS = 48
 
 
 SHOWN_ROWS = 10
-"""Rows that cannot be used, each with its line; the rest are counted."""
+"""Number of bad rows that are shown with their line; the rest are counted."""
 
 _ALL_BAD = 1000
-"""So many of them and no other row: the format is wrong, and the rest is not read."""
+"""Number of bad rows, without any valid row, after which the rest is not read: the format is wrong."""
 
 
 def bad_rows(shown: Sequence[str], count: int, head: str = "") -> UserError:
-    """Return the error for ``count`` rows that cannot be used, of which the first are ``shown``."""
+    """Return the error for ``count`` bad rows, with the lines ``shown`` of the first ones."""
     cure = "fix or remove them, or leave them out with data.bad_rows=skip"
     if count == 1:
         return UserError(f"{shown[0]}; or leave such rows out: data.bad_rows=skip")
@@ -50,14 +50,14 @@ def bad_rows(shown: Sequence[str], count: int, head: str = "") -> UserError:
 
 @dataclass
 class TokenCounts:
-    """Sizes of one split, or of a part of it."""
+    """Sizes of a split, or of a part of it."""
 
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    """End marks included."""
+    """Number of tokens, including end marks."""
     lengths: list[int] = field(default_factory=lambda: [0] * BUCKETS)
-    """Documents of 2^(i - 1) up to 2^i - 1 tokens, for each i."""
+    """Number of documents of 2^(i - 1) up to 2^i - 1 tokens, for each i."""
 
     def add(self, other: "TokenCounts") -> None:
         self.documents += other.documents
@@ -73,18 +73,18 @@ class Counts:
     train: TokenCounts = field(default_factory=TokenCounts)
     validation: TokenCounts = field(default_factory=TokenCounts)
     empty: int = 0
-    """Documents without text, which are left out."""
+    """Number of documents without text, which are left out."""
     held_out: int = 0
-    """Training documents that are in the validation split too, and are left out."""
+    """Number of training documents that are in the validation split, too, and are left out."""
     bad: int = 0
-    """Rows that are no documents."""
+    """Number of rows that are not valid documents."""
     bad_rows: list[str] = field(default_factory=list)
-    """Where the first of them are, and why."""
+    """Positions of the first bad rows, with the reason."""
     lowest: float = 1.0
-    """Lowest of the places (``place_of``) of documents whose split depends on it."""
+    """Lowest value of ``place_of`` of documents whose split depends on it."""
     highest: float = 0.0
     long: int = 0
-    """Documents that are tokenized in pieces."""
+    """Number of documents that are tokenized in pieces."""
 
     def add(self, other: "Counts") -> None:
         for split in SPLITS:
@@ -97,7 +97,7 @@ class Counts:
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
 
     def add_bad(self, error: UserError) -> None:
-        """Count a row that is no document. Raises ``UserError`` if there are many such rows and no other."""
+        """Count a bad row. Raises ``UserError`` if there are many bad rows and no valid one."""
         self.bad += 1
         if len(self.bad_rows) < SHOWN_ROWS:
             self.bad_rows.append(str(error))
@@ -106,12 +106,12 @@ class Counts:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":
-        """Return the counts of which ``plain`` is ``dataclasses.asdict``."""
+        """Return the counts whose ``dataclasses.asdict`` is ``plain``."""
         return cls(**{**plain, **{split: TokenCounts(**plain[split]) for split in SPLITS}})
 
 
 def place_of(row: Row, unit: str) -> float:
-    """Return a number from 0 up to 1 that depends only on the content of a document."""
+    """Return a number in [0, 1) that depends only on the content of a document."""
     if isinstance(row.content, list | dict):
         content = json.dumps(row.content, sort_keys=True, default=str).encode()
     else:
@@ -120,14 +120,14 @@ def place_of(row: Row, unit: str) -> float:
 
 
 class Splitter:
-    """Which split a document goes to: its unit's, else by its content."""
+    """Chooses the split of a document: its unit's split, or one that depends on its content."""
 
     def __init__(self, validation_fraction: float, held_out: frozenset[float]) -> None:
-        """``held_out``: places of documents that are kept out of training."""
+        """``held_out``: values of ``place_of`` of documents that are kept out of training."""
         self._fraction, self._held_out = validation_fraction, held_out
 
     def choose(self, row: Row, unit: Unit, counts: Counts) -> str | None:
-        """Return the split; None if the document is left out, which is added to ``counts``."""
+        """Return the split; None if the document is left out, which is recorded in ``counts``."""
         if unit.split is not None and not (self._held_out and unit.split == "train"):
             return unit.split
         place = place_of(row, unit.name)
@@ -139,13 +139,14 @@ class Splitter:
 
 
 def held_out_of(units: Sequence[Unit]) -> frozenset[float]:
-    """Return the places of the documents of validation, if it has rows of its own."""
+    """Return the values of ``place_of`` of validation documents, if validation has its own rows."""
     validation = [unit for unit in units if unit.split == "validation"]
     return frozenset(place_of(row, unit.name) for unit in validation for row in unit.rows())
 
 
 def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return units grouped into shards, in order: a function of the source, so that a preparation can be continued."""
+    """Return units grouped into shards, in order. The grouping depends only on the source, so a preparation can
+    continue."""
     wanted = max(_SHARD_BYTES, sum(unit.size_bytes for unit in units) // _MOST_SHARDS)
     jobs: list[list[Unit]] = []
     size_bytes = wanted

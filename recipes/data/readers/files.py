@@ -24,31 +24,31 @@ from serried.configs.requirements.data_libraries import not_installed
 from serried.recipes.data.readers.progress import Progress
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Endings of files that are decompressed as they are read."""
+"""Suffixes of files that are decompressed while they are read."""
 
 PIECE_BYTES = 1 << 20
-"""Largest piece of a document that is tokenized at once, apart from the text around it."""
+"""Largest piece of a document that is tokenized at once, apart from the text around it, in bytes."""
 
 AROUND_BYTES = 1 << 14
-"""Text on each side of a piece that is tokenized with it."""
+"""Text on each side of a piece that is tokenized together with it, in bytes."""
 
 SETTLED_SECONDS = 2.0
-"""Age above which the times of a file show whether it has changed."""
+"""Age above which a file's times show whether it has changed."""
 
 Stamp = tuple[int, int, int, int]
-"""Inode, size, and times of the last change to content and to the inode: copying tools set the former back."""
+"""Inode, size, and times of the last change of content and of inode. Copying tools set the former back."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was found and not yet read. ``name`` is its path relative to the source, with ``/`` between parts."""
+    """A file that was found but not read yet. ``name``: path relative to the source, with ``/`` between parts."""
 
     name: str
     path: Path
 
 
 def assignment(key: str, value: str | os.PathLike[str]) -> str:
-    """``key=value`` as a shell and Hydra accept it, quoted only if necessary."""
+    """Return ``key=value`` as a shell and Hydra accept it, quoted only if necessary."""
     value = str(value)
     if re.fullmatch(r"[\w./~+@%-]+", value):
         return f"{key}={value}"
@@ -57,7 +57,8 @@ def assignment(key: str, value: str | os.PathLike[str]) -> str:
 
 
 def library(name: str, purpose: str, extra: str = "data") -> Any:
-    """Import the optional library ``name``, or raise ``UserError`` with the command that installs the ``extra``."""
+    """Import the optional library ``name``. Raises ``UserError`` with the command that installs ``extra`` if it is
+    missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -66,7 +67,7 @@ def library(name: str, purpose: str, extra: str = "data") -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings of Hugging Face's libraries: the error line says the same."""
+    """Context manager that silences warnings of Hugging Face's libraries: our error line says the same."""
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
     levels = [logger.level for logger in loggers]
     try:
@@ -79,18 +80,18 @@ def quiet() -> Iterator[None]:
 
 
 def kind_of(path: Path | str) -> str:
-    """Return the ending without that of a compression: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix without a compression's suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in COMPRESSED else name).suffix.lower()
 
 
 def ending_of(path: Path) -> str:
-    """Return the ending with that of a compression: ``.jsonl.gz``."""
+    """Return the suffix including a compression's suffix: ``.jsonl.gz``."""
     return "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSED else path.suffix
 
 
 def unreadable(path: Path | str, error: OSError) -> UserError:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return UserError(
         f"cannot read {path}: {error.strerror or error}; make it readable, or leave it out with data.path=..."
     )
@@ -99,14 +100,14 @@ def unreadable(path: Path | str, error: OSError) -> UserError:
 @contextlib.contextmanager
 def open_plain(path: Path | str) -> Iterator[IO[bytes]]:
     """Open a file, decompressed according to its name. ``path`` may be an fsspec address. Raises ``UserError`` if it
-    cannot be opened, or breaks off, also while it is read from inside of the ``with``."""
+    cannot be opened, or cannot be read further inside the ``with`` block."""
     try:
         with contextlib.ExitStack() as stack:
             yield _decompressed(path, stack)
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from error
     except OSError as error:
-        if error.errno is None:  # bz2 and pyarrow say so what is wrong with the content
+        if error.errno is None:  # bz2 and pyarrow report damaged content in this way
             raise _damaged(path, error) from error
         raise unreadable(path, error) from error
 
@@ -116,7 +117,7 @@ def _damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def opened(path: Path | str, stack: contextlib.ExitStack) -> Any:
-    """Open a file of the disk or of an fsspec address, until ``stack`` ends."""
+    """Open a local file or an fsspec address, until ``stack`` is closed."""
     if isinstance(path, str) and "://" in path:
         return stack.enter_context(library("fsspec", f"reading {path}").open(path, "rb"))
     return stack.enter_context(Path(path).open("rb"))
@@ -160,26 +161,27 @@ def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]
 
 
 def read_surrounded(stream: IO[bytes], length: int | None = None) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Yield each of ``read_pieces`` between the text before and after it, at most ``AROUND_BYTES`` each; empty at the
-    start and at the end."""
+    """Yield each piece of ``read_pieces`` between the text before and after it, at most ``AROUND_BYTES`` each; empty
+    at the start and at the end."""
     before = b""
     for piece, following in pairwise(chain(read_pieces(stream, length), [b""])):
         stop = min(AROUND_BYTES, len(following))
         while stop < len(following) and AROUND_BYTES - stop < 3 and following[stop] & 0xC0 == 0x80:
-            stop -= 1  # the start of a character
+            stop -= 1  # back to the start of a character
         yield before, piece, following[:stop]
         before = piece[-AROUND_BYTES:]
         before = before[next((at for at in range(min(4, len(before))) if before[at] & 0xC0 != 0x80), 0) :]
 
 
 def cut(content: bytes) -> int:
-    """Return the end of the first piece of a longer text: after a line, before a blank, else between characters."""
+    """Return the end of the first piece of a longer text: after a line, else before a space, else between
+    characters."""
     middle = len(content) // 2
     if (line_end := content.rfind(b"\n", middle)) >= 0:
         return line_end + 1
     if (blank := content.rfind(b" ", middle)) > 0:
         return blank
-    # Back to the start of a character (0b10...... is inside of one), which bytes that are not UTF-8 may lack.
+    # Back to the start of a character (0b10...... is inside one). Text that is not UTF-8 may have none.
     near = range(len(content) - 1, max(0, len(content) - 4), -1)
     return next((at for at in near if content[at] & 0xC0 != 0x80), len(content))
 
@@ -191,24 +193,27 @@ class Document:
     name: str
     path: Path
     size_bytes: int
-    """Decompressed."""
+    """Size of the decompressed content."""
     sha256: bytes
-    """Of the decompressed content."""
+    """Hash of the decompressed content."""
     stamp: Stamp | None
-    """The state of the file then; None: it is not compared."""
+    """State of the file when it was hashed; None if it is not compared."""
 
     def read(self, start_bytes: int, stop_bytes: int) -> bytes:
-        """Return bytes ``start_bytes`` up to ``stop_bytes``; raise ``UserError`` if the file has changed since."""
+        """Return bytes ``start_bytes`` up to ``stop_bytes``. Raises ``UserError`` if the file has changed since it
+        was hashed."""
         with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
             skip(stream, start_bytes)
             return stream.read(stop_bytes - start_bytes)
 
 
 def hash_files(files: Sequence[SourceFile], progress: Progress) -> list[Document]:
-    """Read every file. Raises ``UserError`` if one cannot be read, or changes meanwhile."""
+    """Hash every file. Raises ``UserError`` if one cannot be read, or changes in the meantime."""
 
     def hashed(file: SourceFile) -> Document:
-        sha256, size_bytes, stamp = hashlib.sha256(), 0, stamp_of(file.path)
+        sha256 = hashlib.sha256()
+        size_bytes = 0
+        stamp = stamp_of(file.path)
         with unchanged(file.path, stamp), open_plain(file.path) as stream:
             while block := stream.read(PIECE_BYTES):
                 sha256.update(block)
@@ -230,7 +235,7 @@ def key_of(documents: Sequence[Document]) -> bytes:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return values that change when a file does. Raises ``UserError`` if it is gone."""
+    """Return values that change when a file does. Raises ``UserError`` if the file is gone."""
     try:
         status = path.stat()
     except OSError as error:
@@ -240,7 +245,8 @@ def stamp_of(path: Path) -> Stamp:
 
 @contextlib.contextmanager
 def unchanged(path: Path | str, stamp: Stamp | None) -> Iterator[None]:
-    """Raise ``UserError`` if ``path`` has changed since ``stamp`` was taken, before or after the ``with``."""
+    """Context manager that raises ``UserError`` if ``path`` has changed since ``stamp`` was taken, before or after
+    the block."""
     for is_before in (True, False):
         if stamp is not None and (now := stamp_of(Path(path))) != stamp:
             raise UserError(
@@ -252,7 +258,8 @@ def unchanged(path: Path | str, stamp: Stamp | None) -> Iterator[None]:
 
 
 def files_state(files: Iterable[SourceFile]) -> str | None:
-    """Return a hash of names, sizes and times; None if a file is so fresh that a change could leave the same times."""
+    """Return a hash of names, sizes and times; None if a file is so recent that a change could leave its times
+    unchanged."""
     settled_ns = time.time_ns() - int(SETTLED_SECONDS * 1e9)
     state = hashlib.sha256()
     for file in files:

@@ -1,4 +1,4 @@
-"""Files that ``data.path`` names: a file, a folder or a glob."""
+"""Search for the files that ``data.path`` names: a file, a folder or a glob."""
 
 import glob
 import os
@@ -13,13 +13,13 @@ from serried.recipes.data.readers.files import SourceFile, assignment, kind_of
 
 _MOST_FOLDERS = 200_000
 _CLOSE = 0.75
-"""Likeness of two names (1: equal) above which one may be a slip of the other."""
+"""Similarity of two names (1: equal) above which one may be a misspelling of the other."""
 
 
 def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
-    """Return the files that ``typed`` names, sorted by name; of a folder those that end in ``suffixes``. Reads none.
-    Raises ``UserError`` if there are none."""
-    path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- that of Path fails if there is no such user
+    """Return the files that ``typed`` names, sorted by name; from a folder, files that end in ``suffixes``. Reads
+    none. Raises ``UserError`` if there are none."""
+    path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
@@ -27,7 +27,7 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
         if stat.S_ISREG(kind):
             return [SourceFile(path.name, path)]
     except FileNotFoundError:
-        # Only now a glob: a file may be called "notes [old].txt".
+        # A glob only now: a file may be called "notes [old].txt".
         return _find_glob(typed, path) if glob.has_magic(typed) else _not_there(typed, path)
     except OSError as error:
         raise UserError(
@@ -37,7 +37,7 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
 
 
 def check_path(typed: str) -> None:
-    """Raise ``UserError`` if ``typed`` is not a file, folder or glob. Only looks at the local disk."""
+    """Raise ``UserError`` if ``typed`` is not a file, folder or glob. Looks only at the local disk."""
     path = Path(os.path.expanduser(typed))  # noqa: PTH111
     if not glob.has_magic(typed):
         try:
@@ -45,7 +45,7 @@ def check_path(typed: str) -> None:
         except FileNotFoundError:
             _not_there(typed, path)
         except OSError:
-            pass  # opening it reports why
+            pass  # opening it reports the reason
 
 
 def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list[SourceFile]:
@@ -82,11 +82,10 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
 
 
 def _matches(pattern: str) -> set[str]:
-    """Return the paths that ``pattern`` matches. As ``glob.iglob`` finds them, for which links in a circle have no
-    end."""
+    """Return the paths that ``pattern`` matches, like ``glob.iglob``, but without endless circles of links."""
     parts = Path(pattern).parts
     if "**" not in parts:
-        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would find hidden files too
+        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would find hidden files, too
     at = parts.index("**")
     rest = parts[at + 1 :] or ("*",)
     tops = glob.iglob(str(Path(*parts[:at]))) if at else ["."]  # noqa: PTH207
@@ -98,8 +97,8 @@ def _matches(pattern: str) -> set[str]:
 
 
 def _folders_below(top: str) -> Iterator[str]:
-    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, but for those to a folder that
-    they are in. Raises ``UserError`` if there are more folders than anyone names."""
+    """Yield ``top`` and the folders below it, except hidden ones. Links are followed, except to a folder that
+    contains them. Raises ``UserError`` if there are too many folders."""
     count = 0
     left: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
     while left:
@@ -111,7 +110,7 @@ def _folders_below(top: str) -> Iterator[str]:
                 continue
             inside = sorted(os.scandir(folder), key=lambda entry: entry.name, reverse=True)
         except OSError:
-            continue  # as glob does
+            continue  # like glob
         count += 1
         if count > _MOST_FOLDERS:
             raise UserError(
@@ -128,7 +127,7 @@ def walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
     """Yield regular files below ``root``, sorted by name, except hidden ones, caches and folders named in
     ``leave_out``.
 
-    Links are followed; a folder reached twice is read once, as a link to a parent would never end.
+    Links are followed. A folder reached twice is read once, since a link to a parent would never end.
     """
     skipped = {"__pycache__", *leave_out}
     seen: set[tuple[int, int]] = set()
@@ -159,9 +158,9 @@ def _not_there(typed: str, path: Path) -> list[SourceFile]:
     there: dict[str, str] = {}
     if os.access(missing.parent, os.R_OK):
         is_last = missing == path
-        entries = [each for each in missing.parent.iterdir() if each.name[0] != "." and (is_last or each.is_dir())]
-        there = {each.name.lower(): each.name for each in entries}
-        there |= {each.name.partition(".")[0].lower(): each.name for each in entries}
+        entries = [entry for entry in missing.parent.iterdir() if entry.name[0] != "." and (is_last or entry.is_dir())]
+        there = {entry.name.lower(): entry.name for entry in entries}
+        there |= {entry.name.partition(".")[0].lower(): entry.name for entry in entries}
     what = "does not exist" if missing == path else f"does not exist: there is no {missing}"
     message = f"{assignment('data.path', typed)} {what} (looked in {missing.parent.absolute()})"
     if near := get_close_matches(missing.name.lower(), there, 1, _CLOSE):

@@ -36,7 +36,8 @@ class HubDataset(Source):
     """A dataset as a source: loaded (downloaded if necessary), then memory-mapped."""
 
     def __init__(self, section: Any) -> None:
-        """Raises ``UserError`` if there is no such dataset, subset, split or column, or it is not available here."""
+        """Load the tables. Raises ``UserError`` if there is no such dataset, subset, split or column, or it is not
+        available."""
         self.section, self._column = section, Column.of(section)
         self.validation_split = section.validation_split
         wanted: list[tuple[str, str | None]] = [(section.split, None)]
@@ -102,7 +103,7 @@ class TableRows(Unit):
                 yield row._replace(number=row.number - self.start)
 
     def digest(self) -> bytes:
-        """Return a hash of the documents, which does not depend on how the rows are stored in files."""
+        """Return a hash of the documents that does not depend on how the rows are stored in files."""
         arrow = library("pyarrow", "data=hf")
         sha256 = hashlib.sha256()
         for _, values in self._batches(self.start):
@@ -133,8 +134,8 @@ def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
 
 
 def streamed_units(section: Any, split: str) -> list[Unit]:
-    """Return a unit for each file on the Hub of a ``split``, to be read during training, and smaller ones for local
-    files; in the order of the dataset. Raises ``UserError`` as ``HubDataset`` does."""
+    """Return a unit for each file of a ``split`` on the Hub, to be read during training, and smaller units for local
+    files, in the order of the dataset. Raises ``UserError`` like ``HubDataset``."""
     builder = _guarded(section, split, partial(_builder, section))
     files = builder.config.data_files or {}
     if split not in files:
@@ -162,7 +163,7 @@ def _units_of_file(file: str, loader: str, column: Column, size_bytes: int) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedFile(Unit):
-    """A file in one of the other formats that ``datasets`` reads: arrow, csv, plain text, json."""
+    """A file in another format that ``datasets`` reads: arrow, csv, plain text, json."""
 
     loader: str
     column: Column
@@ -196,7 +197,7 @@ def _builder(section: Any) -> Any:
 
 
 def _guarded(section: Any, split: str, action: Callable[[], Any]) -> Any:
-    """Return what ``action`` returns; turn what it raises into one ``UserError``."""
+    """Return the result of ``action``; convert its exceptions to a ``UserError``."""
     datasets = _library()
     if not sys.stderr.isatty():  # progress bars are for a terminal
         datasets.disable_progress_bars()
@@ -243,7 +244,8 @@ def _explained(section: Any, split: str, error: Exception, datasets: Any) -> Use
 
 
 def _broken_file(section: Any, split: str) -> UserError | None:
-    """``datasets`` names neither file nor row: read the files one by one to find the broken one."""
+    """Return the error for a broken file. ``datasets`` names neither file nor row, so the files are read one by one
+    to find it."""
     rows = 0
     try:
         for unit in _units_of(_builder(section), split.partition("[")[0], Column.of(section)):
@@ -253,7 +255,7 @@ def _broken_file(section: Any, split: str) -> UserError | None:
                 rows += 1
     except UserError as error:
         return error
-    except Exception:  # most likely the error that is to be explained
+    except Exception:  # most likely the error to be explained
         return None
     return None if rows else _no_rows(section)
 
@@ -275,7 +277,7 @@ def _no_subset(section: Any, what: str, there: list[str]) -> UserError:
 
 
 def _listed(text: str) -> list[str]:
-    """Return the names in the list that a message of ``datasets`` ends with."""
+    """Return the names in the list at the end of a message of ``datasets``."""
     at = max(text.rfind("Available"), text.rfind("one of"), text.rfind("among"), 0)
     found = re.search(r"\[(.*?)\]", text[at:])
     return re.findall(r"['\"]([^'\"]+)['\"]", found[1]) if found else ["train"]

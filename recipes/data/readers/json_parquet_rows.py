@@ -39,20 +39,20 @@ _UNIT_BYTES = 32 << 20
 _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
 _LONGEST_LINE = 16 << 20
-"""Bytes of the first line of a file that are read to see whether it holds rows."""
+"""Bytes of a file's first line that are read to check whether the file holds rows."""
 
 _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
 """Columns of common data sets of questions and answers, such as Alpaca."""
 _HISTORY = "history"
 _BESIDE = ("input", "system", _HISTORY)
-"""Columns that they may have beside these."""
+"""Columns that may accompany these."""
 _TOOLS = "tools"
 """Column of the tools that a conversation may call, as JSON schemas."""
 _SHARED = "conversations"
-"""The column of a conversation, as ShareGPT calls it."""
+"""Column of a conversation in ShareGPT's format."""
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
-"""Columns of pairs of answers, and one of which may be beside them."""
+"""Columns of prompts, one of which may accompany pairs of answers."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Column:
 
     @classmethod
     def of(cls, section: Any) -> "Column":
-        """Return the column that the section of a source names."""
+        """Return the column configured in the section of a source."""
         if section.format == "preference":
             return cls("chosen", section.format)
         is_chat = section.format == "chat"
@@ -72,12 +72,12 @@ class Column:
 
     @property
     def key(self) -> str:
-        """The config key that names it."""
+        """Config key of the column."""
         return "data.messages_column" if self.format == "chat" else "data.text_column"
 
     def found(self, names: Collection[str]) -> list[str]:
-        """Return which of the columns ``names`` hold the document: this one, or for a conversation a question and its
-        answer, or two, and its tools; [] if none do."""
+        """Return the columns among ``names`` that hold the document: this column; for a conversation also a question
+        and its answer, or a pair of answers, and its tools. Empty if there are none."""
         if self.format == "text":
             return [self.name] if self.name in names else []
         beside: Sequence[str] = ()
@@ -93,8 +93,8 @@ class Column:
         return [*held, *(name for name in (*beside, _TOOLS) if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
-        """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do, or two have one
-        name, as joins write them."""
+        """Return the columns that hold the document. Raises ``UserError`` if there are none among ``names``, or two
+        columns have the same name, as after a join."""
         if found := self.found(names):
             if twice := [name for name in found if names.count(name) > 1]:
                 raise UserError(
@@ -112,19 +112,19 @@ class Column:
         use = f"use {self.key}={names[0] if names else 'NAME'}"
         if self.format == "chat":
             use += ' if it holds messages, as in [{"role": "user", "content": "..."}, ...]'
-            use += "; for plain text data.format=text" * ("text" in names)
+            use += "; for plain text data.format=text" if "text" in names else ""
         elif Column("messages", "chat").found(names):
             use = f"to train on conversations use data.format=chat, and for text {self.key}=NAME"
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content_of(self, row: Mapping[str, Any]) -> Content:
-        """Return the document of ``row``. Raises ``UserError`` if it has none, as ``content``."""
+        """Return the document of ``row``. Raises the same ``UserError`` as ``content`` if it has none."""
         names = self.found(row) or self.check(list(row), "")
         return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names})
 
     def content(self, value: Any) -> Content:
-        """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is neither;
-        its message begins behind the row's place."""
+        """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is
+        invalid, with a message to append to the row's place."""
         if value is None:
             return ""
         if self.format == "preference":
@@ -153,7 +153,8 @@ class Column:
         )
 
     def _conversation(self, row: Mapping[str, Any]) -> Any:
-        """Return the messages of a row: its column, or a question and its answer, each a text or a list of messages."""
+        """Return the messages of a row: its column, or a question and its answer, each a string or a list of
+        messages."""
         for name in (self.name, _SHARED):
             if name in row:
                 return row[name]
@@ -162,22 +163,22 @@ class Column:
             return row
         asked, said = (row[name] for name in pair)
         if isinstance(asked, str) and row.get("input"):
-            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
+            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: the input of the instruction
         parts = [("system", row.get("system") or [])]
-        for each in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
-            if not isinstance(each, list) or [type(text) for text in each] != [str, str]:
+        for turn in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
+            if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
                 raise UserError(
                     f": column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
                     "and its answer; fix the row, or give the column another name"
                 )
-            parts += [("user", each[0]), ("assistant", each[1])]
+            parts += [("user", turn[0]), ("assistant", turn[1])]
         parts += [("user", asked), ("assistant", said)]
         messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
-        return [message for each in messages for message in each]
+        return [message for side in messages for message in side]
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return the tools in a column, a list or its JSON text; [] if it is empty. Raises ``UserError`` for all else."""
+    """Return the tools in a column, a list or its JSON text; empty if it is. Raises ``UserError`` for anything else."""
     found = value
     if isinstance(value, str):
         try:
@@ -195,10 +196,10 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return plain data without the keys that are null: columns of tables are never absent."""
+    """Return plain data without null values: tables have null for absent keys."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -252,14 +253,14 @@ def _described(value: Any) -> str:
 
 
 def _lines_from(path: Path | str) -> str:
-    """The command that writes one line for each object of a JSON array, or of objects over several lines."""
+    """Return the command that writes one line for each object of a JSON array, or of objects over several lines."""
     quoted = shlex.quote(str(path))
     return f"jq -c 'if type == \"array\" then .[] else . end' {quoted} > lines.jsonl"
 
 
 def holds_rows(path: Path, column: Column) -> bool:
-    """Return whether a file of JSON, which may be one document of text, has a row in each line. Raises ``UserError`` if
-    it has rows in another form."""
+    """Return whether a JSON file, which may also be one document of text, has a row in each line. Raises
+    ``UserError`` if it has rows in another form."""
     with open_plain(path) as stream:
         line = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
         first = line.decode("utf-8-sig", "replace").strip()
@@ -268,7 +269,7 @@ def holds_rows(path: Path, column: Column) -> bool:
         try:
             row = json.loads(first)
             following = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
-        except (ValueError, RecursionError):  # over several lines
+        except (ValueError, RecursionError):  # an object over several lines
             row, following = None, stream.read(PIECE_BYTES)
     if isinstance(row, dict):
         return _is_row(row, column) or _is_object(following)
@@ -287,7 +288,7 @@ def holds_rows(path: Path, column: Column) -> bool:
 
 def _is_row(row: dict[str, Any], column: Column) -> bool:
     """Return whether the document of ``row`` can be found, in the format of ``column`` or in another."""
-    return any(each.found(row) for each in (column, Column("text", "text"), Column("messages", "chat"))) or (
+    return any(candidate.found(row) for candidate in (column, Column("text", "text"), Column("messages", "chat"))) or (
         {*_SIDES} <= row.keys()
     )
 
@@ -301,13 +302,13 @@ def _is_object(line: bytes) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(Unit):
-    """The lines of a file that start at byte ``start_bytes`` or after, and before ``stop_bytes``."""
+    """The lines of a file that start at byte ``start_bytes`` or later, and before ``stop_bytes``."""
 
     path: Path | str
     column: Column
     start_bytes: int = 0
     stop_bytes: int | None = None
-    """None: to the end."""
+    """End in bytes; None: the end of the file."""
     stamp: Stamp | None = None
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
@@ -345,7 +346,7 @@ class JsonLines(Unit):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetRows(Unit):
-    """Row group ``group`` of a parquet file; None: all of them, one after the other."""
+    """Row group ``group`` of a parquet file; None: all groups, one after the other."""
 
     path: Path | str
     column: Column
@@ -366,7 +367,7 @@ class ParquetRows(Unit):
                 number += lengths[group]
 
     def _group(self, file: Any, group: int, number: int) -> Iterator[Row]:
-        """Rows of one row group, by their numbers in the file, of which the first is ``number``."""
+        """Yield the rows of one row group with their numbers in the file, starting at ``number``."""
         arrow = library("pyarrow", f"reading {Path(self.path).name}")
         names = self.column.found(file.schema_arrow.names)
         batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names)
@@ -390,12 +391,12 @@ def documents_of(batch: Any) -> Any:
 
 
 def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]:
-    """Rows of an Arrow array; the first has the number ``first``."""
+    """Yield the rows of an Arrow array. The first has the number ``first``."""
     try:
         contents = values.to_pylist()
     except UnicodeDecodeError:
         contents = [_text_or_error(value) for value in values]
-    except ValueError as error:  # of Arrow: fields of one name within a column
+    except ValueError as error:  # raised by Arrow if fields of a column have the same name
         raise UserError(
             f"{Place(name, first, 'row')} or a later one cannot be read: {error}; write the file again"
         ) from None
@@ -405,7 +406,7 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
 
 
 def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Content]) -> Row:
-    """Return the row whose ``content`` is that of what was ``found``, or with why it has none."""
+    """Return the row with the content ``content(found)``, or with the error if it has none."""
     try:
         if isinstance(found, UserError):
             raise found
@@ -426,8 +427,7 @@ def _text_or_error(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path | str) -> Iterator[Any]:
-    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is not one, or not
-    complete."""
+    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is invalid or incomplete."""
     arrow = library("pyarrow", f"reading {Path(path).name}")
     parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
     with ExitStack() as stack:
@@ -444,7 +444,7 @@ def open_parquet(path: Path | str) -> Iterator[Any]:
 
 
 class RowFiles(Source):
-    """Files of rows as a source. A document goes to a split by its content."""
+    """Files of rows as a source. The split of a document depends on its content."""
 
     def __init__(self, files: Sequence[SourceFile], column: Column) -> None:
         self._files, self._column = files, column

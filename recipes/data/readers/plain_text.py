@@ -1,7 +1,7 @@
-"""Plain text: a file is a document. Which are for training and which for validation.
+"""Plain text files, one document each, and their split into training and validation.
 
-The split is a function of the relative names and the content of the files alone, so two machines with the same text get
-the same one.
+The split depends only on the relative names and the content of the files, so two machines with the same text get the
+same split.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from serried.recipes.data.readers.progress import Progress
 from serried.recipes.data.readers.source import SPLITS, Row, Source, Unit
 
 WHOLE_FILES_FROM = 20
-"""From this many distinct files on, validation takes whole files; below, the tail of each."""
+"""Number of distinct files from which validation takes whole files, instead of the tail of each file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Part(Unit):
 
     @classmethod
     def of(cls, document: Document, start_bytes: int, stop_bytes: int, split: str) -> "Part":
-        """Return bytes ``start_bytes`` up to ``stop_bytes``."""
+        """Return the part from ``start_bytes`` up to ``stop_bytes``."""
         size_bytes = stop_bytes - start_bytes
         return cls(
             name=str(document.path), size_bytes=size_bytes, split=split, document=document, start_bytes=start_bytes
@@ -57,12 +57,12 @@ class Part(Unit):
 
 
 class TextFiles(Source):
-    """Files of text as a source: the split is known from the whole, before a document is read."""
+    """Text files as a source. The split is known before any document is read."""
 
     noun = "file"
 
     def __init__(self, files: Sequence[SourceFile], validation_fraction: float) -> None:
-        """``validation_fraction`` 0: all is training data."""
+        """``validation_fraction`` 0: everything is training data."""
         self._files, self._fraction = files, validation_fraction
         self._documents: list[Document] = []
 
@@ -99,8 +99,8 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     """Split the source into ``train`` and ``validation`` so that no byte is in both, in the order of ``documents``.
 
     With at least ``WHOLE_FILES_FROM`` distinct files, whole files go to validation, in the order of a hash of their
-    names until ``validation_fraction`` of the bytes is there, leaving out what would overshoot it by a tenth; files of
-    equal content go together. With fewer, the tail of each file goes there.
+    names, until ``validation_fraction`` of the bytes is reached. Files that would exceed it by a tenth are left out,
+    and files of equal content stay together. With fewer files, the tail of each file goes to validation.
     """
     groups: dict[bytes, list[Document]] = {}
     for document in documents:
@@ -128,8 +128,8 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
     order = sorted(groups, key=lambda c: hashlib.sha256(groups[c][0].name.encode("utf-8", "surrogateescape")).digest())
     kept: set[bytes] = set()
     kept_bytes = 0
-    for content in order[:-1]:  # at least the last is trained on
-        # A file that alone is more than is wanted would be a poor sample of the source.
+    for content in order[:-1]:  # at least the last one is trained on
+        # A single file larger than the whole share would be a poor sample of the source.
         if kept_bytes < wanted_bytes and kept_bytes + size_bytes[content] <= 1.1 * wanted_bytes:
             kept.add(content)
             kept_bytes += size_bytes[content]
@@ -145,9 +145,9 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
 def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: float) -> int:
     """Return the offset in bytes at which about the last ``fraction`` of a text starts.
 
-    Preferably after a line end, as long as the tail is not doubled by that, nor a mebibyte longer; else at the start
-    of a UTF-8 character. Never 0: the head, which is trained on, keeps at least one byte. ``read(start, stop)`` gives
-    the text.
+    The offset is after a line end if that makes the tail neither twice as long nor a mebibyte longer, else at the
+    start of a UTF-8 character. It is never 0: the head, which is trained on, keeps at least one byte. ``read(start,
+    stop)`` returns the text.
     """
     tail_bytes = math.ceil(size_bytes * fraction)
     cut = max(1, size_bytes - tail_bytes)
@@ -155,7 +155,7 @@ def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: flo
     line_end = read(start, cut).rfind(b"\n")
     if line_end >= 0:
         return start + line_end + 1
-    # Back to the start of a character (0b10...... is inside of one), else on to the next. What is not UTF-8 has none.
+    # Back to the start of a character (0b10...... is inside one), else on to the next. Text that is not UTF-8 has none.
     low, high = max(0, cut - 4), min(cut + 4, size_bytes)
     around = read(low, high + 1)
     near = (*range(cut, low, -1), *range(cut + 1, high + 1))

@@ -15,25 +15,28 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 Show = Callable[[str], None]
-"""Takes a line of progress, which replaces the one before it; empty: the end."""
+"""Shows a line of progress, which replaces the previous one. An empty line clears it."""
 
 _EVERY_SECONDS, _EVERY_SECONDS_LIVE = 15.0, 0.5
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Progress:
-    """Counts bytes and shows how many were read, how fast, and the time left: often in a terminal, seldom in a log."""
+    """Counts bytes, and shows how many were read, the rate and the remaining time: often in a terminal, rarely in a
+    log."""
 
     def __init__(self, show: Show | None, threads: int) -> None:
         self.threads = threads
         self.total_bytes = 0
-        """Of the phase; set when it is known."""
+        """Total bytes of the phase; set when known."""
         self._show, self._lock = show, threading.Lock()
-        self._what, self._done_bytes, self._skipped_bytes = "", 0, 0
+        self._what = ""
+        self._done_bytes = 0
+        self._skipped_bytes = 0
         self._started = self._shown = time.monotonic()
         is_live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._every = _EVERY_SECONDS_LIVE if is_live else _EVERY_SECONDS
@@ -41,17 +44,20 @@ class Progress:
 
     def phase(self, what: str) -> "Progress":
         """Start a phase, such as ``reading``."""
-        self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
+        self._what = what
+        self.total_bytes = 0
+        self._done_bytes = 0
+        self._skipped_bytes = 0
         self._started = self._shown = time.monotonic()
         return self
 
     def skipped(self, size_bytes: int) -> None:
-        """Add work done earlier, which does not count for the rate."""
+        """Add work that was done earlier, which does not count for the rate."""
         self._skipped_bytes += size_bytes
         self.done(size_bytes)
 
     def done(self, size_bytes: int) -> None:
-        """Add finished work. From any thread."""
+        """Add finished work. May be called from any thread."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
@@ -74,7 +80,7 @@ class Progress:
             self._show("")
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-        """Apply ``function`` to each item, on all threads; results in order."""
+        """Apply ``function`` to each item, on all threads. Results are in order."""
         with ThreadPoolExecutor(self.threads) as pool:
             yield from ordered(pool, function, items, 4 * self.threads)
 
@@ -88,7 +94,8 @@ class Progress:
 def ordered(
     pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int
 ) -> Iterator[_Result]:
-    """Apply ``function`` to each item; results in order. At most ``ahead`` items are taken before their results are."""
+    """Apply ``function`` to each item. Results are in order. At most ``ahead`` items are taken before their results
+    are."""
     waiting: deque[Future[_Result]] = deque()
     try:
         for item in items:

@@ -1,4 +1,4 @@
-"""A source of documents, its units, which are read from front to back, and their rows."""
+"""Interface of a source of documents, its units (which are read from front to back) and their rows."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from serried.recipes.data.readers.progress import Progress
 SPLITS = ("train", "validation")
 
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
-"""A document: text; the messages of a conversation, as ``messages`` beside ``tools`` if it may call any; or those of
-``prompt``, ``chosen`` and ``rejected``, and such ``tools``."""
+"""A document: text; the messages of a conversation (with ``tools`` that it may call: a dict with both); or a dict of
+the messages of ``prompt``, ``chosen`` and ``rejected``, and perhaps ``tools``."""
 
 
 class Place(NamedTuple):
-    """Where a row is, for messages."""
+    """Position of a row, for messages."""
 
     path: str
-    """A file, or the name of a dataset."""
+    """Path of a file, or name of a dataset."""
     number: int
-    """Of the row from 0; of a line, the byte that it begins with."""
+    """Number of the row from 0; for a line, its first byte."""
     noun: Literal["line", "row"]
 
     def __str__(self) -> str:
-        """``chats.jsonl line 12``, counted from 1. Reads a file up to the line."""
+        """Return ``chats.jsonl line 12``, counted from 1. Reads a file up to the line."""
         if self.noun == "row":
             return f"{self.path} row {self.number + 1:,}"
         lines, position = 1, self.number
@@ -43,59 +43,60 @@ class Place(NamedTuple):
 
 
 class AtRow(NamedTuple):
-    """A mistake in a row, as an argument of ``UserError``. The row's place, which may take a while to find, is found
-    only if the message is shown."""
+    """A mistake in a row, as an argument of ``UserError``. The row's position, which may take time to find, is
+    determined only if the message is shown."""
 
     where: Place | str
     said: str
-    """What follows the place, with a blank, comma or colon before it."""
+    """Text after the position, beginning with a space, comma or colon."""
 
     def __str__(self) -> str:
         return f"{self.where}{self.said}"
 
 
 class Row(NamedTuple):
-    """One document, or a piece of one that is too long for memory."""
+    """A document, or a piece of a document that is too long for memory."""
 
     number: int
-    """Place of the document within its unit, from 0."""
+    """Number of the document within its unit, from 0."""
     content: Content
     begins: bool = True
-    """Whether it has the document's start. Only files of plain text come in pieces, one after the other."""
+    """Whether it contains the document's start. Only files of plain text come in pieces, one after the other."""
     ends: bool = True
-    """Whether it has the document's end."""
+    """Whether it contains the document's end."""
     offset_bytes: int = 0
-    """Start within its file, for messages; 0 if it is not known."""
+    """Offset within its file, for messages; 0 if unknown."""
     before: bytes = b""
-    """Of a piece: text right before it, whole characters."""
+    """Text right before a piece, in whole characters."""
     after: bytes = b""
     place: Place | None = None
-    """Of a row of a table; None: it is the whole of its unit, or counted in it."""
+    """Position of a row of a table; None if the document is the whole unit, or is numbered within it."""
     error: UserError | None = None
-    """Why it is no document; its content is then empty."""
+    """Reason why the row is not a document; its content is then empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit(ABC):
     """A part of a source that one reader reads from front to back: a file, a row group, a range of rows.
 
-    Units and their rows are functions of the source alone, not of the process that reads them.
+    Units and their rows depend only on the source, not on the process that reads them.
     """
 
     name: str
     """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
     size_bytes: int
-    """Approximate, for progress."""
+    """Approximate size, for progress."""
     split: str | None = None
-    """The split of all its documents; None: each document's content decides."""
+    """Split of all its documents; None if it depends on each document's content."""
 
     @abstractmethod
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows from number ``first`` on, in order, including empty ones, and those with an ``error``. Raises
-        ``UserError`` if it cannot be read, or has changed; names the unit."""
+        """Yield the rows from number ``first`` on, in order, including empty rows and rows with an ``error``. Raises
+        ``UserError`` with the unit's name if it cannot be read, or has changed."""
 
     def rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows that are not empty. Those with an error are left out: what prepares all rows reports them."""
+        """Yield rows that are not empty. Rows with an error are left out: the preparation, which reads all rows,
+        reports them."""
         return (row for row in self.all_rows(first) if row.content)
 
 
@@ -103,23 +104,23 @@ class Source(ABC):
     """Documents in a fixed order."""
 
     noun: ClassVar[str] = "document"
-    """Name of a document: ``file`` or ``document``."""
+    """Name of a document in messages: ``file`` or ``document``."""
     validation_split: str | None = None
-    """Name of the part of the source that is all of validation; None: a fraction of its documents is."""
+    """Name of the part of the source that is used for validation; None: a fraction of its documents is."""
 
     @abstractmethod
     def identity(self) -> list[str]:
-        """Return what identifies the source on this machine, without reading it."""
+        """Return the identity of the source on this machine, without reading it."""
 
     def state(self) -> str | None:
-        """Return a text that changes whenever the content may have, without reading it; None: there is no such text,
-        and the source is read at each start."""
+        """Return a text that changes whenever the content may have changed, without reading the source. None: there
+        is no such text, and the source is read at each start."""
         return None
 
     @abstractmethod
     def fingerprint(self, progress: Progress) -> bytes:
-        """Return a hash of the content alone, equal on every machine. Reads everything. Raises ``UserError`` if a part
-        of it cannot be read, or it is empty."""
+        """Return a hash of the content only, equal on every machine. Reads everything. Raises ``UserError`` if the
+        source is empty, or a part of it cannot be read."""
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:
@@ -128,7 +129,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Yielded(Unit):
-    """The documents that a function yields."""
+    """The documents that a function yields, as a unit."""
 
     read: Callable[[], Iterable[Content]]
 
@@ -163,7 +164,7 @@ class Documents(Source):
 
 
 def open_source(section: DataSection) -> Source:
-    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document. Raises
+    """Return the source that ``section`` names. Finds files and loads datasets, but reads no document. Raises
     ``UserError`` if there is no such source, or it is not available."""
     read = sources.get(section.name).load()
     opened = read(section)

@@ -1,4 +1,4 @@
-"""Several sources as one dataset, and the data section of each."""
+"""Several sources as one data set, and the data section of each."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ from serried.recipes.data.samples.token_dataset import Batch, PackedDataset, Sam
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _MEASURED_SAMPLES = 256
-"""Samples of each source from which the mean number of tokens is estimated."""
+"""Number of samples of each source from which its mean number of targets is estimated."""
 
 
 Samples = TokenDataset | PackedDataset
-"""One source's sequences, by number."""
+"""Sequences of one source, by number."""
 
 
 @dataclass(frozen=True)
 class MixedPart:
-    """What the order of a mixture depends on, for one source."""
+    """Properties of one source that determine the order of a mixture."""
 
     samples: int
     weight: float
@@ -38,25 +38,25 @@ class MixedPart:
 
 
 class MixtureDataset:
-    """The samples of several sources, numbered one source after the other. Which comes when is not decided here."""
+    """The samples of several sources, numbered one source after the other. Their order is determined elsewhere."""
 
     def __init__(
         self, sources: Mapping[str, Samples], weights: Mapping[str, float], weigh_by: Literal["tokens", "samples"]
     ) -> None:
-        """``weights`` are shares, by the names of ``sources``, of the samples or of the tokens that are learned."""
+        """``weights``: shares of the samples or of the trained tokens (``weigh_by``), by the names of ``sources``."""
         self._sources = list(sources.values())
         self._first = [0, *accumulate(len(source) for source in self._sources)]
         self._later = torch.tensor(self._first[1:-1])
-        """First sample of each source but the first, on the device of the last batch."""
+        """First sample of each source except the first, on the device of the last batch."""
         if weigh_by == "tokens":
             tokens = {name: _mean_targets(source) for name, source in sources.items()}
-            if len(set(tokens.values())) > 1:  # else the weights are left as exact as they are
+            if len(set(tokens.values())) > 1:  # otherwise the weights stay exact
                 weights = {name: weight / tokens[name] for name, weight in weights.items()}
         self.parts = {name: MixedPart(len(source), float(weights[name])) for name, source in sources.items()}
-        """By name, in the order of their numbers."""
+        """Parts by source name, in the order of their sample numbers."""
         identity = [[name, part.weight, sources[name].fingerprint] for name, part in self.parts.items()]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        """Equal for equal samples in equal shares, on any machine."""
+        """Identity of the samples, equal on every machine for equal samples in equal shares."""
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -68,27 +68,27 @@ class MixtureDataset:
         return self._sources[source][index - self._first[source]]
 
     def truncation(self, name: str = "data") -> str:
-        """Return a warning of the parts that lose most of their tokens; empty if none does."""
+        """Return a warning about sources that lose most of their tokens by truncation; empty if none does."""
         each = zip(self.parts, self._sources, strict=True)
         found = (source.truncation(f"{name}.sources.{part}") for part, source in each if hasattr(source, "truncation"))
         return "; ".join(filter(None, found))
 
     def describe(self) -> str:
-        """How documents become sequences, for the plan; empty for the default."""
+        """Return how documents become sequences, for the plan; empty for the default."""
         each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
         return "; ".join(f"{name} {text}" for name, text in each if text)
 
     def targets_by_source(self, batch: Batch) -> Tensor:
-        """Targets of each source in ``batch``, [sources], int64."""
+        """Return the number of targets of each source in ``batch``, [sources], int64."""
         self._later = self._later.to(batch.sample_ids.device)
         owners = torch.bucketize(batch.sample_ids, self._later, right=True)
         mine = owners[:, None] == torch.arange(len(self._sources), device=owners.device)
-        # Padding has no targets, so it does not matter that it counts as the first source's.
+        # Padding has no targets, so counting it as the first source's does not matter.
         return (mine * (batch.targets != IGNORE).sum(1, keepdim=True)).sum(0)
 
 
 def _mean_targets(source: Samples) -> float:
-    """Return the mean number of targets of samples that are spread evenly over the source."""
+    """Return the mean number of targets of samples spread evenly over the source."""
     chosen = np.linspace(0, len(source) - 1, min(_MEASURED_SAMPLES, len(source))).astype(np.int64)
     return float(np.mean([(source[i].targets != IGNORE).sum() for i in chosen.tolist()]))
 
@@ -99,7 +99,7 @@ def source_sections(section: DataSection) -> dict[str, DataSection]:
 
 
 def validation_sections(section: DataSection) -> dict[str, DataSection]:
-    """Return the section of each further validation set, by name; all of it is for validation."""
+    """Return the section of each further validation set, by name. All of its data is for validation."""
     return {
         name: alone(section, source).model_copy(update={"validation_fraction": 0.0})
         for name, source in section.validation.items()
@@ -108,26 +108,27 @@ def validation_sections(section: DataSection) -> dict[str, DataSection]:
 
 @contextmanager
 def mistakes_of(key: str) -> Iterator[None]:
-    """Within, messages about ``data`` name the keys of ``key`` instead, such as ``data.sources.web``."""
+    """Context manager in which error messages name keys of ``key``, such as ``data.sources.web``, instead of
+    ``data``."""
     try:
         yield
     except UserError as error:
         if key == "data":
             raise
         own = "|".join({name for entry in registered.entries() for name in entry.own.model_fields} - {"name"})
-        texts = [re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(each)) for each in error.args]
+        texts = [re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(text)) for text in error.args]
         if error.head:
             raise UserError(*texts, head=f"{key}: {error.head}") from error
         raise UserError(*(f"{key}: {text}" for text in texts)) from error
 
 
 def key_of_source(name: str) -> str:
-    """Return the config key of a source that ``source_sections`` names."""
+    """Return the config key of a source, by its name in ``source_sections``."""
     return f"data.sources.{name}" if name else "data"
 
 
 def describe_sources(section: DataSection) -> str:
-    """``stdlib``, ``text books``, ``web (text books) 70 %, code (stdlib) 30 % of the tokens``."""
+    """Return ``stdlib``, ``text books``, or ``web (text books) 70 %, code (stdlib) 30 % of the tokens``."""
     if not section.mixed:
         return _described(section)
     whole = sum(source.weight for source in section.mixed.values())

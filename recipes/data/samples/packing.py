@@ -1,8 +1,8 @@
 """Packing of whole documents into sequences.
 
-Best-fit decreasing: the longest document first, each into the sequence with the least room that holds it. "Fewer
-Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830) trains so. The result is a pure function of
-the lengths: every process computes it for itself, and it does not depend on how many there are.
+Best-fit decreasing: the longest document first, each into the sequence with the least room that holds it, as in
+"Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830). The result is a pure function of
+the lengths: every process computes it, whatever the number of processes.
 """
 
 from typing import NamedTuple
@@ -13,37 +13,38 @@ from serried.recipes.data.prepared.token_shards import TokenStream
 
 
 class Pieces(NamedTuple):
-    """What is packed: whole documents, and parts of those that are longer than a sequence."""
+    """Pieces to pack: whole documents, and parts of documents that are longer than a sequence."""
 
     starts: np.ndarray
     """[pieces], int64: position of the first token in the stream"""
     lengths: np.ndarray
     """[pieces], int64: tokens, at least 2 and at most one more than a sequence"""
     cut_documents: int
-    """Documents that are longer than a sequence."""
+    """Number of documents that are longer than a sequence."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
 
 
 class Packing(NamedTuple):
-    """Pieces by sequence."""
+    """Assignment of pieces to sequences."""
 
     order: np.ndarray
-    """[pieces], int64: numbers of pieces, those of one sequence side by side and ascending"""
+    """[pieces], int64: indices of pieces, grouped by sequence and ascending within each"""
     bounds: np.ndarray
     """[sequences + 1], int64: sequence i has ``order[bounds[i] : bounds[i + 1]]``"""
 
 
 def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) -> Pieces:
-    """Documents of ``stream``, none longer than ``sequence_length`` + 1 tokens, the last of which is a target only.
+    """Return the documents of ``stream`` in pieces of at most ``sequence_length`` + 1 tokens, the last of which is
+    only a target.
 
-    A longer one is taken apart: its pieces share their border token, the last target of one and the first input of the
-    next, as windows do. With ``truncate`` only the first piece is kept. A document of one token teaches nothing and is
-    left out.
+    A longer document is split. Consecutive pieces share their border token, as the last target of one and the first
+    input of the next, like windows. With ``truncate``, only the first piece is kept. A document of one token has no
+    target and is left out.
     """
     starts = stream.all_document_starts()
     if not len(starts) or starts[0]:
-        starts = np.concatenate(([0], starts))  # flat files of tokens do not say where documents begin
+        starts = np.concatenate(([0], starts))  # flat token files do not record where documents begin
     lengths = np.diff(starts, append=stream.tokens)
     counts = np.maximum(-((1 - lengths) // sequence_length), 0)
     cut_documents = int((counts > 1).sum())
@@ -58,12 +59,13 @@ def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) ->
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack pieces of ``lengths`` [pieces], each from 1 to ``capacity``, into sequences of at most ``capacity`` tokens.
+    """Pack pieces of ``lengths`` [pieces], each from 1 to ``capacity``, into sequences of at most ``capacity``
+    tokens.
 
-    Sequences come in the order of their first pieces, so that the first of them are not special.
+    Sequences are ordered by their first pieces, so that the first sequences are not special.
     """
     sequence_of = np.empty(len(lengths), np.int64)
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the tokens they have room for
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the number of tokens that still fit
     rooms = 0  # bit r is set if there are sequences with room for r tokens
     sequences = 0
     longest_first = np.argsort(-lengths, kind="stable")

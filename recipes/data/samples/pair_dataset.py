@@ -14,40 +14,40 @@ from serried.recipes.data.samples.token_dataset import removed
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _WIDTH_MULTIPLE = 32
-"""Batches are as wide as their longest answer, rounded up: fewer shapes, which fit vector units."""
+"""Batches are padded to a multiple of this length: fewer shapes, which fit vector units."""
 
 
 class Pair(NamedTuple):
-    """One pair: the chosen and the rejected answer, each behind the prompt and without padding."""
+    """A pair: the chosen and the rejected answer, each after the prompt and without padding."""
 
     tokens: tuple[np.ndarray, np.ndarray]
     """Each [tokens], int64"""
     targets: tuple[np.ndarray, np.ndarray]
-    """The following tokens; ``IGNORE`` but in the answer"""
+    """Following tokens; ``IGNORE`` outside the answer"""
     reference: np.ndarray
-    """[2], fp64: their log-probabilities by the reference; NaN where they are not known"""
+    """[2], fp64: log-probabilities of both answers under the reference; NaN if unknown"""
 
 
 class PairBatch(NamedTuple):
-    """Pairs of one forward pass: chosen and rejected answers in turn."""
+    """Pairs of one forward pass: alternately chosen and rejected answers."""
 
     tokens: Tensor
     """[2 x batch, sequence], int64"""
     targets: Tensor
-    """[2 x batch, sequence], int64; ``IGNORE`` if there is none"""
+    """[2 x batch, sequence], int64; ``IGNORE`` where there is no target"""
     sample_ids: Tensor
-    """[batch], int64; below 0: padding, which weighs nothing"""
+    """[batch], int64; negative for padding, which has zero weight"""
     reference: Tensor
-    """[batch, 2], fp64: log-probabilities by the reference"""
+    """[batch, 2], fp64: log-probabilities under the reference"""
     positions: None = None
-    """Each answer has a sequence of its own."""
+    """None: each answer has its own sequence."""
 
 
 class PairDataset:
     """Split of prepared pairs. ``dataset[i]`` is a pure function of i and may be called from any number of threads."""
 
     def __init__(self, prepared: Prepared, split: str, sequence_length: int) -> None:
-        """Longer answers are truncated. Raises ``UserError`` if there are no pairs in ``split``."""
+        """Open a split. Longer answers are truncated. Raises ``UserError`` if there are no pairs in ``split``."""
         self._stream, self._length = prepared.stream(split), sequence_length
         starts = self._stream.all_document_starts()
         if not len(starts):
@@ -57,14 +57,14 @@ class PairDataset:
         self._bounds = np.stack((starts, seconds, np.append(starts[1:], self._stream.tokens)), axis=1)
         lengths = np.diff(self._bounds, axis=1)
         self.truncated = int((lengths > sequence_length + 1).sum())
-        """Answers that are cut off."""
+        """Number of truncated answers."""
         self._longest, self._kept = int(lengths.max()), np.minimum(lengths, sequence_length + 1).sum() / lengths.sum()
         self.mean_length = float(np.minimum(lengths - 1, sequence_length).mean())
-        """Of a sequence, in tokens."""
+        """Mean length of a sequence in tokens."""
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-pairs"
-        """Equal for equal samples, on any machine."""
+        """Identity of the samples, equal on every machine for equal samples."""
         self.reference: np.ndarray | None = None
-        """[pairs, 2], fp64: log-probabilities by the reference, if they are known."""
+        """[pairs, 2], fp64: log-probabilities under the reference, if known."""
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -84,7 +84,7 @@ class PairDataset:
         return window[:-1], np.where(is_target, window[1:], IGNORE)
 
     def describe(self) -> str:
-        """Return what becomes of long answers, for the plan; empty if there are none."""
+        """Return how many answers are truncated, for the plan; empty if none are."""
         return f"{self.truncated:,} of {2 * len(self):,} answers truncated" if self.truncated else ""
 
     def truncation(self) -> str:
@@ -97,7 +97,7 @@ class PairDataset:
 def collate_pairs(pairs: Sequence[Pair], ids: np.ndarray, sequence_length: int, *, whole: bool) -> PairBatch:
     """Stack pairs, padded at the end to their longest answer, or to ``sequence_length`` if ``whole``.
 
-    ``ids`` [batch] are their numbers; a pair whose id is below 0 loses its targets.
+    ``ids`` [batch] are the pairs' numbers; targets of a pair with a negative id are removed.
     """
     sides = [(pair.tokens[side], pair.targets[side]) for pair in pairs for side in (0, 1)]
     longest = max(len(tokens) for tokens, _ in sides)

@@ -15,19 +15,20 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextBytes:
-    """Bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are not text.
+    """Counts the bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are not
+    text.
 
-    A token of a byte-level encoding has the same bytes everywhere. Tokens of others may lose a
-    blank at the beginning of a document, so there are two tables.
+    A token of a byte-level encoding always has the same bytes. Tokens of other encodings may lose a space at the
+    beginning of a document, so there are two tables.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._inside, self._at_start = _tables(tokenizer)
         self._begins = tokenizer.start_ids[-1] if tokenizer.start_ids else tokenizer.end_id
-        """What the first token of a document's text comes after."""
+        """Token before the first token of a document's text."""
 
     def of_targets(self, batch: Batch) -> int:
-        """Bytes of the text that ``batch`` has to predict."""
+        """Return the bytes of text in the targets of ``batch``."""
         is_target = batch.targets != IGNORE
         targets, before = _numbers(batch.targets[is_target]), _numbers(batch.tokens[is_target])
         return int(np.where(before == self._begins, self._at_start[targets], self._inside[targets]).sum())
@@ -38,7 +39,7 @@ def _numbers(tokens: Tensor) -> np.ndarray:
 
 
 def _tables(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of every id inside of a document and at its start, [vocabulary], int64."""
+    """Return the bytes of every id inside a document and at its start, [vocabulary], int64."""
     spec = tokenizer.spec()
     if spec["kind"] == "bytes":
         inside = np.ones(tokenizer.vocab_size, np.int64)
@@ -64,7 +65,7 @@ def _hugging_face_tables(tokenizer: Tokenizer, content: dict[str, object]) -> tu
         if number in added:
             size = (0 if added[number].special else len(added[number].content.encode()),) * 2
         elif is_byte_level:
-            size = len(name), len(name)  # a character stands for a byte
+            size = len(name), len(name)  # a character represents a byte
         elif _BYTE.fullmatch(name):
             size = 1, 1
         else:

@@ -17,18 +17,18 @@ from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _SHORTEST_USEFUL = 16
-"""Tokens; below this, a shorter sequence does not help against too little text."""
+"""Number of tokens below which shorter sequences are not suggested against too little text."""
 
 _QUOTED_CHARACTERS = 60
 
 
 class Sample(NamedTuple):
-    """One sequence. ``targets[t]`` is the token that follows ``tokens[t]``."""
+    """A sequence. ``targets[t]`` is the token that follows ``tokens[t]``."""
 
     tokens: np.ndarray
     """[sequence], int64"""
     targets: np.ndarray
-    """[sequence], int64; ``IGNORE`` if there is none"""
+    """[sequence], int64; ``IGNORE`` where there is no target"""
     positions: np.ndarray | None = None
     """[sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
 
@@ -39,9 +39,9 @@ class Batch(NamedTuple):
     tokens: Tensor
     """[batch, sequence], int64"""
     targets: Tensor
-    """[batch, sequence], int64; ``IGNORE`` if there is none"""
+    """[batch, sequence], int64; ``IGNORE`` where there is no target"""
     sample_ids: Tensor
-    """[batch], int64; below 0: padding, which has no targets"""
+    """[batch], int64; negative for padding, which has no targets"""
     positions: Tensor | None = None
     """[batch, sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
 
@@ -49,9 +49,10 @@ class Batch(NamedTuple):
 class TokenDataset:
     """Split of prepared text as windows: sample i is tokens [i x S, i x S + S], the targets shifted by one.
 
-    Windows share their border token only, as the last target of one and the first input of the next. The tokens left
-    over at the end, fewer than S + 1, are not used, unless the dataset is ``to_end``: then they are a last window,
-    filled up with padding. ``dataset[i]`` is a pure function of i and may be called from any number of threads.
+    Windows share only their border token, as the last target of one and the first input of the next. The remaining
+    tokens at the end, fewer than S + 1, are not used, unless the data set is opened with ``to_end``: then they form
+    a last window, filled with padding. ``dataset[i]`` is a pure function of i and may be called from any number of
+    threads.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TokenDataset:
         isolate_documents: bool = False,
         to_end: bool = False,
     ) -> None:
-        """``split`` is ``train`` or ``validation``; raises ``UserError`` if it has less than one window."""
+        """Open ``split``, ``train`` or ``validation``. Raises ``UserError`` if it has less than one window."""
         self._stream = prepared.stream(split)
         if self._stream.tokens <= (1 if to_end else sequence_length):
             raise _nothing_to_predict("data") if to_end else _too_short(prepared, split, sequence_length)
@@ -74,7 +75,7 @@ class TokenDataset:
         self._isolate = isolate_documents
         self._all_learned = not self._stream.is_supervised
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}{'-isolated' if isolate_documents else ''}"
-        """Equal for equal samples, on any machine."""
+        """Identity of the samples, equal on every machine for equal samples."""
 
     def __len__(self) -> int:
         return self._length
@@ -106,18 +107,18 @@ class TokenDataset:
 
 
 class PackedDataset:
-    """Split of prepared text as sequences of whole documents, each as full as can be, the rest padding.
+    """Split of prepared text as sequences of whole documents, each as full as possible, the rest padding.
 
-    Longer documents are split; conversations, which mean nothing without their beginning, are truncated. All tokens of
-    a document but its first are targets. ``dataset[i]`` is a pure function of i and may be called from any number of
-    threads. Every process holds 24 bytes a document.
+    Longer documents are split; conversations, which are meaningless without their beginning, are truncated. All
+    tokens of a document except the first are targets. ``dataset[i]`` is a pure function of i and may be called from
+    any number of threads. Every process holds 24 bytes per document.
     """
 
     def __init__(
         self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool, skips: bool = False
     ) -> None:
-        """``split`` is ``train`` or ``validation``; raises ``UserError`` if nothing in it can be learned. ``skips``:
-        leave out conversations that truncation leaves nothing to train on, which are refused otherwise."""
+        """Open ``split``, ``train`` or ``validation``. Raises ``UserError`` if it has no targets. ``skips``: leave
+        out conversations without targets after truncation, which are refused otherwise."""
         self._stream = prepared.stream(split)
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
@@ -125,20 +126,24 @@ class PackedDataset:
         if not len(pieces.starts):
             raise _nothing_to_predict(f"{split} split")
         starts, lengths = pieces.starts, pieces.lengths
-        self._cut_documents, self._longest, self._left_out = 0, pieces.longest, 0
+        self._cut_documents = 0
+        self._longest = pieces.longest
+        self._left_out = 0
         if self._stream.is_supervised and pieces.cut_documents:
             self._cut_documents = pieces.cut_documents
             is_empty = _without_targets(self._stream, pieces, sequence_length)
             if is_empty.all() or (is_empty.any() and not skips):
                 raise _cut_off(prepared, sequence_length, may_skip=not skips)
-            starts, lengths, self._left_out = starts[~is_empty], lengths[~is_empty], int(is_empty.sum())
+            starts = starts[~is_empty]
+            lengths = lengths[~is_empty]
+            self._left_out = int(is_empty.sum())
         self._kept_share = float(lengths.sum() / self._stream.tokens)
         packing = best_fit(lengths, sequence_length + 1)
         self._starts, self._lengths = starts[packing.order], lengths[packing.order]
         self._bounds = packing.bounds
         isolated = "-isolated" if isolate_documents else ""
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-best_fit{isolated}"
-        """Equal for equal samples, on any machine."""
+        """Identity of the samples, equal on every machine for equal samples."""
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -155,12 +160,12 @@ class PackedDataset:
             start, length = int(self._starts[piece]), int(self._lengths[piece])
             begins[place] = filled
             window[filled : filled + length] = self._stream.read(start, start + length)
-            # Not the first: it would be predicted from another document.
+            # The first token is no target: it would be predicted from another document.
             is_target[filled + 1 : filled + length] = (
                 self._stream.supervised(start + 1, start + length) if self._stream.is_supervised else True
             )
             filled += length
-        begins[-1] = filled  # the padding counts as a document, which nothing is learned from
+        begins[-1] = filled  # the padding counts as a document without targets
         targets = np.where(is_target[1:], window[1:], IGNORE)
         if not self._isolate:
             return Sample(window[:-1], targets)
@@ -180,7 +185,7 @@ class PackedDataset:
         return text
 
     def truncation(self, name: str = "data") -> str:
-        """Return a warning if truncation removes most tokens; empty if not. ``name``: of what, in keys."""
+        """Return a warning if truncation removes most tokens; empty if not. ``name``: config key of the data."""
         if not self._cut_documents or self._kept_share >= 0.5:
             return ""
         return removed(
@@ -192,8 +197,9 @@ class PackedDataset:
 def open_dataset(
     prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
 ) -> TokenDataset | PackedDataset:
-    """Return the split ``train`` or ``validation`` as a dataset, as ``data.packing`` and ``data.isolate_documents``
-    say. ``to_end``: without packing no token is left over, as in measuring a text, whose sequences need not be full."""
+    """Return the split ``train`` or ``validation`` as a data set, according to ``data.packing`` and
+    ``data.isolate_documents``. ``to_end``: without packing, use all tokens, for measurements on a text whose
+    sequences need not be full."""
     length, isolate = section.sequence_length, section.isolate_documents
     if section.packing == "best_fit":
         return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=section.bad_rows == "skip")
@@ -201,13 +207,14 @@ def open_dataset(
 
 
 def positions_in_documents(begins: np.ndarray, length: int) -> np.ndarray:
-    """Positions [length], int64, that restart at each of ``begins``, ascending; those at or past the end do nothing."""
+    """Return positions [length], int64, that restart at each of ``begins`` (ascending). Entries at or past the end
+    are ignored."""
     begins = np.concatenate(([0], begins[begins < length]))
     return np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
 
 
 def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
-    """Stack samples; ``ids`` [batch] are their numbers, and a row whose id is below 0 loses all its targets."""
+    """Stack samples. ``ids`` [batch] are their numbers; a row with a negative id loses all its targets."""
     targets = np.stack([sample.targets for sample in samples])
     targets[ids < 0] = IGNORE
     tokens = np.stack([sample.tokens for sample in samples])
@@ -218,17 +225,19 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 
 
 def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:
-    """Return which pieces truncation leaves nothing to train on, [pieces], bool."""
+    """Return which pieces have no targets after truncation, [pieces], bool."""
     is_empty = np.zeros(len(pieces.starts), bool)
-    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # with those that just fit, which pass
+    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # pieces that just fit pass
         start = int(pieces.starts[piece])
         is_empty[piece] = not stream.supervised(start + 1, start + sequence_length + 1).any()
     return is_empty
 
 
 def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> UserError:
-    """Return the error for conversations of both splits that truncation leaves nothing to train on."""
-    shown, count, longest = list[str](), 0, 0
+    """Return the error for conversations of both splits without targets after truncation."""
+    shown = list[str]()
+    count = 0
+    longest = 0
     for split in (split for split in SPLITS if prepared.shards[split]):
         stream = prepared.stream(split)
         pieces, starts = find_pieces(stream, sequence_length, truncate=True), stream.all_document_starts()
@@ -274,7 +283,7 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
         f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
         f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
     )
-    longest = min(each.tokens for each in prepared.splits.values()) - 1
+    longest = min(split_counts.tokens for split_counts in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:
         would_do = f"data.sequence_length={longest}, too short to learn from" if longest > 0 else "no length at all"
         return UserError(f"{message}; use more text in data.path; this is enough for {would_do}")

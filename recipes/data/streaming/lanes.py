@@ -1,9 +1,9 @@
 """A source that is read during training: lanes of documents, each read from front to back.
 
-A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at place p of
-any step is lane p's. So on every layout a lane is read in order by one rank, and what it reads depends only on the
-lane. The position of a lane is a cursor, four integers; a run that resumes, on any number of ranks, continues from the
-cursors of all lanes.
+A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at position
+p of any step belongs to lane p. So on every parallel layout, a lane is read in order by one rank, and its content
+depends only on the lane. The position of a lane is a cursor of four integers. A run that resumes, on any number of
+ranks, continues from the cursors of all lanes.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from serried.recipes.models.layers.lm_head import IGNORE
 
 _ROWS_AT_ONCE = 16
 _CHARACTERS_AT_ONCE = 1 << 16
-"""Documents are tokenized together up to one of these limits; a lane holds as many in memory."""
+"""Limits up to which documents are tokenized together. A lane holds this much in memory."""
 
 _BALANCED = 2
-"""Parts per lane above which it does not matter that some lanes have one more."""
+"""Parts per lane above which it does not matter that some lanes have one more part."""
 
 _ENDLESS = 2**62
 
@@ -44,18 +44,18 @@ class Cursor(NamedTuple):
 
     epoch: int = 0
     place: int = 0
-    """Of the unit, in the lane's order of this epoch."""
+    """Index of the unit, in the lane's order of this epoch."""
     row: int = 0
     token: int = 0
-    """Of the row's document."""
+    """Index of the token in the row's document."""
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rows of which units each lane reads.
+    """Assignment of units and their rows to lanes.
 
-    Units are dealt to lanes in turn. If there are too few, each unit is first split into ``cut`` parts, of every
-    ``cut``-th row, and as many lanes read all of it for their part.
+    Units are assigned to lanes in turn. If there are too few, each unit is first split into ``cut`` parts with every
+    ``cut``-th row each, and ``cut`` lanes read the whole unit for their part.
     """
 
     units: int
@@ -64,14 +64,15 @@ class Deal:
 
     @cached_property
     def cut(self) -> int:
-        """Parts of a unit."""
+        """Number of parts of a unit."""
         cut = -(-self.lanes // self.units)
         while self.units * cut % self.lanes and self.units * cut < _BALANCED * self.lanes:
             cut += 1
         return cut
 
     def part(self, lane: int, epoch: int, place: int) -> tuple[int, int] | None:
-        """Unit and remainder of its rows that the lane reads at ``place`` of an epoch; None: the epoch is over."""
+        """Return the unit, and the remainder of its rows' numbers modulo ``cut``, that the lane reads at ``place``
+        of an epoch; None if the epoch is over."""
         cut = self.cut
         count = len(range(lane, self.units * cut, self.lanes))
         if place >= count:
@@ -81,7 +82,7 @@ class Deal:
 
     @cached_property
     def _dealt(self) -> list[int]:
-        """Parts in the order in which they are dealt, so that neighbours come to different lanes at different times."""
+        """Parts in the order of assignment, so that neighboring parts go to different lanes at different times."""
         return sorted(range(self.units * self.cut), key=lambda part: self._key(f"part {part}"))
 
     def _key(self, text: str) -> bytes:
@@ -91,8 +92,8 @@ class Deal:
 class StreamDataset:
     """Sample i is the next sequence of lane i mod ``lanes``. Each lane's samples are taken once, and in order.
 
-    A sequence has the tokens of documents one after the other, as they come; the next one begins with its last token.
-    May be called from any number of threads: a call for a later sample of a lane waits for those before.
+    A sequence has the tokens of consecutive documents; the next sequence begins with its last token. May be called
+    from any number of threads: a call for a later sample of a lane waits for earlier ones.
     """
 
     def __init__(
@@ -108,12 +109,22 @@ class StreamDataset:
         identity: str,
         earlier: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``is_training`` returns whether a row, of the unit of a name, is trained on. ``state`` may be called for
-        up to ``remembered`` samples of a lane before the last one read. ``identity`` identifies the encoder and the
-        rule of the split; ``earlier``: that of earlier versions, with what has changed since."""
-        self._units, self._encoder, self._is_training = units, encoder, is_training
+        """Open the lanes without reading.
+
+        Args:
+            is_training: returns whether a row of a unit (given by its name) is trained on.
+            remembered: number of samples of a lane before the last one read, for which ``state`` may still be
+                called.
+            identity: identifies the encoder and the rule of the split.
+            earlier: identities of the same data in earlier versions, with a description of the change.
+        """
+        self._units = units
+        self._encoder = encoder
+        self._is_training = is_training
         self._deal = deal
-        self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
+        self._sequence_length = sequence_length
+        self._isolate = isolate_documents
+        self._remembered = remembered
         self._starts = dict.fromkeys(range(deal.lanes), Cursor())
         self._first_sample, self._has_restarted = 0, False
         self._lanes: dict[int, _Lane] = {}
@@ -125,9 +136,9 @@ class StreamDataset:
             return hashlib.sha256(text.encode()).hexdigest()[:32]
 
         self.fingerprint = fingerprint(identity)
-        """Equal for equal samples, on any machine, judged by names and sizes of files."""
-        self.earlier_fingerprints = {fingerprint(each): change for each, change in earlier.items()}
-        """Those that earlier versions gave the same data, with what has changed since."""
+        """Identity of the samples, equal on every machine, judged by names and sizes of files."""
+        self.earlier_fingerprints = {fingerprint(old): change for old, change in earlier.items()}
+        """Fingerprints of the same data in earlier versions, with a description of the change."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -145,16 +156,17 @@ class StreamDataset:
 
     def state(self, samples: int) -> dict[str, Any]:
         """Return the cursors of the lanes that this process has read, after ``samples`` samples of the whole run."""
-        if samples == self._first_sample:  # perhaps nobody has read some lanes yet
+        if samples == self._first_sample:  # perhaps some lanes have not been read yet
             return {str(lane): list(cursor) for lane, cursor in self._starts.items()}
         with self._lock:
             lanes = dict(self._lanes)
         return {str(number): list(lane.cursor(self._first(number, samples))) for number, lane in lanes.items()}
 
     def load(self, state: dict[str, Any], samples: int) -> None:
-        """Continue from the cursors of all lanes after ``samples`` samples. Call before the first sample is taken.
+        """Continue from the cursors of all lanes after ``samples`` samples. Must be called before the first sample
+        is taken.
 
-        Cursors of another number of lanes cannot be used: every lane starts again.
+        Cursors of a different number of lanes cannot be used: every lane starts again.
         """
         self._first_sample = samples
         self._has_restarted = len(state) != self._deal.lanes
@@ -162,9 +174,9 @@ class StreamDataset:
             self._starts = {int(lane): Cursor(*cursor) for lane, cursor in state.items()}
 
     def rewind(self, samples: int) -> None:
-        """Continue after ``samples`` samples, which must not be further back than is remembered."""
+        """Continue after ``samples`` samples, at most ``remembered`` samples of a lane ago."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in self.state(samples).items()}
-        # Lanes of other ranks have moved on since the start, except those that no step has used.
+        # Lanes of other ranks have moved on since the start, except lanes that no step has used.
         still = {
             lane: cursor
             for lane, cursor in self._starts.items()
@@ -179,7 +191,7 @@ class StreamDataset:
         self._closed.set()
 
     def _first(self, lane: int, samples: int) -> int:
-        """Number of the first sample of ``lane`` that is not among the first ``samples``."""
+        """Return the number of the first sample of ``lane`` that is not among the first ``samples``."""
         return -(-(samples - lane) // self._deal.lanes)
 
     def _lane(self, number: int) -> "_Lane":
@@ -197,7 +209,7 @@ class StreamDataset:
             return self._lanes[number]
 
     def _documents(self, lane: int, cursor: Cursor) -> Iterator["_Piece"]:
-        """Yield the documents of a lane from the row of ``cursor`` on, without end."""
+        """Yield the documents of a lane, beginning at the row of ``cursor``, endlessly."""
         epoch, place, row = cursor[:3]
         while True:
             count = 0
@@ -249,10 +261,12 @@ class _Lane:
         isolate: bool,
     ) -> None:
         self._documents = documents
-        self._sequence_length, self._isolate, self._remembered = sequence_length, isolate, remembered
+        self._sequence_length = sequence_length
+        self._isolate = isolate
+        self._remembered = remembered
         self._next = first
         self._cursors = deque([cursor], maxlen=remembered + 1)
-        """Before the next sample, and before those taken last."""
+        """Positions before the next sample, and before the latest samples."""
         self._pieces: deque[_Piece] = deque()
         self._skip = cursor.token
         self._turn = threading.Condition()
@@ -287,7 +301,9 @@ class _Lane:
 
     def _read(self) -> Sample:
         window = np.empty(self._sequence_length + 1, np.int64)
-        begins, filled, used = [], 0, 0
+        begins = []
+        filled = 0
+        used = 0
         while filled < len(window):
             if used == len(self._pieces):
                 self._pieces.append(self._next_piece())
@@ -309,7 +325,7 @@ class _Lane:
 
     def _next_piece(self) -> "_Piece":
         piece = next(self._documents)
-        while self._skip >= len(piece.tokens):  # of the document the cursor stands in
+        while self._skip >= len(piece.tokens):  # tokens of the document before the cursor
             self._skip -= len(piece.tokens)
             piece = next(self._documents)
         piece, self._skip = piece.after(self._skip), 0
@@ -322,13 +338,13 @@ class _Lane:
 
 
 class _Piece(NamedTuple):
-    """Tokens of one document, the rest of them or a part."""
+    """Tokens of one document: the remaining ones or a part of them."""
 
     cursor: Cursor
-    """Of the first of them."""
+    """Position of the first token."""
     tokens: np.ndarray
     begins: bool
-    """Whether the first of them is the document's first."""
+    """Whether the first token is the document's first."""
 
     def after(self, tokens: int) -> "_Piece":
         if tokens == 0:
@@ -338,8 +354,8 @@ class _Piece(NamedTuple):
 
 
 def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
-    """Yield rows from ``first`` on; retry a few times if the network fails. ``pause`` waits so many seconds, and
-    returns True at once if nobody reads any more."""
+    """Yield rows from ``first`` on, with a few retries if the network fails. ``pause`` waits the given number of
+    seconds, and returns True immediately if the rows are no longer needed."""
     number, failures = first, 0
     while True:
         try:
@@ -359,12 +375,12 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
                 raise UserError(
                     f"{unit.name} cannot be read from row {number + 1:,} on, after {failures} "
                     f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: {error}; run the same command, "
-                    "which resumes from the newest checkpoint"
+                    "to resume from the newest checkpoint"
                 ) from error
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether an error is temporary: a failure of the network or a server."""
+    """Return whether an error is temporary: a failure of the network or a server."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
         if isinstance(status, int):

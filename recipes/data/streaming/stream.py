@@ -28,28 +28,28 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokeniz
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 
 _FORMAT = 3
-"""Version of the prepared files of a stream; 4 if the pieces of long documents are joined."""
+"""Version of the prepared files of a stream; 4 if tokens are adjusted between the pieces of long documents."""
 
 _JOINED = "pieces are joined"
-"""In the identity of a tokenizer for which it matters."""
+"""Text in the identity of a tokenizer whose tokens depend on that."""
 _SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB, and have the tokens of the whole since"
 
 _HELD_OUT = "held-out.json"
-"""Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
+"""File with the sorted values of ``place_of`` of the documents of ``data.validation_split``."""
 
 _ROWS_AT_ONCE = 64
 _REMEMBERED_STEPS = 64
-"""Steps to remember: a rollback returns to before the spike, which may have been noticed some fifty steps later."""
+"""Number of steps to remember: a rollback returns to before a spike, which may be detected some fifty steps later."""
 
 
 def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Prepared:
-    """Tokenise enough documents for ``sequences`` sequences of validation, of those that come first, or find them done.
+    """Tokenize enough of the first validation documents for ``sequences`` sequences, or find them prepared.
 
-    They are those of ``data.validation_split``, else those whose content's hash is below ``data.validation_fraction``:
-    of all that pass it, whether they are in the validation set or not, none is trained on. For that the whole of a
-    ``data.validation_split`` is read. If none is kept, there are no documents.
+    Validation documents are the documents of ``data.validation_split``, or else documents whose hash is below
+    ``data.validation_fraction``. None of them is trained on, whether it is in the prepared validation set or not.
+    For that, the whole ``data.validation_split`` is read. If no data is held out, there are no documents.
 
-    Raises ``UserError`` if the source cannot be read, or has too little for one sequence.
+    Raises ``UserError`` if the source cannot be read, or has too little text for one sequence.
     """
     tokenizer = _tokenizer(section)
     units = [] if section.keeps_none else streamed_units(section, section.validation_split or section.split)
@@ -69,8 +69,8 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
 
 
 def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
-    """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made. Raises ``UserError`` if
-    there is no such dataset, subset or split, or it cannot be had."""
+    """Return the training documents as ``lanes`` lanes. ``prepared``: result of ``prepare_stream``. Raises
+    ``UserError`` if there is no such dataset, subset or split, or it is not available."""
     tokenizer = _tokenizer(section)
     places = read_regular(prepared.folder / _HELD_OUT)
     held_out = frozenset(json.loads(places))
@@ -90,7 +90,7 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
         Deal(len(units), lanes, seed),
         sequence_length=section.sequence_length,
         isolate_documents=section.isolate_documents,
-        # The loader reads two steps ahead, or one for each of its threads.
+        # The loader reads two steps ahead, or one step per thread.
         remembered=_REMEMBERED_STEPS + workers,
         identity=json.dumps([*before, _JOINED] if joins else before),
         earlier={json.dumps(before): _SINCE_JOINED} if joins else {},
@@ -104,7 +104,7 @@ def _tokenizer(section: Any) -> Tokenizer:
 
 
 def _identity(section: Any, tokenizer: Tokenizer) -> str:
-    """What the tokens of a document, and the split it goes to, depend on."""
+    """Return everything that the tokens of a document, and its split, depend on."""
     spec = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     return json.dumps([spec, section.text_column, section.validation_fraction])
 
@@ -114,7 +114,7 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
     encoder = TextEncoder(tokenizer, section.tokenizer)
     with ShardWriter(folder, "validation-00000", token_dtype(tokenizer.vocab_size)) as writer:
         for unit, rows in _held_out_rows(section, units):
-            if section.validation_split:  # all of it, however much an evaluation takes: that may change
+            if section.validation_split:  # all of it, however much an evaluation uses: that may change
                 held_out.update(place_of(row, unit.name) for row in rows)
             elif writer.tokens >= wanted:
                 break
@@ -141,7 +141,7 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
 
 
 def _held_out_rows(section: Any, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Row]]]:
-    """Documents for validation, some at a time, in order."""
+    """Yield validation documents, a few at a time, in order."""
     for unit in units:
         chosen = []
         for row in unit.all_rows():

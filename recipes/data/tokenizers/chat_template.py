@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, as ``transformers`` compiles it, in a sandbox that bounds what a template may do."""
+"""Chat templates: Jinja, compiled as in ``transformers``, in a sandbox with resource limits."""
 
 import json
 import re
@@ -15,26 +15,26 @@ from serried.recipes.data.readers.files import library
 Message = dict[str, Any]
 
 _NOW = datetime(2024, 7, 26)
-"""The date given to templates that ask for it: tokens must not depend on the day."""
+"""Date given to templates that ask for it: tokens must not depend on the current day."""
 
 _MOST_CHARACTERS = 2**26
-"""That a template may write for one conversation, or hold in one text."""
+"""Largest number of characters that a template may write for one conversation, or hold in one string."""
 
 _MOST_STEPS = 3_000_000
-"""Passes through loops and macros, and calls, for one conversation: some seconds. A count and not a time, so that the
-same rows pass on every machine."""
+"""Largest number of loop passes, macros and calls for one conversation, which take some seconds. A count instead of
+a time, so that the same rows pass on every machine."""
 
 _STEPS_OF_A_CALL = 5
-"""A call takes so many times as long as a pass through a loop."""
+"""Cost of a call, in loop passes."""
 
 _MOST_PARTS = 2**20
-"""Of a list or an object that becomes text."""
+"""Largest number of parts in a list or an object that is converted to text."""
 
 _GROWING = (
     "join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate", "slice",
     "batch",
 )  # fmt: skip
-"""Filters, and methods of texts, whose result may be much longer than what they are given."""
+"""Filters, and string methods, whose result may be much longer than their arguments."""
 
 _CURE = "use another template, data.chat_template=FILE, or fix the row"
 
@@ -44,27 +44,29 @@ class Unlearnable(Exception):
 
 
 class TooMuch(UserError):
-    """A template does not end, or writes without end: it would do so for every row."""
+    """A template does not end, or writes endlessly: this would happen for every row."""
 
 
 class Template:
-    """A Jinja template, run in a sandbox: templates are untrusted code."""
+    """A Jinja template, run in a sandbox, since templates are untrusted code."""
 
     def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
         """``special_tokens``: variables of the template, such as ``bos_token``."""
-        self.text, self.name, self._special_tokens = text, name, special_tokens
+        self.text = text
+        self.name = name
+        self._special_tokens = special_tokens
         self._spent = _Spent()
         self._compiled = _compile(text, name, self._spent)
 
     def render(
         self, messages: Sequence[Message], *, ask_for_reply: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """The text of ``messages``; with ``ask_for_reply``, and of what comes before a reply of the assistant.
-        ``tools``: what it may call.
+        """Return the text of ``messages``; with ``ask_for_reply``, followed by the generation prompt. ``tools``:
+        tools that the assistant may call.
 
         Raises:
-            Unlearnable: the template refuses them, or fails.
-            TooMuch: it does not end.
+            Unlearnable: the template refuses the messages, or fails.
+            TooMuch: the template does not end.
         """
         import jinja2
 
@@ -85,11 +87,11 @@ class Template:
 
 
 class _Excess(Exception):
-    """What a template did too much of."""
+    """Description of a resource limit that a template exceeded."""
 
 
 class _Spent(threading.local):
-    """Steps of the conversation that this thread renders."""
+    """Steps spent on the conversation that this thread renders."""
 
     steps = 0
 
@@ -115,7 +117,7 @@ def _check_length(length: int, what: str) -> None:
 
 
 def _check_parts(value: Any) -> Any:
-    """Return ``value``; lists in lists may be small in memory and endless as text."""
+    """Return ``value``. Checks it, since nested lists may be small in memory but endless as text."""
     waiting, parts = [value], 0
     while waiting:
         each = waiting.pop()
@@ -128,7 +130,8 @@ def _check_parts(value: Any) -> Any:
 
 
 def _check_growth(name: str, given: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Refuse a call of one of ``_GROWING`` whose result may be too long: at most the product of what it is given."""
+    """Refuse a call of one of ``_GROWING`` whose result may be too long: at most the product of its arguments'
+    sizes."""
     if name == "replace" and (length := _length_replaced(given, named)) is not None:
         _check_length(length, name)
         return
@@ -140,28 +143,30 @@ def _check_growth(name: str, given: Sequence[Any], named: Mapping[str, Any] = Ma
         return len(value) if isinstance(value, str | dict) else abs(value) if isinstance(value, int) else 1
 
     if name == "format":
-        if any(isinstance(each, str) and re.search(r"\d{7}|\*", each) for each in given[:1]):
+        if any(isinstance(argument, str) and re.search(r"\d{7}|\*", argument) for argument in given[:1]):
             raise _Excess("formats with too large a width")
         return
     _check_length((size(given[0]) + 1) * max(map(size, given[1:]), default=1), name)
 
 
 def _length_replaced(given: Sequence[Any], named: Mapping[str, Any]) -> int | None:
-    """Return the length of what ``replace`` makes; None if these arguments do not tell."""
+    """Return the length of the result of ``replace``; None if it cannot be derived from these arguments."""
     arguments = {**dict(zip(("text", "old", "new", "count"), given, strict=False)), **named}
     count = arguments.pop("count", None)
     if len(arguments) < 3 or not isinstance(count, int | None):
         return None  # the call itself will fail
-    if any(isinstance(each, list | tuple | dict) or hasattr(each, "__html__") for each in arguments.values()):
-        return None  # may be far longer as text, or be escaped first
-    text, old, new = (str(arguments[each]) for each in ("text", "old", "new"))
-    found = text.count(old)  # an empty one is found before each character and at the end
+    if any(
+        isinstance(argument, list | tuple | dict) or hasattr(argument, "__html__") for argument in arguments.values()
+    ):
+        return None  # may be far longer as text, or may be escaped first
+    text, old, new = (str(arguments[key]) for key in ("text", "old", "new"))
+    found = text.count(old)  # an empty string is found before each character and at the end
     times = found if count is None or count < 0 else min(count, found)
     return len(text) + times * (len(new) - len(old))
 
 
 def _compile(text: str, name: str, spent: _Spent) -> Any:
-    """As ``transformers`` compiles it; its tests hold templates to the same functions and options."""
+    """Compile a template like ``transformers``. Tests compare functions and options with its own."""
     library("jinja2", "data.format=chat")
     import jinja2
     import jinja2.ext
@@ -170,21 +175,21 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     from jinja2.visitor import NodeTransformer
 
     class Generation(jinja2.ext.Extension):
-        """Accept ``{% generation %}``, which marks replies in a few templates; replies are found without it."""
+        """Accepts ``{% generation %}``, which marks replies in a few templates. Replies are found without it."""
 
-        tags = {"generation"}  # noqa: RUF012 -- as its base class has it
+        tags = {"generation"}  # noqa: RUF012 -- like its base class
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuse to repeat a text until it fills the memory, and to run without end."""
+        """Refuses to repeat a text until it fills the memory, and to run endlessly."""
 
         intercepted_binops = frozenset(["*", "**", "+", "%"])
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(each) if isinstance(each, str | list | tuple) else each for each in (left, right)]
+            sizes = [len(operand) if isinstance(operand, str | list | tuple) else operand for operand in (left, right)]
             if operator == "**" and right > 64:
                 raise _Excess("computes ** with too large a result")
             if operator == "%" and isinstance(left, str):
@@ -197,7 +202,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
 
         def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
             spent.step(_STEPS_OF_A_CALL)
-            method = getattr(function, "__wrapped__", function)  # the sandbox has a format of its own
+            method = getattr(function, "__wrapped__", function)  # the sandbox has its own format
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in _GROWING:
                 _check_growth(method.__name__, [owner, *arguments], named)
@@ -208,10 +213,10 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own escapes for HTML
+        # without Jinja's escapes for HTML
         return json.dumps(_check_parts(value), ensure_ascii=ensure_ascii, **options)
 
-    @jinja2.pass_context  # else the compiler would call it, once
+    @jinja2.pass_context  # otherwise the compiler would call it once
     def step(_: Any, value: Any) -> Any:
         spent.step()
         return value
@@ -230,15 +235,15 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
 
         @wraps(function)
         def checked(*arguments: Any, **named: Any) -> Any:
-            given = [_check_parts(each) for each in arguments[first:]]
-            if filter_name in _GROWING and not any(hasattr(each, "__next__") for each in given):
+            given = [_check_parts(argument) for argument in arguments[first:]]
+            if filter_name in _GROWING and not any(hasattr(argument, "__next__") for argument in given):
                 _check_growth(filter_name, given, named)
             return function(*arguments, **named)
 
         return checked
 
     class Bounded(NodeTransformer):
-        """Count each pass through a loop or macro, and check the length of what ``~`` makes."""
+        """Counts each pass through a loop or macro, and checks the length of results of ``~``."""
 
         def _count(self, node: Any) -> Any:
             counted = nodes.Filter(nodes.Const(None), "serried step", [], [], None, None, lineno=node.lineno)
@@ -261,7 +266,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], finalize=_check_parts
     )
-    for each in (
+    for filter_name in (
         "string",
         "join",
         "replace",
@@ -275,9 +280,9 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
         "slice",
         "batch",
     ):
-        environment.filters[each] = bounded(each, environment.filters[each])
+        environment.filters[filter_name] = bounded(filter_name, environment.filters[filter_name])
     environment.filters["tojson"] = to_json
-    # Names that no template can write.
+    # Names that templates cannot contain.
     environment.filters |= {"serried step": step, "serried join": concatenated, "serried text": text_of}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _NOW.strftime
@@ -290,7 +295,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
         raise UserError(f"{name} is not a Jinja template{at}: {error}; give another, or leave it out") from error
-    except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which it is compiled to
+    except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python, to which templates are compiled
         raise UserError(
             f"{name} is not a Jinja template that can be compiled: it is nested or chained too deeply "
             f"({type(error).__name__}); give another, or leave it out"

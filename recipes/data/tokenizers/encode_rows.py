@@ -1,4 +1,4 @@
-"""Rows of a source as tokens."""
+"""Encoding of a source's rows as tokens."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -13,45 +13,45 @@ from serried.recipes.data.tokenizers.chat_template import TooMuch
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 
 _COMPARED_CHARACTERS = 1024
-"""On each side of a seam of two pieces, in which both must have the same tokens."""
+"""Number of characters on each side of a seam between two pieces, in which both must have the same tokens."""
 
 
 class Seam(NamedTuple):
-    """Tokens on both sides of where two pieces of a document are joined, as one of the pieces has them."""
+    """Tokens on both sides of the seam between two pieces of a document, as encoded in one of the pieces."""
 
     ids: np.ndarray
     places: np.ndarray
     """[tokens], int64, characters from the seam"""
 
     words: np.ndarray
-    """[tokens], int64, number of the word, from the first"""
+    """[tokens], int64, index of the word, counted from the first"""
 
     def is_same(self, other: "Seam | None") -> bool:
-        """Return whether ``other``, of the other piece, has the same tokens and words at the same places."""
+        """Return whether ``other``, of the other piece, has the same tokens and words at the same positions."""
         return other is not None and all(map(np.array_equal, self, other))
 
 
 class Encoded(NamedTuple):
-    """One document, or a piece of one, as tokens, including the end mark."""
+    """A document, or a piece of one, as tokens, including the end mark."""
 
     tokens: np.ndarray
     """[tokens], unsigned"""
     supervised: np.ndarray | None
-    """[tokens], uint8, 1 for those that are trained on; None: all of them."""
+    """[tokens], uint8, 1 for tokens that are trained on; None if all are."""
     first: Seam | None = None
-    """Where a piece begins; None: it may be joined to any before it."""
+    """Seam at the start of a piece; None if any piece may precede it."""
     last: Seam | None = None
-    """Where it ends."""
+    """Seam at the end of a piece."""
 
 
 Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]
-"""Turns rows, and the name of their unit for messages, into one ``Encoded`` per row, or the error for a row that cannot
-be encoded. Pure and thread-safe; takes many rows at once, for speed."""
+"""Encodes rows, given the name of their unit for messages, as one ``Encoded`` per row, or the error for a row that
+cannot be encoded. Pure and thread-safe. Takes many rows at once, for speed."""
 
 
 def encoded_rows(rows: Sequence[Row], unit: str, encode: Callable[[Row], Encoded]) -> list[Encoded | UserError]:
-    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised, of which the message begins behind the
-    row's place; a template that does not end ends it all."""
+    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised, with the row's position added.
+    ``TooMuch`` is raised instead."""
     found: list[Encoded | UserError] = []
     for row in rows:
         try:
@@ -64,11 +64,11 @@ def encoded_rows(rows: Sequence[Row], unit: str, encode: Callable[[Row], Encoded
 
 
 class Joiner:
-    """Joins the pieces of documents so that their tokens are those of the whole document.
+    """Joins the pieces of documents so that the tokens equal the tokens of the whole document.
 
-    Each piece is tokenized with some text before and after it, of which the tokens are left out. Two pieces are joined
-    where both have the same tokens at the same places: from there on, they are what the whole would have. If they do
-    not, the second is tokenized again with all of the first before it.
+    Each piece is tokenized with some text before and after it, whose tokens are left out. Two pieces are joined
+    where both have the same tokens at the same positions: from there on, the tokens equal the tokens of the whole.
+    If there is no such position, the second piece is tokenized again with all of the first before it.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -76,8 +76,8 @@ class Joiner:
         self._before: tuple[Row, Encoded] | None = None
 
     def __call__(self, row: Row, document: Encoded, unit: str) -> Encoded:
-        """Return the tokens of ``row``, of which ``document`` is what the encoder returned. Called for all rows in
-        order. Raises ``UserError`` if they depend on text that is far away."""
+        """Return the tokens of ``row``, given the encoder's result ``document``. Must be called for all rows in
+        order. Raises ``UserError`` if the tokens depend on distant text."""
         if self._before is not None and document.first is not None:
             earlier, joined = self._before
             if not document.first.is_same(joined.last):
@@ -97,7 +97,7 @@ class Joiner:
 
 
 class TextEncoder:
-    """Encoder of rows of text. More than 1 MiB is tokenized in pieces, which give the tokens of the whole."""
+    """Encoder of rows of text. More than 1 MiB is tokenized in pieces, with the same tokens as the whole."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """``name``: name of the tokenizer in messages."""
@@ -131,13 +131,15 @@ class TextEncoder:
     def _long(self, row: Row, content: bytes, unit: str) -> Encoded:
         if not (row.begins and row.ends):
             return self._marked(row, self._piece(row._replace(content=content), unit))
-        pieces, offset, join = [], row.offset_bytes, Joiner(lambda rows, unit: [self._piece(rows[0], unit)])
+        pieces = []
+        offset = row.offset_bytes
+        join = Joiner(lambda rows, unit: [self._piece(rows[0], unit)])
         for before, piece, after in read_surrounded(io.BytesIO(content)):
             mine = Row(row.number, piece, not before, not after, offset, before, after)
             document = self._piece(mine, unit)
             try:
                 pieces.append(join(mine, document, unit).tokens)
-            except UserError:  # all of it is in memory
+            except UserError:  # the whole text is in memory
                 pieces = [self._tokenizer.encode(content)]
                 break
             offset += len(piece)
@@ -152,7 +154,7 @@ class TextEncoder:
             texts.append(str(self._text(part, offset, unit, as_text=True)))
             offset += len(part)
         ids, places, words = self._tokenizer.encode_placed("".join(texts))
-        places = np.maximum.accumulate(places)  # some say where a token's first letter is, behind its blank
+        places = np.maximum.accumulate(places)  # some give a token's first letter, after its space
         start, stop = len(texts[0]), len(texts[0]) + len(texts[1])
 
         def seam(at: int) -> Seam:
@@ -173,7 +175,7 @@ class TextEncoder:
 
 
 def as_bytes(row: Row, unit: str) -> bytes:
-    """Return the text of a row as bytes; raise ``UserError`` if it is not text."""
+    """Return the text of a row as bytes. Raises ``UserError`` if it is not text."""
     if isinstance(row.content, bytes):
         return row.content
     if not isinstance(row.content, str):
@@ -187,12 +189,13 @@ def as_bytes(row: Row, unit: str) -> bytes:
 
 
 def row_of_unit(row: Row, unit: str) -> Place | str:
-    """Name of a row in messages, such as ``chats.jsonl line 41`` or ``row 41 of data=mine``; counted from 1."""
+    """Return the name of a row in messages, such as ``chats.jsonl line 41`` or ``row 41 of data=mine``, counted from
+    1."""
     return f"row {row.number + 1:,} of {unit}" if row.place is None else row.place
 
 
 def not_utf8(unit: Place | str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:
-    """The error for a file that is not UTF-8."""
+    """Return the error for a file that is not UTF-8."""
     return UserError(
         f"{unit} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset_bytes + error.start} of the "
         f"file ({error.reason}), and data.tokenizer={tokenizer} needs characters; convert the file or use "
@@ -201,7 +204,7 @@ def not_utf8(unit: Place | str, offset_bytes: int, error: UnicodeDecodeError, to
 
 
 def texts_of(rows: Iterator[Row], unit: str, tokenizer: str) -> Iterator[str]:
-    """Yield the text of each row; raise ``UserError`` if one is not UTF-8."""
+    """Yield the text of each row. Raises ``UserError`` if a row is not UTF-8."""
     for row in rows:
         try:
             yield as_bytes(row, unit).decode("utf-8")

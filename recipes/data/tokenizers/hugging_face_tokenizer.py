@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: found in a file, a folder or on the Hub, or trained here."""
+"""Hugging Face tokenizers: loaded from a file, a folder or the Hub, or trained here."""
 
 import contextlib
 import functools
@@ -28,30 +28,30 @@ from serried.recipes.data.tokenizers.tokenizer import (
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-"""Files of a tokenizer; only the first is required."""
+"""Files of a tokenizer. Only the first is required."""
 
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
-"""End-of-text tokens to look for if no file names one."""
+"""End-of-text tokens to try if no file names one."""
 
 _MOST_BYTES = 2**28
-"""Of a file of a tokenizer; those of the largest vocabularies have 2**25."""
+"""Largest size of a tokenizer's file. Files of the largest vocabularies have 2**25 bytes."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """What a ``tokenizer.json`` describes.
+    """Tokenizer described by a ``tokenizer.json``.
 
-    Documents begin as its post-processor has them begin (Llama 3: with ``<|begin_of_text|>``; most: with nothing) and
-    end with its end-of-text token. What else a post-processor adds is left out, and a text that holds the name of a
-    special token cannot end a document: it is text.
+    Documents begin with the tokens that its post-processor adds at the start (Llama 3: ``<|begin_of_text|>``; most:
+    none), and end with its end-of-text token. Other tokens of a post-processor are left out. The name of a special
+    token in a text is treated as text, so it cannot end a document.
     """
 
     takes_bytes = False
 
     def __init__(self, files: Mapping[str, str]) -> None:
-        """``files``: contents of ``tokenizer.json`` and of those beside it, by name.
+        """``files``: contents of ``tokenizer.json`` and the files next to it, by name.
 
         Raises:
-            ValueError: they describe no tokenizer, or none with a token that ends a document.
+            ValueError: they describe no tokenizer, or a tokenizer without an end-of-text token.
         """
         self._files = {name: files[name] for name in _FILES if name in files}
         self._tokenizer = _parsed(files["tokenizer.json"])
@@ -69,18 +69,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def chat_template(self) -> str | None:
-        """Jinja template of conversations; None if it has none."""
+        """Jinja template of conversations; None if there is none."""
         if "chat_template.jinja" in self._files:
             return self._files["chat_template.jinja"]
         template = _settings(self._files, "tokenizer_config.json").get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates, by name
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("default")
         return template if isinstance(template, str) else None
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether its settings name no class and no tokens by which transformers may read it in another way."""
+        """Whether its settings contain no class and no tokens that let transformers encode differently."""
         settings = _settings(self._files, "tokenizer_config.json")
         added = settings.get("added_tokens_decoder")
         marks = [value for key, value in settings.items() if key.endswith("_token")]
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Texts and ids of tokens that were added to the vocabulary, such as marks."""
+        """Ids of tokens that were added to the vocabulary, such as marks, by text."""
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _with_marks(self) -> Any:
         tokenizer = _parsed(self._files["tokenizer.json"])
-        tokenizer.post_processor = None  # it adds nothing here, and may leave blanks out of the places of tokens
+        tokenizer.post_processor = None  # it adds nothing here, and may exclude spaces from the positions of tokens
         return tokenizer
 
     def encode(self, text: bytes | str) -> np.ndarray:
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, self._dtype) for each in found]
+        return [np.array(encoding.ids, self._dtype) for encoding in found]
 
     def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -146,7 +146,7 @@ def _parsed(content: str) -> Any:
     tokenizers = library("tokenizers", "a tokenizer.json")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no specific exception
         raise ValueError(f"it is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -154,7 +154,7 @@ def _parsed(content: str) -> Any:
 
 
 def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
-    """The text of the token that ends a document."""
+    """Return the text of the token that ends a document."""
     settings = {name: _settings(files, name) for name in ("tokenizer_config.json", "special_tokens_map.json")}
     for name, values in settings.items():
         entry = values.get("eos_token")
@@ -173,7 +173,7 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
 
 
 def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return the JSON object in one of the files beside ``tokenizer.json``; empty if there is no such file."""
+    """Return the JSON object in one of the files next to ``tokenizer.json``; empty if the file does not exist."""
     try:
         settings = parse_json(files.get(name, "{}"))
     except ValueError as error:
@@ -187,7 +187,7 @@ def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def named_tokenizer(section: DataSection) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names; None for those that are made from the text."""
+    """Return the tokenizer that ``data.tokenizer`` names; None for tokenizers that are learned from the text."""
     if section.tokenizer == "bytes":
         return BytesTokenizer()
     return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
@@ -195,8 +195,8 @@ def named_tokenizer(section: DataSection) -> Tokenizer | None:
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub. Raises ``UserError`` if
-    there is none, or it cannot be had."""
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
+    there is none, or it is not available."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():
@@ -226,11 +226,11 @@ def _read(path: Path) -> str:
 
 def _files_of_hub(name: str) -> dict[str, str]:
     errors = library("huggingface_hub.errors", f"data.tokenizer={name}")
-    library("huggingface_hub.file_download", f"data.tokenizer={name}")  # sets up the log that is to be quiet
+    library("huggingface_hub.file_download", f"data.tokenizer={name}")  # sets up the logger that is silenced below
     try:
         with quiet():
             try:
-                # What is here is taken as it is: a start needs no network.
+                # Local files are used unchanged: a start needs no network.
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
             except errors.LocalEntryNotFoundError:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
@@ -280,7 +280,7 @@ def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Learn a byte-level byte-pair encoding (as GPT-2's) of ``vocab_size`` ids from ``texts``.
+    """Learn a byte-level byte-pair encoding (like GPT-2's) of ``vocab_size`` ids from ``texts``.
 
     Deterministic. It has fewer ids if no more pairs occur twice.
     """
@@ -307,7 +307,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
 
 
 def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer whose ``spec()`` this is.
+    """Return the tokenizer with the given ``spec()``.
 
     Raises:
         ValueError: this version does not know its kind.

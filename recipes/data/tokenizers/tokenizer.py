@@ -1,7 +1,7 @@
 """Conversion of text to token ids and back.
 
-A tokenizer is a pure function of its ``spec()``, which is plain JSON and travels with prepared data and saved models.
-One more kind is one more class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
+A tokenizer is a pure function of its ``spec()``, which is plain JSON and is stored with prepared data and saved
+models. A new kind needs a class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
 """
 
 import json
@@ -18,72 +18,73 @@ from serried.configs.plain_data import parse_json, read_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LARGEST_TOKENIZER = 256 * 2**20
-"""Bytes of a ``tokenizer.json``."""
+"""Largest size of a ``tokenizer.json`` in bytes."""
 END = "<|end|>"
-"""Text of the end mark of tokenizers that are made here."""
+"""Text of the end mark of tokenizers that are created here."""
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END,
     "clean_up_tokenization_spaces": False,
 }  # fmt: skip
-"""Their ``tokenizer_config.json``."""
+"""``tokenizer_config.json`` of tokenizers that are created here."""
 
 
 class Tokenizer(ABC):
     """Converts text to token ids. Thread-safe; holds only its vocabulary."""
 
     vocab_size: int
-    """Number of ids, the end mark's included."""
+    """Number of ids, including the end mark."""
     start_ids: tuple[int, ...] = ()
-    """Ids that come before every document; of most tokenizers there are none."""
+    """Ids before every document; empty for most tokenizers."""
     end_id: int
-    """Id that follows every document."""
+    """Id after every document."""
     takes_bytes: bool
     """Whether text may be any bytes, and need not be UTF-8."""
     splits_anywhere: bool = False
-    """Whether the ids of a text are those of its pieces, wherever it is split between characters."""
+    """Whether the ids of a text equal the ids of its pieces, wherever it is split between characters."""
 
     @abstractmethod
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Ids of ``text``, [tokens], of the narrowest unsigned type that holds the vocabulary; no marks are added.
+        """Return the ids of ``text``, [tokens], in the narrowest unsigned type that holds the vocabulary. No marks
+        are added.
 
-        Text that reads like the name of a mark is text.
+        The name of a mark in ``text`` is treated as text.
         """
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
-        """As ``encode``, of several at once."""
+        """Like ``encode``, for several texts at once."""
         return [self.encode(text) for text in texts]
 
     def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As ``encode``, and of each id the character that it begins with and the number of the word that it is in,
+        """Like ``encode``, but also return, for each id, the character at which it begins and the index of its word,
         [tokens], int64."""
         raise NotImplementedError(f"{type(self).__name__} splits anywhere")
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``. End marks are left out; what is not text becomes U+FFFD: it never fails."""
+        """Return the text of ``ids``, without end marks. Invalid text becomes U+FFFD, so decoding never fails."""
 
     @abstractmethod
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of ``text``, in which the names of marks stand for them, and the characters that each stands for: the
-        first, and the one after the last, [tokens, 2]."""
+        """Return the ids of ``text``, in which names of marks stand for the marks, and the range of characters of
+        each id (first, and one after the last), [tokens, 2]."""
 
     def decode_marked(self, ids: Iterable[int]) -> str:
-        """As ``decode``, with the names of all marks."""
+        """Like ``decode``, including the names of all marks."""
         runs = groupby(ids, key=lambda token: token == self.end_id)
         return "".join(END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Plain JSON from which ``tokenizer_from_spec`` makes the same tokenizer."""
+        """Return plain JSON from which ``tokenizer_from_spec`` creates the same tokenizer."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest unsigned type that holds the ids of a vocabulary."""
+    """Return the narrowest unsigned type that holds the ids of a vocabulary."""
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 class BytesTokenizer(Tokenizer):
-    """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
+    """Tokenizer of bytes: ids 0-255 are the bytes of the UTF-8 text (or of any data), and 256 ends a document."""
 
     vocab_size = 257
     end_id = 256
@@ -104,7 +105,7 @@ class BytesTokenizer(Tokenizer):
         return content.decode("utf-8", errors="replace")
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        # The end mark has no name that a text could hold.
+        # The end mark has no name that a text could contain.
         lengths = [len(character.encode()) for character in text]
         places = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack((places, places + 1), axis=1)
@@ -114,13 +115,14 @@ class BytesTokenizer(Tokenizer):
 
 
 class CharsTokenizer(Tokenizer):
-    """One id per character that occurs in the source, in order of code point; the last id ends a document."""
+    """Tokenizer with one id per character that occurs in the source, ordered by code point. The last id ends a
+    document."""
 
     takes_bytes = False
     splits_anywhere = True
 
     def __init__(self, characters: str) -> None:
-        """``characters``: all there are, each once, sorted."""
+        """``characters``: all characters, each once, sorted."""
         if list(characters) != sorted(set(characters)):
             raise ValueError("characters must be sorted and each occur once")
         self.characters = characters
@@ -133,7 +135,7 @@ class CharsTokenizer(Tokenizer):
 
     def encode(self, text: bytes | str) -> np.ndarray:
         points = _code_points(text.decode("utf-8") if isinstance(text, bytes) else text)
-        # The last entry of the table is a code point above all that are known.
+        # The last entry of the table is a code point above all known ones.
         ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
         unknown = np.flatnonzero(ids < 0)
         if len(unknown):
@@ -157,15 +159,16 @@ class CharsTokenizer(Tokenizer):
 
 
 def _code_points(text: str) -> np.ndarray:
-    # surrogatepass: a command line can hold half a character, which is then an unknown one and not a crash.
+    # surrogatepass: a command line can contain half a character, which is then an unknown character instead of a crash.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
 def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """Name -> content of the files with which ``transformers.AutoTokenizer`` opens ``tokenizer``: same text, same ids.
+    """Return the files with which ``transformers.AutoTokenizer`` opens ``tokenizer`` with equal ids, content by
+    name.
 
-    A Hugging Face tokenizer's are its own, to the letter. Ours are byte-pair encodings without pairs: what is left is
-    one id per byte or per character.
+    A Hugging Face tokenizer's files are unchanged. Our tokenizers become byte-pair encodings without pairs: one id
+    per byte or per character.
     """
     spec = tokenizer.spec()
     if spec["kind"] == "hugging_face":
@@ -174,16 +177,16 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def ids_of_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the content of a ``tokenizer.json`` by token."""
+    """Return the ids in the content of a ``tokenizer.json``, by token."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
+    if isinstance(vocabulary, list):  # a unigram model has pairs of a token and its score
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def changed_token(saved: Path, now: str) -> str | None:
-    """Return in words which token of the file ``saved``, a ``tokenizer.json``, has another id in ``now``, the content
-    of one; None: each has its own, or there is no such file."""
+    """Describe a token of the file ``saved``, a ``tokenizer.json``, that has another id in ``now``, the content of
+    another; None if there is none, or the file does not exist."""
     try:
         before = read_bytes(saved, LARGEST_TOKENIZER).decode()
         if before == now:
@@ -200,9 +203,10 @@ def changed_token(saved: Path, now: str) -> str | None:
 
 
 def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:
-    """The tokenizer from which ``hugging_face_files`` made a ``tokenizer.json``, if it is one of characters.
+    """Return the tokenizer from which ``hugging_face_files`` made a ``tokenizer.json``, if it is a character
+    tokenizer.
 
-    Read as any byte-pair encoding that file would silently leave out characters that it does not know.
+    Read as an ordinary byte-pair encoding, the file would silently drop unknown characters.
     """
     try:
         vocabulary = parse_json(tokenizer_json)["model"]["vocab"]
@@ -237,7 +241,7 @@ def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """A printable character for each byte, as byte-level encodings write them (GPT-2's ``bytes_to_unicode``)."""
+    """Return a printable character for each byte, as byte-level encodings write it (GPT-2's ``bytes_to_unicode``)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (chr(256 + number) for number in range(256 - len(printable)))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""How transformers reads a tokenizer: its class may do something else than ``tokenizer.json`` says."""
+"""Comparison with transformers' tokenizer, whose class may deviate from ``tokenizer.json``."""
 
 import os
 import shlex
@@ -12,13 +12,13 @@ _TEXTS = (
     "a", " a", "The quick brown fox, isn't it?", "  two  blanks\n\n and\n  lines\t\t", "1234567 + 89 = 3.14",
     "naïve café ﬁ Ａ１ ẞ", "漢字 🜁 привет", "STOP it's WE'LL", "def f(x):\n    return x\r\n",
 )  # fmt: skip
-"""Texts that tokenizers read in different ways: blanks, case, digits, accents, forms of one letter."""
+"""Texts that tokenizers treat differently: spaces, case, digits, accents, forms of a letter."""
 
 _SHOWN = 8
 
 
 class Sides(NamedTuple):
-    """How transformers makes texts equally long."""
+    """Padding and truncation settings of transformers' tokenizer."""
 
     padding: str = "right"
     truncation: str = "right"
@@ -27,9 +27,9 @@ class Sides(NamedTuple):
 
 
 def opened(name: str) -> Any:
-    """Return the tokenizer that transformers opens for a folder, a file in it or a name, without running code of it;
-    None if it cannot, or transformers is not there."""
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
+    """Return the tokenizer that transformers opens for a folder, a file in it or a name, without running code from
+    it; None if transformers cannot open it, or is not installed."""
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     name = str(path.parent) if path.is_file() else str(path) if path.is_dir() else name
     try:
         transformers = import_transformers()
@@ -41,7 +41,7 @@ def opened(name: str) -> Any:
         for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
             try:
                 found = kind.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-            except Exception:  # of any kind: the code of hundreds of tokenizers
+            except Exception:  # any exception: the code of hundreds of tokenizers
                 continue
             if found.is_fast:
                 return found
@@ -62,10 +62,12 @@ def sides(tokenizer: Any) -> Sides:
 def difference(
     key: str, name: str, theirs: Any, encode: Callable[[str], Sequence[int]], marks: Mapping[str, int], folder: str = ""
 ) -> str | None:
-    """Return a line on ids that transformers gives and ``encode`` does not, with how to get them; None: there are none.
+    """Return a line about ids that differ between transformers and ``encode``, with the fix; None if there are none.
 
-    ``encode``: text to ids, with what the tokenizer puts around a text if it does so here. ``marks``: added tokens.
-    ``folder``: what FOLDER, the new value of ``key``, must be before.
+    Args:
+        encode: maps a text to ids, including ids that the tokenizer adds around a text if it does so here.
+        marks: added tokens.
+        folder: state that FOLDER, the new value of ``key``, must be in.
     """
     if theirs is None:
         return None
@@ -94,7 +96,7 @@ def difference(
 def _ids(tokenizer: Any, text: str) -> list[int]:
     try:
         return list(tokenizer(text, split_special_tokens=True)["input_ids"])
-    except Exception:  # of any kind
+    except Exception:  # any exception
         return []
 
 

@@ -1,6 +1,7 @@
-"""Any decoder-only language model that transformers has, computed by transformers' own code.
+"""Any decoder-only language model in transformers, computed by transformers' own code.
 
-Parameters keep their names. Code beside a model (``trust_remote_code``) is never run: a folder may come from strangers.
+Parameters keep their names. Code in a model's folder (``trust_remote_code``) is never run: the folder may come from
+an untrusted source.
 
 Shapes: B batch, S sequence, D dim, V vocabulary.
 """
@@ -31,13 +32,13 @@ from serried.recipes.models.layers.attention import causal_mask
 from serried.recipes.models.layers.lm_head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Keys of models that compute masks of their own in some layers."""
+"""Config keys of models whose layers may compute their own masks."""
 
 
 _ROLES = {"colwise": "column", "rowwise": "row"}
-"""Styles of transformers' ``base_model_tp_plan``, and what they are here."""
+"""Roles here, by the style in transformers' ``base_model_tp_plan``."""
 _WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
-"""Styles of what every rank has whole within a region, such as norms of each head."""
+"""Styles of modules that are replicated within a region, such as norms of each head."""
 
 
 class HuggingFaceModel(LossFamily):
@@ -49,10 +50,10 @@ class HuggingFaceModel(LossFamily):
     def __init__(self, section: HuggingFaceSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
         self._drawn: dict[str, Any] = {}
-        """Name of a parameter -> the standard deviation that transformers draws it with, or None: ones. A text:
-        otherwise."""
+        """Standard deviation with which transformers initializes each parameter; None: ones. A string describes any
+        other initialization."""
         self._fragments: dict[str, tuple[Fragment, ...]] = {}
-        """Where parameters lie in the tensors of a checkpoint."""
+        """Position of each parameter in the tensors of a checkpoint."""
         self._description = ""
         self._config: Any = None
         self._layers = self._dim = 0
@@ -78,7 +79,7 @@ class HuggingFaceModel(LossFamily):
             self._config = transformers.AutoConfig.for_model(**without_code(found))
             self._config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
-        except Exception as error:  # of any kind: the code of hundreds of models reads a file of anyone's
+        except Exception as error:  # any exception: the code of hundreds of models reads an untrusted file
             reason = " ".join(str(error).split())[:200]
             if kind not in transformers.CONFIG_MAPPING:
                 own = "; it comes with code of its own, which is never run (trust_remote_code)"
@@ -92,7 +93,7 @@ class HuggingFaceModel(LossFamily):
             instead = f"task=masked_lm task.model={path}" if is_masked else "a folder of that one"
             raise UserError(
                 f"model.path={path} holds a {architecture_of(found)}, and model=hf trains causal language models: here "
-                f"a {type(model).__name__}, which has other weights or another attention; use {instead}"
+                f"a {type(model).__name__} with other weights or another attention; use {instead}"
             )
         head = model.get_output_embeddings()
         is_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -115,8 +116,8 @@ class HuggingFaceModel(LossFamily):
                 )
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Name the repeated blocks, and what tensor ranks divide. With units FSDP2 would gather parameters in low
-        precision, for which code that was written for autocast is not made."""
+        """Return the repeated blocks and the roles of modules, without FSDP units: with units, FSDP2 would gather
+        parameters in low precision, which code written for autocast does not support."""
         lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         longest = max(outer, key=lists.__getitem__, default="")
@@ -139,7 +140,7 @@ class HuggingFaceModel(LossFamily):
         ]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """6 for each weight of a matrix product, and attention."""
+        """Return 6 FLOPs for each weight of a matrix product, plus attention."""
         looked_up = 0 if getattr(self._config, "tie_word_embeddings", False) else self.vocab_size * self._dim
         return 6.0 * (parameters - looked_up) + 12 * self._layers * self._dim * sequence_length
 
@@ -147,23 +148,24 @@ class HuggingFaceModel(LossFamily):
         return self._fragments.get(name) or super().exported(name, shape)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        del end_token  # the folder's own stays
+        del end_token  # the folder's own end token stays
         own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
         return without_code(self.section.architecture) | own
 
 
 def import_transformers() -> Any:
-    """Import transformers, without what torchao, which it imports too, prints of GPU kernels that are not there."""
+    """Import transformers. Silences messages of torchao, which it imports, about missing GPU kernels."""
     if find_spec("torchao"):
-        with suppress(ImportError, AttributeError):  # of another version: it is not needed here
+        with suppress(ImportError, AttributeError):  # an incompatible version: it is not needed here
             import_torchao()
     return importlib.import_module("transformers")
 
 
 def _roles_of(model: Any) -> dict[str, str]:
-    """Return the roles of modules by transformers' own plan for tensor parallelism; empty if tests do not cover it.
+    """Return the roles of modules according to transformers' plan for tensor parallelism; empty if tests do not
+    cover it.
 
-    A style that is not a role here remains in the plan, and is refused when tensor ranks would need it.
+    A style without a role here stays in the plan, and is refused if the tensor axis needs it.
     """
     if model.config.model_type not in DIVIDED_MODELS:
         return {}
@@ -176,21 +178,22 @@ def _roles_of(model: Any) -> dict[str, str]:
 
 
 class _Forward:
-    """The forward of a model of transformers, as that of a family: tokens in; logits out, or the summed loss."""
+    """Forward of a transformers model with a family's interface: tokens in; logits out, or the summed loss."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._forward = model, model.forward
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._head = _Head(model.get_output_embeddings())
         self._gives_loss: bool | None = None
-        """Whether the head may compute the loss; None: not tried yet."""
+        """Whether the head may compute the loss; None if not tried yet."""
         self._keep_apart: Callable[[Tensor], dict[str, Tensor]] | None = None
-        """positions [B, S] -> arguments with which documents do not see each other; None: not tried yet."""
+        """Maps positions [B, S] to arguments that isolate documents from each other; None if not tried yet."""
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+        """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
+        fp32 scalar.
 
-        ``positions`` [B, S] restart from 0 with each document and keep documents apart.
+        ``positions`` [B, S] restart from 0 with each document; attention is masked between documents.
         """
         named: Mapping[str, Tensor] = {}
         if positions is not None:
@@ -211,13 +214,14 @@ class _Forward:
         return logits
 
     def _may_give_loss(self, tokens: Tensor) -> bool:
-        """Whether the head is a plain product, and the model returns what it returned: no cap, no scale."""
+        """Return whether the head is a plain linear layer whose output the model returns unchanged: no cap, no
+        scale."""
         with self._trying(tokens.device):
             return self._head.is_product and self._logits(tokens[:1, :2]) is self._head.returned()
 
     def _way_to_keep_apart(self, tokens: Tensor) -> Callable[[Tensor], dict[str, Tensor]]:
-        """Try on a few tokens whether two documents are computed as each is alone. Raises ``UserError`` if the model
-        sees one document from the other."""
+        """Find arguments that isolate documents, by comparing two short documents in one sequence with each of them
+        alone. Raises ``UserError`` if there are none."""
         config = self._model.config
         few = torch.arange(7, 91, 7, device=tokens.device).unsqueeze(0) % config.vocab_size  # the same on all ranks
         positions = torch.cat((torch.arange(5), torch.arange(7))).to(tokens.device).unsqueeze(0)
@@ -228,7 +232,7 @@ class _Forward:
             alone, together = self._logits(few[:, 5:]), self._logits(few)[:, 5:]
             seen = (together - alone).abs().max()
             for way in ways:
-                with suppress(Exception):  # some take no masks of their own
+                with suppress(Exception):  # some accept no custom masks
                     if (self._logits(few, **way(positions))[:, 5:] - alone).abs().max() <= seen / 100:
                         return way
         raise UserError(
@@ -237,7 +241,7 @@ class _Forward:
         )
 
     def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:
-        """transformers makes its masks of them."""
+        """Let transformers derive its masks from the positions."""
         return {"position_ids": positions}
 
     def _by_mask(self, positions: Tensor) -> dict[str, Tensor]:
@@ -248,7 +252,8 @@ class _Forward:
 
     @contextmanager
     def _trying(self, device: torch.device) -> Iterator[None]:
-        """In evaluation mode, in fp32, without gradients: nothing is drawn, and nothing changes."""
+        """Context manager for trial forwards: evaluation mode, fp32, no gradients. Nothing random is drawn, and
+        nothing changes."""
         training = [module for module in self._model.modules() if module.training]
         for module in training:
             module.training = False
@@ -261,14 +266,14 @@ class _Forward:
 
 
 class _Head:
-    """The forward of the output projection, which computes the loss in place of logits if asked."""
+    """Forward of the output projection, which computes the loss instead of logits on request."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._targets: Tensor | None = None
         self._passes = EAGER
         self.returned: Callable[[], Tensor | None] = lambda: None
-        """The logits that the last forward returned, if anyone holds them."""
+        """Returns the logits of the last forward, if they still exist."""
         self._is_linear = type(module) is nn.Linear and module.bias is None
         if self._is_linear:
             self._forward = module.forward
@@ -276,11 +281,11 @@ class _Head:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a product with its weight and nothing else: an adapter adds to that."""
+        """Whether it only computes a product with its weight: an adapter would add to that."""
         return self._is_linear and not hasattr(self._module, "adapter")
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets."""
+        """Map hidden states [B, S, D] to logits [B, S, V], or to the loss summed over targets."""
         if self._targets is not None:
             if torch.is_autocast_enabled(hidden.device.type):
                 hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -296,7 +301,7 @@ class _Head:
 
     @contextmanager
     def computing_loss(self, targets: Tensor) -> Iterator[None]:
-        """Inside this context, forward returns the loss."""
+        """Context manager in which forward returns the loss."""
         self._targets = targets
         try:
             yield
@@ -305,8 +310,8 @@ class _Head:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Inside this context, parameters take no memory, and buffers have their values: what is to be filled later begins
-    with ``torch.empty``, what is computed does not."""
+    """Context manager in which parameters take no memory and buffers have their values: parameters begin with
+    ``torch.empty``, buffers are computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -314,14 +319,14 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 class _Views(TorchFunctionMode):
-    """Inside this context, parts of a tensor remain views of it."""
+    """Context manager in which parts of a tensor remain views of it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 class _Draws(TorchDispatchMode):
-    """Records which initial values tensors are given, while a model is built."""
+    """Records the initial values that tensors get while a model is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,8 +339,8 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def last(self, parameter: Tensor) -> Any:
-        """Return the standard deviation of the normal distribution around zero that ``parameter`` was last filled with;
-        None: ones. A text: with something else."""
+        """Return the standard deviation of the zero-mean normal distribution that last filled ``parameter``; None:
+        ones. A string describes other values."""
         return self._last.get(id(parameter), (parameter, "values of its own"))[1]
 
 
@@ -348,11 +353,10 @@ def _drawn(kind: str, values: Sequence[Any]) -> Any:
 
 
 def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
-    """Return where the elements of parameters lie in the tensors that transformers would save.
+    """Return the position of each parameter in the tensors that transformers would save.
 
-    Since version 5 it renames some, and divides stacked experts: what it does to tensors without values shows how.
-
-    Raises ``UserError`` if a tensor would hold more than one parameter.
+    Since version 5, transformers renames some tensors and splits stacked experts. The mapping is found by running
+    its conversion on tensors without values. Raises ``UserError`` if a tensor would hold more than one parameter.
     """
     from transformers.core_model_loading import revert_weight_conversion  # save_pretrained calls it
 

@@ -1,4 +1,4 @@
-"""Models of transformers that give scores to classes: of images, texts or tokens."""
+"""Classifiers of images, texts or tokens from transformers."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -16,13 +16,19 @@ from serried.recipes.models.hugging_face.any_causal_lm import import_transformer
 def build_classifier(
     section: SampledSection, classes: Sequence[str], of: str, own: Mapping[str, Any], pad_id: int | None = None
 ) -> tuple[Any, Collection[str]]:
-    """Return transformers' ``AutoModelFor...`` ``of`` what is classified, as the config of ``task.model`` describes it,
-    and the names of parameters that are new.
+    """Build ``transformers.AutoModelFor<of>`` from the config of ``task.model``.
 
-    ``classes``: none for those of the model. ``own``: values for keys that the config has. ``pad_id``: of a token, if
-    the config names none.
+    Args:
+        classes: names of the classes; empty for the model's own.
+        of: rest of the class name, such as ``SequenceClassification``.
+        own: values for keys that the config has.
+        pad_id: id of the padding token if the config names none.
 
-    Raises ``UserError`` if there is no such model.
+    Returns:
+        The model and the names of newly initialized parameters.
+
+    Raises:
+        UserError: there is no such model.
     """
     try:
         transformers = import_transformers()
@@ -39,7 +45,7 @@ def build_classifier(
         ) from None
     kind = found.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
-        raise UserError(f"task.model={section.model} is of model_type {kind}, which transformers does not have")
+        raise UserError(f"task.model={section.model} is of model_type {kind}, and transformers has no such model")
     kept = without_code(found)
     kept.pop("dtype", None)
     labels = {
@@ -59,7 +65,7 @@ def build_classifier(
         model = auto.from_config(config, dtype=torch.float32).train()
         return model, {name for name, _ in model.named_parameters()}
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # that the head is new is known
+    transformers.utils.logging.set_verbosity_error()  # a new head is expected
     model, loaded = auto.from_pretrained(
         folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True,
         local_files_only=True, output_loading_info=True,
@@ -68,7 +74,7 @@ def build_classifier(
 
 
 def not_built(named: str, pretrained: bool, samples: str, error: Exception) -> UserError:
-    """The error for a model, ``named`` by overrides, that its library cannot build."""
+    """Return the error for a model, ``named`` by overrides, that its library cannot build."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     if pretrained:
         return UserError(

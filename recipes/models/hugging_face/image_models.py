@@ -1,4 +1,4 @@
-"""Models of images by name, of torchvision, timm and transformers."""
+"""Image models by name, from torchvision, timm and transformers."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -19,31 +19,32 @@ from serried.recipes.models.hugging_face.classifier import build_classifier, not
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PROCESSOR = "preprocessor_config.json"
-"""How transformers prepares images for a model, beside its ``config.json``."""
+"""File next to ``config.json`` that describes how transformers prepares images for a model."""
 _SHOWN = 8
 _WITHOUT = "correct it, or remove it for the mean and standard deviation of ImageNet"
 
 
 def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Module:
-    """Return the model that ``section`` names, from images [B, 3, H, W] to scores [B, classes], or to an object with
-    ``logits``. Raises ``UserError`` if there is none, or its library or weights are not here."""
+    """Return the model that ``section`` names. It maps images [B, 3, H, W] to scores [B, classes], or to an object
+    with ``logits``. Raises ``UserError`` if there is none, or its library or weights are not available."""
     build = {"torchvision": _of_torchvision, "timm": _of_timm, "transformers": _of_transformers}[section.library]
     try:
         return build(section, classes).train()
     except UserError:
         raise
-    except Exception as error:  # of any kind: the code of hundreds of models, and downloads
+    except Exception as error:  # any exception: the code of hundreds of models, and downloads
         named = f"task.model={section.model} task.library={section.library}"
         raise not_built(named, section.pretrained, f"images of {section.image_size}", error) from None
 
 
 def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation of the colours that the model expects: ImageNet's, if it does not say.
+    """Return the mean and standard deviation of colors that the model expects; ImageNet's if it does not specify
+    them.
 
-    ``checkpoints``: of the run that is continued, newest first. A model of transformers is trained further with what
-    they name, regardless of its folder; earlier versions wrote no such file, and always used ImageNet's.
+    ``checkpoints``: checkpoints of the run to resume, newest first. A transformers model continues with the values
+    in them, regardless of its folder. Earlier versions wrote no such file, and always used ImageNet's values.
 
-    Raises ``UserError`` if what the model says cannot be used.
+    Raises ``UserError`` if the model's values are invalid.
     """
     if section.library == "timm":
         found = _library(section).get_pretrained_cfg(section.model)
@@ -62,14 +63,17 @@ def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tu
 
 
 def _colours(processor: Mapping[str, Any], file: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """Return mean and standard deviation in the content of ``file``."""
+    """Return the mean and standard deviation in the content of ``file``."""
     if processor.get("do_normalize") is False:
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     given: list[Any] = [processor.get("image_mean"), processor.get("image_std")]
     if None in given:
         return IMAGENET
-    mean, std = ([each] * 3 if is_number(each) else each for each in given)  # transformers takes one number too
-    is_usable = all(isinstance(each, list) and len(each) == 3 and all(map(is_number, each)) for each in (mean, std))
+    mean, std = ([value] * 3 if is_number(value) else value for value in given)  # transformers takes one number too
+    is_usable = all(
+        isinstance(statistic, list) and len(statistic) == 3 and all(map(is_number, statistic))
+        for statistic in (mean, std)
+    )
     if not is_usable or min(std) <= 0:
         raise UserError(
             f"{file}: image_mean {shown(given[0])} and image_std {shown(given[1])} are not three numbers each, the "
@@ -79,7 +83,7 @@ def _colours(processor: Mapping[str, Any], file: Path) -> tuple[Sequence[float],
 
 
 def exported_config(section: ImageSection, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the content of ``config.json``, by which torchvision's user or timm opens a checkpoint."""
+    """Return the content of ``config.json``, with which timm (or a user of torchvision) opens a checkpoint."""
     mean, std = normalization(section)
     images = {"input_size": [3, section.image_size, section.image_size], "mean": list(mean), "std": list(std)}
     if section.library == "timm":  # timm.create_model("local-dir:FOLDER")
@@ -119,13 +123,13 @@ def _of_torchvision(section: ImageSection, classes: Sequence[str]) -> nn.Module:
     model: nn.Module = models.get_model(section.model, weights=None, num_classes=len(classes), **sizes)
     if section.pretrained:
         weights = models.get_model_weights(section.model).DEFAULT
-        # torch.hub would unpickle anything.
+        # torch.hub would unpickle any object.
         _fill(model, weights.get_state_dict(progress=False, check_hash=True, weights_only=True), section)
     return model
 
 
 def _fill(model: nn.Module, values: dict[str, torch.Tensor], section: ImageSection) -> None:
-    """Load ``values``, but those of a head for another number of classes."""
+    """Load ``values``, except a head for another number of classes."""
     own = model.state_dict()
     others = {name for name in own if name not in values or values[name].shape != own[name].shape}
     head = {name.rpartition(".")[0] for name in others if name in own and own[name].ndim}
@@ -144,7 +148,7 @@ def _of_timm(section: ImageSection, classes: Sequence[str]) -> Any:
 
 
 def _sizes(section: ImageSection) -> dict[str, int]:
-    """Return the arguments that give a model of timm the size of images."""
+    """Return the arguments that set the image size of a timm model."""
     found = _library(section).get_pretrained_cfg(section.model)
     return {"img_size": section.image_size} if found is not None and found.fixed_input_size else {}
 

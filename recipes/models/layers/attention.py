@@ -1,9 +1,9 @@
-"""Causal attention, within documents where several share a sequence, and within windows.
+"""Causal attention, optionally within documents of a sequence and within sliding windows.
 
-Plainly causal attention is ``scaled_dot_product_attention``. What keeps documents and windows apart is, on a CPU,
-``row_attention``; on a GPU FlexAttention (https://arxiv.org/abs/2412.05496), which leaves out the blocks of scores that
-are hidden and has no backward on a CPU (torch 2.13), or ``varlen_attn``, FlashAttention on documents one behind
-another. A mask of queries x keys is the last resort.
+Without documents and windows, it is ``scaled_dot_product_attention``. With them, a CPU uses ``cpu_attention``. A GPU
+uses FlexAttention (https://arxiv.org/abs/2412.05496), which skips masked blocks of scores and has no backward on a
+CPU (torch 2.13), or ``varlen_attn``, FlashAttention on concatenated documents. A mask of queries x keys is the last
+resort.
 """
 
 import warnings
@@ -18,46 +18,47 @@ from torch import Tensor
 from serried.configs.requirements.compilers import missing_compiler
 from serried.recipes.models.layers.cpu_attention import attend_by_rows, suits
 
-if TYPE_CHECKING:  # with torch 2.15 its import takes most of the time of a plan; a run needs it only on a GPU
+if TYPE_CHECKING:  # with torch 2.15, this import takes most of the time of a plan; a run needs it only on a GPU
     from torch.nn.attention.flex_attention import BlockMask
 
 
 class Rows(NamedTuple):
-    """Attention for ``attend_by_rows``."""
+    """Mask for ``attend_by_rows``."""
 
     first: Tensor
     """[B or 1, S], the first key that each query attends to"""
 
 
 class Documents(NamedTuple):
-    """Attention for ``varlen_attn``."""
+    """Mask for ``varlen_attn``."""
 
     begins: Tensor | None
-    """int32, where documents begin in all sequences one behind another, and where the last ends; None: each sequence
-    is one"""
+    """int32, starts of documents in the concatenated sequences, and the end of the last one; None: each sequence is
+    a document"""
     longest: int
     """Upper bound on the length of a document."""
     window: int | None
 
 
 Mask: TypeAlias = "Tensor | BlockMask | Rows | Documents | None"
-"""Bool, broadcastable to [B, 1, Q, S], True where a query attends to a key, or the same for another kernel; None:
-plainly causal."""
+"""Bool tensor, broadcastable to [B, 1, Q, S], True where a query attends to a key; or an equivalent for another
+kernel. None: plain causal attention."""
 
 Places = tuple[Tensor, Tensor]
 
 CAPABILITY = (8, 0)
-"""Compute capability from which the kernels of FlexAttention and FlashAttention run: Ampere."""
+"""Smallest compute capability of the kernels of FlexAttention and FlashAttention: Ampere."""
 
 _BLOCK = 128
-"""Queries, and keys, of a block of FlexAttention."""
+"""Number of queries, and of keys, in a block of FlexAttention."""
 
 _HIDDEN_SCORE = -1e30
-"""Of a key that a query does not attend to. Finite: a query without any key must not give NaN, and exp() of it is 0."""
+"""Score of a masked key. Finite: a query without any key must not give NaN; exp() of it is 0."""
 
 
 def numbered_documents(positions: Tensor) -> Tensor:
-    """Number the documents of each sequence, ascending; ``positions`` [B, S] restart from 0 with each."""
+    """Number the documents of each sequence in ascending order. ``positions`` [B, S] restart from 0 with each
+    document."""
     return (positions == 0).cumsum(1)
 
 
@@ -65,10 +66,14 @@ def causal_mask(
     positions: Tensor | None, length: int, device: torch.device, window: int | None = None, kernel: str = "auto",
     places: Places | None = None,
 ) -> Mask:  # fmt: skip
-    """Causal attention within documents: ``positions`` [B, S] restart from 0 with each. Make it once a forward.
+    """Return a mask for causal attention within documents. Create it once per forward.
 
-    With a ``window`` a query attends to the last so many keys, itself included. ``kernel`` is ``model.attention``.
-    ``places`` [Q] of the queries and [K] of the keys in the sequence, for a part of it; None: all of it, in order.
+    Args:
+        positions: [B, S], restart from 0 with each document; None: each sequence is a document.
+        window: number of latest keys that a query attends to, including its own; None: all.
+        kernel: ``model.attention``.
+        places: positions [Q] of the queries and [K] of the keys in the sequence, for a part of it; None: the whole
+            sequence, in order.
     """
     if places is not None:
         return (placed_blocks if has_flex(device) else _placed_mask)(positions, places, window)
@@ -89,16 +94,17 @@ def causal_mask(
 
 
 def blocks_from(first: Tensor, places: Places | None = None) -> "BlockMask":
-    """The mask of FlexAttention for queries that attend to the keys from ``first`` [B or 1, Q] up to their own place.
+    """Return FlexAttention's mask for queries that attend to the keys from ``first`` [B or 1, Q] up to their own
+    position.
 
-    ``places`` [Q] of the queries and [K] of the keys in the sequence; None: all of it, in order. torch's
-    ``create_block_mask`` would make a mask of Q x K before.
+    ``places``: positions [Q] of the queries and [K] of the keys in the sequence; None: the whole sequence, in order.
+    torch's ``create_block_mask`` would create a mask of Q x K first.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = places or (torch.arange(first.shape[1], device=first.device),) * 2
     (first_query, last_query), (first_key, last_key) = _bounds(queries), _bounds(keys)
-    lowest, highest = (each.unsqueeze(-1) for each in _bounds(first))  # [B, blocks of queries, 1]
+    lowest, highest = (bound.unsqueeze(-1) for bound in _bounds(first))  # [B, blocks of queries, 1]
     is_whole = torch.arange(1, len(last_key) + 1, device=keys.device) * _BLOCK <= len(keys)
     every = (last_key <= first_query.unsqueeze(1)) & (first_key >= highest) & is_whole
     some = (first_key <= last_query.unsqueeze(1)) & (last_key >= lowest) & ~every
@@ -110,7 +116,8 @@ def blocks_from(first: Tensor, places: Places | None = None) -> "BlockMask":
         return (there <= here) & (there >= (first[0, query] if is_one else first[batch, query]))
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of keys are chosen for each block of queries, and which, these first; [B, 1, ...] each."""
+        """Return the number of chosen key blocks for each query block, and the key blocks with the chosen ones
+        first; each [B, 1, ...]."""
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
@@ -120,7 +127,7 @@ def blocks_from(first: Tensor, places: Places | None = None) -> "BlockMask":
 
 
 def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest of each block of ``numbers`` [..., N]."""
+    """Return the smallest and the largest number of each block of ``numbers`` [..., N]."""
     blocks = -(-numbers.shape[-1] // _BLOCK)
     index = torch.arange(blocks * _BLOCK, device=numbers.device).clamp(max=numbers.shape[-1] - 1)
     least, greatest = numbers[..., index].unflatten(-1, (blocks, _BLOCK)).aminmax(dim=-1)
@@ -128,7 +135,7 @@ def _bounds(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def placed_blocks(positions: Tensor | None, places: Places, window: int | None = None) -> "BlockMask":
-    """As ``causal_mask``, for queries and keys at ``places``."""
+    """Like ``causal_mask``, for queries and keys at ``places``."""
     queries, _ = places
     first = torch.zeros_like(queries).unsqueeze(0) if positions is None else queries - positions[:, queries]
     if window is not None:
@@ -148,12 +155,13 @@ def _placed_mask(positions: Tensor | None, places: Places, window: int | None) -
 
 
 def documents(positions: Tensor | None, length: int, window: int | None) -> Documents:
-    """Causal attention for ``varlen_attn``. With ``positions`` the host waits for the device to count them."""
+    """Return a mask of causal attention for ``varlen_attn``. With ``positions``, the host waits for the device to
+    count documents."""
     if positions is None:
         return Documents(None, length, window)
     begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
-    # Or a compiled block would be compiled again for each number of documents. The name is not public, but documented:
-    # https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    # Otherwise a compiled block would be recompiled for each number of documents. The function's name is not public,
+    # but documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     torch._dynamo.maybe_mark_dynamic(begins, 0)
     return Documents(begins, length, window)
 
@@ -162,10 +170,13 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Attention of q [B, H, Q, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
+    """Return the attention of q [B, H, Q, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
 
-    ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap); where the
-    mask is a tensor, or None, all scores are then held, in fp32. ``kernel`` is ``model.attention``.
+    Args:
+        scale: factor of the scores; 1 / sqrt(E) if None.
+        soft_cap: a score x becomes soft_cap x tanh(x / soft_cap). If the mask is a tensor or None, all scores are
+            then held, in fp32.
+        kernel: ``model.attention``.
     """
     if not isinstance(mask, Tensor | Rows | Documents | None):
         mixed: Tensor = _flex_attention(q, k, v, mask, scale, soft_cap)
@@ -174,8 +185,8 @@ def attend(
         return attend_in_documents(q, k, v, mask, scale)
     is_by_rows = kernel != "sdpa" and mask is None and soft_cap is None and suits(q, k, v)
     if isinstance(mask, Rows) or (is_by_rows and not torch.compiler.is_exporting()):
-        if torch.is_autocast_enabled("cpu"):  # as SDPA does
-            q, k, v = (each.to(torch.get_autocast_dtype("cpu")) for each in (q, k, v))
+        if torch.is_autocast_enabled("cpu"):  # like SDPA
+            q, k, v = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (q, k, v))
         first = mask.first if isinstance(mask, Rows) else None
         by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, first, soft_cap)
         return by_rows
@@ -184,9 +195,9 @@ def attend(
         return _scored(q, k, v, mask, scale, soft_cap)[0]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and (mask is not None or _product_type(q) == torch.float32):
-        # Of the kernels that hold no scores, the only one for these takes as many heads of keys as of queries (torch
-        # 2.11, 2.13): SDPA would hold all scores.
-        k, v = (_repeated(each, q.shape[1]) for each in (k, v))
+        # Of the kernels that hold no scores, the only one for these inputs needs as many key heads as query heads
+        # (torch 2.11, 2.13): SDPA would hold all scores.
+        k, v = (_repeated(tensor, q.shape[1]) for tensor in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -194,13 +205,13 @@ def attend(
 
 
 def _product_type(x: Tensor) -> torch.dtype:
-    """The type in which SDPA computes."""
+    """Return the dtype in which SDPA computes."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """[B, K, S, E] -> [B, heads, S, E], each of the K as often as queries share it."""
+    """Repeat the K key/value heads of [B, K, S, E] to [B, heads, S, E], each as often as queries share it."""
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
@@ -213,14 +224,14 @@ def _varlen_attn(*arguments: Any, **options: Any) -> Any:
 def attend_in_documents(
     q: Tensor, k: Tensor, v: Tensor, mask: Documents, scale: float | None, kernel: Callable[..., Any] = _varlen_attn
 ) -> Tensor:
-    """As ``attend``, by ``varlen_attn`` or another function of its signature."""
+    """Like ``attend``, by ``varlen_attn`` or another function with its signature."""
     sequences, _, length, _ = q.shape
     begins = mask.begins
     if begins is None:
         begins = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=q.device)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     window = (-1 if mask.window is None else mask.window - 1, 0)
-    rows = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]  # [B x S, heads, E]
+    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v)]  # [B x S, heads, E]
     out = kernel(*rows, begins, begins, mask.longest, mask.longest, scale=scale, window_size=window, **grouped)
     mixed: Tensor = out.unflatten(0, (sequences, length)).transpose(1, 2)
     return mixed
@@ -229,10 +240,10 @@ def attend_in_documents(
 def attend_with_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``attend``, with a mask, and the log of the sum of exp(score) of each query, [B, H, Q] fp32.
+    """Like ``attend`` with a mask, and also return the log-sum-exp of each query's scores, [B, H, Q] fp32.
 
-    With it, results of the same queries on several sets of keys are merged. Where a query attends to no key, its result
-    is any number and its logarithm at most -1e29. On a CPU it holds all scores, in fp32.
+    With it, results of the same queries on several sets of keys can be merged. If a query attends to no key, its
+    result is arbitrary and its log-sum-exp at most -1e29. On a CPU all scores are held, in fp32.
     """
     if not isinstance(mask, Tensor | Rows | Documents | None):
         from torch.nn.attention.flex_attention import AuxRequest
@@ -246,11 +257,11 @@ def attend_with_logsumexp(
 def _scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention by all scores, and their log-sums."""
+    """Return the attention computed from all scores, and their log-sum-exp."""
     heads, key_heads = q.shape[1], k.shape[1]
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-    with torch.autocast(q.device.type, enabled=False):  # fp16 cannot hold the score of what is hidden
+    with torch.autocast(q.device.type, enabled=False):  # fp16 cannot represent the score of masked keys
         grouped = q.float().unflatten(1, (key_heads, heads // key_heads))  # [B, K, H/K, Q, E]
         scores = grouped @ k.float().unsqueeze(2).transpose(-2, -1)  # [B, K, H/K, Q, S]
         scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -267,9 +278,9 @@ def _flex_attention(
     from torch.nn.attention.flex_attention import flex_attention
 
     is_grouped = q.shape[1] != k.shape[1]
-    if q.shape[-2] < _BLOCK:  # for which torch takes a kernel that has no blocks of some lengths (2.11, 2.13)
+    if q.shape[-2] < _BLOCK:  # torch would choose a kernel without blocks of some lengths (2.11, 2.13)
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
-    if torch.compiler.is_compiling():  # a block, and this with it; torch warns there of functions that keep results
+    if torch.compiler.is_compiling():  # within a compiled block; torch warns there about functions that cache results
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         return flex_attention(q, k, v, mod, mask, scale, is_grouped, **options)
     mod = None if soft_cap is None else _kept_soft_capping(soft_cap)
@@ -277,7 +288,7 @@ def _flex_attention(
 
 
 def _soft_capping(soft_cap: float) -> Any:
-    """What FlexAttention does to a score."""
+    """Return the change of scores that FlexAttention applies."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head, query, key
@@ -291,7 +302,7 @@ _kept_soft_capping = cache(_soft_capping)
 
 @cache
 def has_flex(device: torch.device) -> bool:
-    """Whether FlexAttention has a kernel there, which Triton makes with a compiler."""
+    """Return whether FlexAttention has a kernel on ``device``, which Triton builds with a compiler."""
     if device.type != "cuda" or missing_compiler(device.type):
         return False
     return torch.cuda.get_device_capability(device) >= CAPABILITY
@@ -301,6 +312,6 @@ def has_flex(device: torch.device) -> bool:
 def _compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice for products in fp32
-    # Uncompiled it would hold all scores.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice for fp32 products
+    # Without compilation it would hold all scores.
     return torch.compile(flex_attention, dynamic=False)

@@ -1,4 +1,4 @@
-"""Which attention a run computes, in words, and why it cannot compute another."""
+"""Choice of a run's attention kernel, and the reasons against other kernels."""
 
 import inspect
 from typing import Any
@@ -11,13 +11,13 @@ from serried.recipes.models.layers.attention import CAPABILITY, has_flex
 
 FLEX = "FlexAttention"
 _LEAST_WIDTH = 16
-"""Numbers of a head in torch's kernel (2.11, 2.13)."""
+"""Smallest head dim of torch's kernel (2.11, 2.13)."""
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
 def describe_attention(config: TextRunConfig, device: str) -> str:
-    """Return the attention of a run on a device of this type, for the plan; empty if the model chooses it. Raises
-    ``UserError`` if ``model.attention`` is a kernel that cannot compute it."""
+    """Return a description of a run's attention on a device of this type, for the plan; empty if the model chooses
+    it. Raises ``UserError`` if the kernel ``model.attention`` cannot compute it."""
     model = config.model
     kernel = getattr(model, "attention", None)
     if kernel is None:
@@ -47,13 +47,13 @@ def _check_width(model: Any, instead: str) -> None:
     width = getattr(model, "attention_head_dim", model.dim // model.heads)
     if width < _LEAST_WIDTH:
         raise UserError(
-            f"heads of {width} numbers (model.dim={model.dim}, model.heads={model.heads}) with {FLEX}, which takes "
-            f"{_LEAST_WIDTH} or more and which this run needs on a GPU; use fewer model.heads, or {instead}"
+            f"heads of {width} numbers (model.dim={model.dim}, model.heads={model.heads}) with {FLEX}: it takes "
+            f"{_LEAST_WIDTH} or more, and this run needs it on a GPU; use fewer model.heads, or {instead}"
         )
 
 
 def _refused(config: TextRunConfig, device: str) -> str:
-    """Why ``model.attention=flex`` or ``varlen`` cannot be; empty: it can."""
+    """Return why ``model.attention=flex`` or ``varlen`` cannot be used; empty if it can."""
     model, is_varlen = config.model, config.model.attention == "varlen"
     if device == "cpu":
         return " needs a GPU (to plan for one: launch.device=cuda)"

@@ -1,11 +1,12 @@
-"""Causal attention on a CPU, in blocks of rows: within documents, in a window, with capped scores.
+"""Causal attention on a CPU in blocks of rows, with optional documents, sliding window and capped scores.
 
-A block of queries meets the keys from the first that one of them attends to up to its end, in a few large products. No
-mask of queries x keys is made, and what no query of a block attends to is not computed. In bf16 it is also faster than
-SDPA's kernel, whose backward there is slower than in fp32 (torch 2.13). Probabilities are computed again in the
-backward, which so keeps what SDPA's does. Scores have the type of the queries (fp32 for fp16); those of SDPA are fp32.
+A block of queries is multiplied with the keys from the first one that any of its queries attends to up to the
+block's end, in a few large products. No mask of queries x keys is created, and keys outside of that range are
+skipped. In bf16 it is also faster than SDPA's kernel, whose backward is slower there than in fp32 (torch 2.13).
+Probabilities are recomputed in the backward, so that the same tensors are kept as by SDPA. Scores have the dtype of
+the queries (fp32 for fp16); SDPA's are fp32.
 
-Both directions are operations of torch: dispatch modes, fake tensors and torch.compile see one call, as of SDPA.
+Both directions are torch operators: dispatch modes, fake tensors and torch.compile see one call, as with SDPA.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 ROWS = 64
-"""Queries of a block."""
+"""Number of queries in a block."""
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether ``attend_by_rows`` is for plainly causal attention. For a few tokens it takes longer to call than to
-    compute."""
+    """Return whether to use ``attend_by_rows`` for plain causal attention. For a few tokens its calls take longer
+    than the computation."""
     is_low = q.dtype == k.dtype == v.dtype == torch.bfloat16
     return is_low and q.device.type == "cpu" and q.shape[2] == k.shape[2] >= ROWS // 2
 
@@ -30,15 +31,20 @@ def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend_by_rows(
     q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None, soft_cap: float | None = None
 ) -> Tensor:
-    """Causal attention of q [B, H, S, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
+    """Return the causal attention of q [B, H, S, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of
+    K.
 
-    ``first`` [B or 1, S]: the first key that each query attends to, ascending; None: key 0. With a ``soft_cap`` a score
-    x becomes cap x tanh(x / cap).
+    Args:
+        scale: factor of the scores.
+        first: [B or 1, S], the first key that each query attends to, ascending; None: key 0.
+        soft_cap: a score x becomes soft_cap x tanh(x / soft_cap).
     """
     if q.dtype == torch.float16:
         with torch.autocast("cpu", enabled=False):
             return attend_by_rows(q.float(), k.float(), v.float(), scale, first, soft_cap).half()
-    out, queries, values = _empty_like(q), _grouped(q * scale, k), v.flatten(0, 1)
+    out = _empty_like(q)
+    queries = _grouped(q * scale, k)
+    values = v.flatten(0, 1)
     mixed = out.unflatten(1, (k.shape[1], -1))  # a view
     for block in _blocks(queries, k, first, soft_cap):
         place = mixed[block.sequences, :, :, block.rows]
@@ -54,13 +60,15 @@ def _backward(
         with torch.autocast("cpu", enabled=False):
             found = _backward(grad.float(), q.float(), k.float(), v.float(), scale, first, soft_cap)
         return found[0].half(), found[1].half(), found[2].half()
-    grad_q, queries, values = _empty_like(q), _grouped(q * scale, k), v.flatten(0, 1)
+    grad_q = _empty_like(q)
+    queries = _grouped(q * scale, k)
+    values = v.flatten(0, 1)
     along, incoming = grad_q.unflatten(1, (k.shape[1], -1)), _grouped(grad, k)
     # Sums over blocks, in fp32.
     grad_k, grad_v = (torch.zeros(k.shape, dtype=torch.float32).flatten(0, 1) for _ in range(2))
     for block in _blocks(queries, k, first, soft_cap):
         coming = incoming[block.heads, :, block.rows].flatten(1, 2)
-        # The one kernel that subtracts each row's sum and multiplies, in fp32: that of softmax's own backward.
+        # The only kernel that subtracts each row's sum and multiplies, in fp32: the one of softmax's backward.
         found = torch.bmm(coming, values[block.heads, block.seen].mT)
         scores = torch.ops.aten._softmax_backward_data(found, block.probabilities, -1, q.dtype)
         if block.capped is not None:
@@ -74,17 +82,17 @@ def _backward(
 
 class _Block(NamedTuple):
     sequences: slice
-    """Those that it is of: all, or one where documents differ."""
+    """Sequences of the block: all, or a single one if documents differ."""
     heads: slice
-    """The same, of B x K."""
+    """Heads of these sequences, in B x K."""
     rows: slice
     seen: slice
-    """The keys that some of the rows attend to."""
+    """Keys that some of the rows attend to."""
     queries: Tensor
-    """Heads of a group below each other."""
+    """Queries, with the heads of a group stacked."""
     keys: Tensor
     capped: Tensor | None
-    """Scores as part of the cap."""
+    """Scores divided by the cap."""
     probabilities: Tensor
 
 
@@ -108,9 +116,10 @@ def _blocks(queries: Tensor, k: Tensor, first: Tensor | None, soft_cap: float | 
 
 
 def _hide(scores: Tensor, own: int, edges: Tensor | None, start: int) -> None:
-    """Hide of ``scores`` [B x K, H/K, R, N] the later ones of a block's ``own`` keys, and those before ``edges`` [R].
+    """Mask in ``scores`` [B x K, H/K, R, N] later keys among the block's ``own`` ones, and keys before ``edges``
+    [R].
 
-    ``start``: the first of the N keys.
+    ``start``: position of the first of the N keys.
     """
     rows = scores.shape[2]
     scores[..., own:] += _later(scores.dtype)[:rows, :rows]
@@ -119,18 +128,18 @@ def _hide(scores: Tensor, own: int, edges: Tensor | None, start: int) -> None:
 
 
 def _grouped(heads: Tensor, k: Tensor) -> Tensor:
-    """[B, H, S, E] -> [B x K, H/K, S, E]."""
+    """Reshape [B, H, S, E] to [B x K, H/K, S, E]."""
     return heads.contiguous().view(-1, heads.shape[1] // k.shape[1], *heads.shape[2:])
 
 
 def _empty_like(q: Tensor) -> Tensor:
-    """With the heads of a token beside each other, as the projection after attention reads them."""
+    """Return an empty tensor like ``q`` with a token's heads contiguous, as the output projection reads them."""
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 @cache
 def _later(dtype: torch.dtype) -> Tensor:
-    """Added to the scores of a block's own keys."""
+    """Return the mask that is added to the scores of a block's own keys."""
     return torch.full((ROWS, ROWS), float("-inf"), dtype=dtype).triu_(1)
 
 
@@ -141,7 +150,7 @@ def _(q: Tensor, *_: Any) -> Tensor:
 
 @_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    grad_k, grad_v = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (k, v))
+    grad_k, grad_v = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
     return _empty_like(q), grad_k, grad_v
 
 

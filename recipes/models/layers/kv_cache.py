@@ -1,11 +1,11 @@
-"""Keys and values of the tokens so far: what generating one token more would otherwise compute again."""
+"""Cache of keys and values for text generation."""
 
 import torch
 from torch import Tensor
 
 
 class LayerCache:
-    """Of one block, [B, K, capacity, E] each, made when the first ones come: their type and place are theirs."""
+    """Keys and values of one block, [B, K, capacity, E] each. Allocated with the dtype and device of the first ones."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._length = capacity, 0
@@ -13,7 +13,8 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep ``keys`` and ``values`` [B, K, S, E] of the next tokens. Returns those of all tokens so far."""
+        """Store ``keys`` and ``values`` [B, K, S, E] of the next tokens. Return the keys and values of all tokens so
+        far."""
         if self._keys is None or self._values is None:
             batch, heads, _, width = keys.shape
             self._keys = keys.new_empty(batch, heads, self._capacity, width)
@@ -25,17 +26,17 @@ class LayerCache:
 
 
 class Cache:
-    """Of all blocks, for sequences that grow together to at most ``capacity`` tokens."""
+    """Keys and values of all blocks, for sequences that grow together to at most ``capacity`` tokens."""
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        """Tokens so far."""
+        """Number of tokens so far."""
         self.layers = [LayerCache(capacity) for _ in range(layers)]
 
     def mask(self, tokens: int, device: torch.device, window: int | None = None) -> Tensor | None:
-        """Which keys (dim 3) the next ``tokens`` queries (dim 2) attend to: all up to themselves, or the last
-        ``window`` of these. None: plainly causal."""
+        """Return which keys (dim 3) the next ``tokens`` queries (dim 2) attend to: all keys up to their own, or the
+        last ``window`` of these. None: plain causal attention."""
         keys = self.length + tokens
         if window is not None and window >= keys:
             window = None

@@ -1,4 +1,4 @@
-"""The output projection and its loss, without ever holding the logits of a whole batch."""
+"""Output projection and its loss, without materializing the logits of a whole batch."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,41 +11,41 @@ from torch import Tensor, nn
 from serried.parallel.plan import Vocabulary
 
 IGNORE = -100
-"""Target of a position that is not predicted."""
+"""Target of a position without a prediction."""
 
 _CHUNK_LOGITS = 2**24
 _MINIMUM_CHUNK_TOKENS = 1024
 
 
 HeadLoss = Callable[[Tensor, Tensor, Tensor, Vocabulary, float | None], Tensor]
-"""(hidden [T, D], weight [V, D], targets [B, S], vocabulary, soft cap) -> what the model returns."""
+"""Maps (hidden [T, D], weight [V, D], targets [B, S], vocabulary, soft cap) to the model's output."""
 
 
 class HeadTerms(NamedTuple):
-    """What training adds to cross entropy; evaluations do without."""
+    """Terms that training adds to the cross entropy. Evaluation leaves them out."""
 
     label_smoothing: float = 0.0
-    """Share of the target that is spread evenly over the vocabulary, as that of ``F.cross_entropy``."""
+    """Share of the target distribution that is spread evenly over the vocabulary, as in ``F.cross_entropy``."""
     z_loss: float = 0.0
-    """Factor of the squared log of the sum of exponentials, which stays near 0 (https://arxiv.org/abs/2204.02311)."""
+    """Factor of the squared log-sum-exp of logits, which keeps it near 0 (https://arxiv.org/abs/2204.02311)."""
 
 
 PLAIN = HeadTerms()
 
 
 class LanguageModelHead(nn.Module):
-    """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets.
+    """Maps hidden states [B, S, D] to logits [B, S, V], or to the loss summed over targets.
 
-    With ``tied`` it holds no weight and is given the embedding's. With a ``soft_cap`` a logit x becomes
-    cap x tanh(x / cap). It is a module of its own, and its loss happens
-    inside its forward, because under sharding a weight is whole only while its module runs.
+    With ``tied``, it has no weight and is given the embedding's. With a ``soft_cap``, a logit x becomes cap x tanh(x
+    / cap). The loss is computed inside its forward, because with sharding a weight is gathered only while its module
+    runs.
     """
 
     def __init__(self, dim: int, vocab_size: int, tied: bool, soft_cap: float | None = None) -> None:
         super().__init__()
         self.soft_cap = soft_cap
         self.loss: HeadLoss = linear_cross_entropy_sum
-        """What it returns if targets are given. A task may put another in its place."""
+        """Function that computes the loss if targets are given. A task may replace it."""
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
         self.vocabulary = Vocabulary()
 
@@ -58,7 +58,7 @@ class LanguageModelHead(nn.Module):
         return self.loss(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
     def compile_parts(self) -> None:
-        """Compile the element-wise passes of the loss over the logits; ``parallel.compile`` calls it."""
+        """Compile the elementwise passes of the loss over the logits. Called by ``parallel.compile``."""
         if "passes" in inspect.signature(self.loss).parameters:
             self.loss = partial(self.loss, passes=compiled_passes())  # type: ignore[call-arg]
 
@@ -72,12 +72,13 @@ def linear_cross_entropy_sum(
     terms: HeadTerms = PLAIN,
     passes: "Passes | None" = None,
 ) -> Tensor:
-    """Sum of cross entropy of ``hidden @ weight.T``, or of these capped, over targets that are not -100, fp32 scalar.
+    """Return the sum of the cross entropy of ``hidden @ weight.T`` (perhaps capped) over targets that are not -100,
+    fp32 scalar.
 
-    ``terms`` are added where autograd records. hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Works through
-    chunks of tokens: logits of one chunk exist at a time, and gradients are formed in the forward pass, so nothing is
-    computed twice. Products run in hidden's dtype, softmax and sums in fp32. The idea is that of Liger-Kernel
-    (https://arxiv.org/abs/2410.10989).
+    ``terms`` are added if autograd records. hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Tokens are
+    processed in chunks: the logits of one chunk exist at a time, and gradients are computed in the forward pass, so
+    that nothing is computed twice. Products run in hidden's dtype, softmax and sums in fp32. The idea is
+    Liger-Kernel's (https://arxiv.org/abs/2410.10989).
     """
     vocabulary = vocabulary or Vocabulary()
     if torch.is_grad_enabled():
@@ -91,35 +92,35 @@ def linear_cross_entropy_sum(
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Tokens whose logits exist at a time."""
+    """Return the number of tokens whose logits exist at a time."""
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // vocab_size)
 
 
 class Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. T: with those of the other ranks of a sharded vocabulary."""
+    """Tokens whose logits exist at a time. T includes tokens of other ranks if the vocabulary is sharded."""
 
     mine: slice
-    """Which of this rank's tokens."""
+    """Range of this rank's tokens."""
     hidden: Tensor
     """[T, D]"""
     logits: Tensor
-    """[T, rows of the vocabulary here], fp32; of compiled passes the product, in hidden's dtype"""
+    """[T, local rows of the vocabulary], fp32; for compiled passes the product, in hidden's dtype"""
     normalizer: Tensor
-    """Logarithm of the sum of exponentials over the whole vocabulary, [T]"""
+    """Log-sum-exp over the whole vocabulary, [T]"""
     losses: Tensor
     """[T], 0 where there is no target"""
     is_target: Tensor
     """[T]"""
     row: Tensor
-    """Row of the target here, [T]; any where it is not here"""
+    """Local row of the target, [T]; any row if it is on another rank"""
     is_here: Tensor
-    """Whether the target's row is here, [T]"""
+    """Whether the target's row is on this rank, [T]"""
 
 
 def _measure(
     hidden: Tensor, weight: Tensor, soft_cap: float | None, *target: Any
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the logits, in fp32 and capped, the log of the sum of their exponentials, and what is picked of them."""
+    """Return the logits (fp32, capped), their log-sum-exp, and the picked logits of the targets."""
     logits = _capped((hidden @ weight.T).float(), soft_cap)
     return logits, *_measured(logits, *target)
 
@@ -140,9 +141,9 @@ def _measured(
 def logit_gradients(
     chunk: Chunk, factors: Tensor, soft_cap: float | None, terms: HeadTerms = PLAIN, all_rows: int = 1
 ) -> Tensor:
-    """Return the derivatives of the losses by the logits, in place of these, times ``factors`` [T].
+    """Return the derivatives of the losses by the logits, written in place of the logits, times ``factors`` [T].
 
-    ``all_rows``: of the whole vocabulary, for label smoothing.
+    ``all_rows``: number of rows of the whole vocabulary, for label smoothing.
     """
     return _derive(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, factors, soft_cap, terms, all_rows)
 
@@ -158,7 +159,7 @@ def _derive(
     if terms.label_smoothing:
         gradients.sub_(terms.label_smoothing / all_rows)
     wanted = ((1 - terms.label_smoothing) * is_here.float()).unsqueeze(1)
-    if torch.compiler.is_compiling():  # a scatter would be a pass of its own
+    if torch.compiler.is_compiling():  # a scatter would be another pass
         numbers = torch.arange(gradients.shape[1], device=gradients.device)
         gradients = gradients.sub_(wanted * (numbers == row.unsqueeze(1)))
     else:
@@ -168,21 +169,21 @@ def _derive(
 
 
 class Passes(NamedTuple):
-    """What goes over the logits of a chunk."""
+    """Passes over the logits of a chunk."""
 
     measure: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """As ``_measure``; instead of the logits it may return what ``gradients`` computes them from."""
+    """Like ``_measure``. Instead of the logits, it may return the input that ``gradients`` needs."""
     gradients: Callable[..., Tensor]
-    """As ``logit_gradients``."""
+    """Like ``logit_gradients``."""
     keeps_logits: bool = True
-    """Whether ``measure`` returns logits in fp32."""
+    """Whether ``measure`` returns fp32 logits."""
 
 
 EAGER = Passes(_measure, logit_gradients)
 
 
 def compiled_passes() -> Passes:
-    """Return passes that read the products and write the gradients, both in the dtype of products, and nothing else."""
+    """Return passes that only read products and write gradients, both in the dtype of products."""
 
     def measure(product: Tensor, soft_cap: float | None, *target: Any) -> tuple[Tensor, Tensor]:
         return _measured(_capped(product.to(torch.float32, copy=True), soft_cap), *target)
@@ -194,7 +195,7 @@ def compiled_passes() -> Passes:
         logits = _capped(product.to(torch.float32, copy=True), soft_cap)
         return _derive(logits, normalizer, row, is_here, factors, soft_cap, terms, all_rows).to(product.dtype)
 
-    # Of other lengths after the first there is one more graph, for all of them: blocks have one for each.
+    # Other lengths after the first share one more graph. Blocks have one graph each.
     one, two = torch.compile(measure), torch.compile(derive)
 
     def multiply_and_measure(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,13 +213,13 @@ def chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
     terms: HeadTerms = PLAIN, passes: Passes = EAGER,
 ) -> Iterator[Chunk]:  # fmt: skip
-    """Go through the tokens; ``weight`` in hidden's dtype."""
+    """Yield the tokens in chunks. ``weight`` must be in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     all_rows = vocabulary.all_rows(rows)
-    # Twice the tokens then take no more memory, and the gradient of the weight is read and written half as often.
+    # Twice the tokens then take no more memory, and the weight's gradient is read and written half as often.
     is_lean = weight.itemsize == 2 and soft_cap is None and not passes.keeps_logits
     tokens = chunk_tokens(vocabulary.most_rows(rows)) * (2 if is_lean else 1)
-    step = -(-tokens // len(targets))  # the same on all ranks
+    step = -(-tokens // len(targets))  # equal on all ranks
     for start in range(0, hidden.shape[0], step):
         mine = slice(start, start + step)
         chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()
@@ -235,33 +236,33 @@ def chunks(
             losses += terms.z_loss * normalizer.square()
         losses = losses.where(is_target, 0)
         yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
-        del logits  # or they would be there beside those of the next chunk
+        del logits  # otherwise they would coexist with the next chunk's
 
 
 class Gradients:
-    """Gradients of hidden states and weight, summed up chunk by chunk."""
+    """Gradients of hidden states and weight, accumulated over chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary, *, is_frozen: bool) -> None:
         self._vocabulary, self.low_weight = vocabulary, weight.to(hidden.dtype)
-        """In the type of products, [V, D]."""
+        """Weight in the dtype of products, [V, D]."""
         self.hidden = torch.empty_like(hidden)
         """[T, D]"""
         self.weight = torch.zeros((0,) if is_frozen else weight.shape, dtype=torch.float32, device=weight.device)
-        """[V, D]; empty if it ``is_frozen``"""
+        """[V, D]; empty if the weight ``is_frozen``"""
 
     def add(self, chunk: Chunk, of_logits: Tensor) -> None:
-        """Add what follows from the gradients ``of_logits`` [T, rows]."""
+        """Add the contribution of the logits' gradients ``of_logits`` [T, rows]."""
         low = of_logits.to(self.low_weight.dtype)
         self.hidden[chunk.mine] = self._vocabulary.sum_tokens(low @ self.low_weight)
         if not self.weight.numel():
             return
         if low.itemsize == 2 and low.is_cuda and torch.version.hip is None:
-            # Summed in the product, in fp32: one pass over the gradient in place of three, and no rounding of the
-            # product (https://github.com/linkedin/Liger-Kernel/pull/1239 measured the same change).
+            # Accumulated inside the product, in fp32: one pass over the gradient instead of three, and no rounding of
+            # the product (https://github.com/linkedin/Liger-Kernel/pull/1239 measured the same change).
             with torch.autocast("cuda", enabled=False):
                 torch.addmm(self.weight, low.T, chunk.hidden, out_dtype=torch.float32, out=self.weight)
         elif low.dtype in (torch.float16, torch.float32):
-            # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
+            # In fp16, a sum over tokens would overflow before any loss scale is applied.
             with torch.autocast(low.device.type, enabled=False):
                 self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
         else:
@@ -281,7 +282,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             loss += chunk.losses.sum()
             of_logits = passes.gradients(chunk, chunk.is_target, soft_cap, terms, all_rows)
             gradients.add(chunk, of_logits.to(hidden.dtype))
-            del chunk, of_logits  # or they would be there beside those of the next
+            del chunk, of_logits  # otherwise they would coexist with the next chunk's
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -296,13 +297,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
 ) -> Tensor:
-    """Cross entropy of each target, [B, S] fp32, 0 where there is none; chunk by chunk."""
+    """Return the cross entropy of each target, [B, S] fp32, 0 where there is none; computed in chunks."""
     losses: Tensor = _TokenLosses.apply(hidden, weight, targets, vocabulary, soft_cap)
     return losses
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Logits are computed again in the backward: their gradients depend on what is made of the losses of all tokens."""
+    """Recomputes logits in the backward: their gradients depend on how the losses of all tokens are used."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -324,6 +325,6 @@ class _TokenLosses(torch.autograd.Function):
         for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap):
             factors = grads[:, chunk.mine].flatten() * chunk.is_target
             gradients.add(chunk, logit_gradients(chunk, factors, soft_cap))
-            del chunk  # or it would be there beside the next
+            del chunk  # otherwise it would coexist with the next chunk
         of_weight = gradients.weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         return gradients.hidden, of_weight, None, None, None

@@ -14,7 +14,7 @@ from serried.recipes.models.layers.lm_head import IGNORE
 
 
 class Tokens(Protocol):
-    """A batch of sequences; ``recipes.data.samples.token_dataset.Batch`` is one."""
+    """A batch of sequences, such as ``recipes.data.samples.token_dataset.Batch``."""
 
     @property
     def tokens(self) -> Tensor:
@@ -22,7 +22,7 @@ class Tokens(Protocol):
 
     @property
     def targets(self) -> Tensor:
-        """[B, S], int64; ``IGNORE`` where there is none"""
+        """[B, S], int64; ``IGNORE`` where there is no target"""
 
     @property
     def positions(self) -> Tensor | None:
@@ -30,47 +30,72 @@ class Tokens(Protocol):
 
 
 class ModelFamily:
-    """A decoder-only language model of one configuration. ``build`` is required; everything else has a default."""
+    """A decoder-only language model of one configuration. ``build`` is required; everything else has a default.
+
+    Register a subclass (or a function ``build(section, vocab_size)``) with ``serried.register_model``.
+
+    Args:
+        section: the family's config section.
+        vocab_size: rows of the embedding.
+    """
 
     opens_in: str = ""
-    """Other software that opens a checkpoint as it is."""
+    """Other software that opens a checkpoint without conversion."""
     cached_layers: int | None = None
-    """Layers that keep keys and values, for models whose forward takes a ``cache``; None: text is generated without."""
+    """Number of layers with keys and values in a ``cache`` that the model's forward takes; None: text is generated
+    without one."""
 
     def __init__(self, section: Any, vocab_size: int) -> None:
-        """``section``: the family's own section; ``vocab_size``: rows of the embedding."""
+        """Keep the section and the vocabulary size."""
         self.section, self.vocab_size = section, vocab_size
 
     def build(self) -> nn.Module:
         """Return the module, on the CPU with its own initial values, or on the meta device with ``initial_std``.
 
-        It maps ``tokens`` [B, S] to logits [B, S, V].
+        Returns:
+            A module that maps ``tokens`` [B, S], int64, to logits [B, S, V].
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 
     def inputs(self, batch: Tokens) -> Inputs:
-        """Return what the model is called with: ``model(stream, **named)``."""
+        """Return the arguments of the model's forward, ``model(stream, **named)``.
+
+        Args:
+            batch: sequences with ``tokens``, ``targets`` and perhaps ``positions``, [B, S] each.
+
+        Raises:
+            UserError: the batch has positions, and the model takes none.
+        """
         if batch.positions is not None:
             raise UserError("data.isolate_documents=true needs a model family that takes positions; leave it out")
         return Inputs(batch.tokens)
 
     def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
-        """Return the cross entropy summed over the targets that are not ``IGNORE``, from what the model returned."""
+        """Return the cross entropy summed over the targets that are not ``IGNORE``, a scalar.
+
+        Args:
+            output: the model's output; by default logits [B, S, V].
+            batch: the batch of this output.
+        """
         return F.cross_entropy(
             output.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
         )
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Return how ``model`` may be sharded. The default finds its repeated blocks."""
+        """Return how ``model`` can be sharded. The default plan finds the repeated blocks."""
         del model
         return ParallelPlan()
 
     def initial_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of a parameter of a model on meta; None: ones."""
+        """Return the standard deviation of the initial values of a parameter of a model on meta; None: ones.
+
+        Args:
+            name: name of the parameter in the model.
+        """
         raise UserError(f"{type(self).__name__}.build() returns a model on meta: define initial_std(name) ({name})")
 
     def describe(self) -> str:
-        """Return the sizes of the model, for the plan."""
+        """Return the sizes of the model in words, for the plan."""
         return type(self).__name__
 
     def notes(self) -> list[str]:
@@ -78,29 +103,43 @@ class ModelFamily:
         return []
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """Return FLOPs of forward and backward: 6 per parameter, attention not counted."""
+        """Return the FLOPs of forward and backward per token. The default counts 6 per parameter, without attention.
+
+        Args:
+            parameters: number of trained and frozen parameters.
+            sequence_length: tokens of a sequence.
+        """
         del sequence_length
         return 6.0 * parameters
 
     def export_name(self, name: str) -> str:
-        """Return the name in a checkpoint of parameter ``name``."""
+        """Return the name of parameter ``name`` in a checkpoint."""
         return name
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where the elements of parameter ``name`` of ``shape`` lie in the tensors of a checkpoint.
+        """Return the position of a parameter's elements in the tensors of a checkpoint.
 
-        The default: in one tensor of the same shape, under its ``export_name``. See ``Fragment`` for a parameter that
-        is several tensors there (stacked experts), or for parameters that share one (queries, keys and values).
+        The default is one tensor of the same shape with the name ``export_name(name)``. See ``Fragment`` for a
+        parameter that is stored as several tensors (stacked experts), and for parameters that share a tensor
+        (queries, keys and values).
+
+        Args:
+            name: name of the parameter in the model.
+            shape: shape of the whole parameter.
         """
         return (Fragment.whole(self.export_name(name), shape),)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        """Return the content of ``config.json`` beside the weights."""
+        """Return the content of ``config.json`` for an exported model.
+
+        Args:
+            end_token: id of the end-of-text token, if there is one.
+        """
         return {"model_type": self.section.family, "vocab_size": self.vocab_size, "eos_token_id": end_token}
 
 
 class LossFamily(ModelFamily):
-    """A family whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
+    """A family whose model ends in a ``LanguageModelHead``, which computes the loss in chunks."""
 
     def inputs(self, batch: Tokens) -> Inputs:
         return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
@@ -111,7 +150,7 @@ class LossFamily(ModelFamily):
 
 
 class PublishedFamily(LossFamily):
-    """A family that transformers has too, whose section says how a ``config.json`` describes its models."""
+    """A family that transformers also has. Its section defines how a ``config.json`` describes its models."""
 
     opens_in = "transformers"
 
@@ -122,7 +161,7 @@ class PublishedFamily(LossFamily):
         if padding is not None and padding >= vocab_size:
             of_file = f" (pad_token_id of the config.json in model.path={section.path})" if section.path else ""
             raise UserError(
-                f"model.padding_token={padding}{of_file} is no row of the embedding, which has {vocab_size}; use "
+                f"model.padding_token={padding}{of_file} is no row of the embedding with {vocab_size} rows; use "
                 "model.padding_token=null"
             )
 
@@ -141,7 +180,7 @@ class PublishedFamily(LossFamily):
 
 
 class BuiltFamily(ModelFamily):
-    """The family of a function ``build(section, vocab_size)``."""
+    """Family of a function ``build(section, vocab_size)``."""
 
     def __init__(self, build: Any, section: Any, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
@@ -157,7 +196,7 @@ class BuiltFamily(ModelFamily):
 
 
 def family_of(registered: Any, section: ModelSection, vocab_size: int) -> ModelFamily:
-    """Return the family that was registered, a class or a function, for a configuration."""
+    """Return the family of a registered class or function for a configuration."""
     if isinstance(registered, type) and issubclass(registered, ModelFamily):
         return registered(section, vocab_size)
     return BuiltFamily(registered, section, vocab_size)

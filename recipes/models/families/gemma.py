@@ -1,8 +1,8 @@
 """Gemma 2 (https://arxiv.org/abs/2408.00118) and the text model of Gemma 3 (https://arxiv.org/abs/2503.19786).
 
-Differences from Llama: norms before and after attention and feed-forward, by 1 + weight; a GELU in place of the SiLU;
-an embedding multiplied by sqrt(dim); most blocks attend to a window. Gemma 2 caps scores and logits softly. Gemma 3
-normalises queries and keys instead, and blocks with a window have rotary frequencies of their own.
+Differences from Llama: norms before and after attention and feed-forward, scaled by 1 + weight; GELU instead of
+SiLU; an embedding multiplied by sqrt(dim); sliding windows in most blocks. Gemma 2 soft-caps scores and logits.
+Gemma 3 normalizes queries and keys instead, and blocks with a window have their own rotary frequencies.
 """
 
 import math
@@ -22,14 +22,14 @@ from serried.recipes.models.layers.lm_head import LanguageModelHead
 
 
 class GemmaNorm(RMSNorm):
-    """``RMSNorm`` by 1 + weight."""
+    """``RMSNorm`` scaled by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class GemmaAttention(Attention):
-    """``Attention`` with another scale and capped scores, or with norms of queries and keys."""
+    """``Attention`` with a different scale and capped scores, or with normalized queries and keys."""
 
     def __init__(self, config: GemmaSection) -> None:
         super().__init__(config)
@@ -43,7 +43,7 @@ class GemmaAttention(Attention):
 
 
 class GemmaFeedForward(FeedForward):
-    """GeGLU."""
+    """GeGLU feed-forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
@@ -77,7 +77,7 @@ class GemmaTransformer(Transformer):
         self.lm_head = LanguageModelHead(config.dim, vocab_size, config.tie_embeddings, config.logit_soft_cap)
 
     def block(self, number: int) -> GemmaBlock:
-        del number  # they differ only in what forward passes to them
+        del number  # blocks differ only in the arguments of forward
         return GemmaBlock(self.config)
 
     def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
@@ -90,12 +90,12 @@ class GemmaTransformer(Transformer):
         x = super().embedded(tokens)
         if tokens.is_floating_point():
             return x
-        # Rounded to the type of the stream, as when the published models were trained.
+        # Rounded to the dtype of the stream, as in the training of the published models.
         return x * float(torch.tensor(math.sqrt(self.config.dim)).to(x.dtype))
 
 
 class Gemma(Llama):
-    """``model.family=gemma2`` and ``gemma3_text``."""
+    """Families ``gemma2`` and ``gemma3_text``."""
 
     section: GemmaSection
     transformer = GemmaTransformer

@@ -1,7 +1,8 @@
-"""GPT-2: learned positions, LayerNorm, biases, GELU, in the form of transformers' ``GPT2LMHeadModel``.
+"""GPT-2: learned positions, LayerNorm, biases, GELU, with the parameters of transformers' ``GPT2LMHeadModel``.
 
 Radford et al., "Language models are unsupervised multitask learners", 2019. Queries, keys and values are three
-parameters here, so that tensor ranks can divide each by heads; a checkpoint has them side by side in ``c_attn``.
+parameters here, so that the tensor axis can shard each by heads; a checkpoint stores them side by side in
+``c_attn``.
 
 Shapes: B batch, S sequence, D dim, H heads, E head_dim, V vocabulary.
 """
@@ -25,11 +26,11 @@ from serried.recipes.models.layers.kv_cache import Cache, LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
 
 _QUERY_KEY_VALUE = ("q_attn", "k_attn", "v_attn")
-"""In the order in which ``c_attn`` has them."""
+"""Projections in the order of ``c_attn``."""
 
 
 class Conv1D(nn.Module):
-    """A linear layer with a weight [inputs, outputs], as transformers calls it and saves it."""
+    """A linear layer with a weight [inputs, outputs], named and saved as in transformers."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two layers with a GELU in between."""
+    """Feed-forward of two layers with a GELU in between."""
 
     def __init__(self, config: GPT2Section) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: GPT2Section) -> None:
         super().__init__()
@@ -101,7 +102,8 @@ class Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """As ``transformer.Transformer``: tokens in; logits out, or the summed loss if targets are given."""
+    """GPT-2 with the interface of ``llama.Transformer``: tokens in; logits out, or the summed loss if targets are
+    given."""
 
     def __init__(self, config: GPT2Section, vocab_size: int) -> None:
         super().__init__()
@@ -112,31 +114,33 @@ class GPT2Model(nn.Module):
         self.ln_f = LayerNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self.further_names = {"lm_head.weight": "wte.weight"} if config.tie_embeddings else {}
-        """As those of ``Transformer``."""
+        """Other names of parameters in checkpoints, like ``Transformer.further_names``."""
         self.context = Context(attend, attend_with_logsumexp)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+        """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
+        fp32 scalar.
 
-        ``positions`` [B, S], those of the whole sequence, restart from 0 with each document and keep documents apart.
-        With a ``cache`` the tokens follow those in it, and the logits are those of the last one alone, [B, 1, V].
+        ``positions`` [B, S] of the whole sequence restart from 0 with each document; attention is masked between
+        documents. With a ``cache``, the tokens follow the cached ones, and only the logits of the last token are
+        returned, [B, 1, V].
         """
         first = 0 if cache is None else cache.length
         length = self.context.whole_length(tokens)
         make = partial(causal_mask, positions, length, tokens.device, None, self.config.attention)
         if positions is None:
             positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
-            # Where ranks divide a text it is padded at the end, past the table maybe; nothing reads it there.
+            # A sequence sharded over ranks is padded at the end, perhaps beyond the table; padding is never read.
             positions = positions.clamp(max=self.config.max_sequence_length - 1)
         x = self.wte(tokens)
-        if not tokens.is_floating_point():  # they are hidden states in the later stages of a pipeline
+        if not tokens.is_floating_point():  # in later pipeline stages, tokens are hidden states
             x = x + self.wpe(self.context.part(positions, 1))
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as Transformer does
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # like Transformer
         if cache is None:
-            mask = self.context.mask(make, length, tokens.device)  # one for all blocks
+            mask = self.context.mask(make, length, tokens.device)  # one mask for all blocks
             for block in self.h:
                 x = block(x, mask)
         else:
@@ -149,7 +153,7 @@ class GPT2Model(nn.Module):
 
 
 class GPT2(PublishedFamily):
-    """``model.family=gpt2``."""
+    """Family ``gpt2``."""
 
     section: GPT2Section
 
@@ -158,7 +162,7 @@ class GPT2(PublishedFamily):
             return GPT2Model(self.section, self.vocab_size)
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Each block alone; the two ends alone, or in no unit if they share a weight."""
+        """Return a plan in which each block is an FSDP unit, and so are both ends unless they share a weight."""
         del model
         names = tuple(f"h.{index}" for index in range(self.section.layers))
         blocks, tied = tuple((name,) for name in names), self.section.tie_embeddings
@@ -194,7 +198,7 @@ class GPT2(PublishedFamily):
         return f"{model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, heads {model.heads}{tied}"
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """As ``Llama.flops_per_token``."""
+        """Return FLOPs per token, like ``Llama.flops_per_token``."""
         model = self.section
         looked_up = model.max_sequence_length + (0 if model.tie_embeddings else self.vocab_size)
         return 6.0 * (parameters - looked_up * model.dim) + 12 * model.layers * model.dim * sequence_length

@@ -1,9 +1,9 @@
-"""A decoder-only transformer in the form of the Llama 3 family, and how it may be cut.
+"""A decoder-only transformer of the Llama 3 family, and its parallel plan.
 
 Llama 3: https://arxiv.org/abs/2407.21783. RMSNorm: https://arxiv.org/abs/1910.07467. Rotary embeddings:
 https://arxiv.org/abs/2104.09864. Grouped-query attention: https://arxiv.org/abs/2305.13245. SwiGLU:
-https://arxiv.org/abs/2002.05202. Module names are Hugging Face's (without its leading ``model.``), and rotary pairs are
-(i, i + head_dim/2) as there, so weights pass to and from ``LlamaForCausalLM`` unchanged.
+https://arxiv.org/abs/2002.05202. Module names are Hugging Face's (without the leading ``model.``), and rotary pairs
+are (i, i + head_dim/2) as there, so weights are exchanged with ``LlamaForCausalLM`` unchanged.
 
 Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim, V vocabulary.
 """
@@ -25,25 +25,26 @@ from serried.recipes.models.layers.lm_head import LanguageModelHead
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Angle per position for each rotary pair, [head_dim / 2], fp32.
+    """Return the angle per position of each rotary pair, [head_dim / 2], fp32.
 
-    The scaling is Llama 3.1's: wavelengths longer than the original context over ``low_freq_factor`` are divided by
-    ``factor``, those shorter than it over ``high_freq_factor`` are kept, and between the two it is interpolated.
+    The scaling is Llama 3.1's: the frequency is divided by ``factor`` for wavelengths longer than the original
+    context / ``low_freq_factor``, unchanged for wavelengths shorter than the original context /
+    ``high_freq_factor``, and interpolated in between.
     """
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)  # turns over the original context
+    turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)  # rotations over the original context
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; result in x's dtype.
+    """Rotate each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle. The result has x's dtype.
 
-    cos, sin [S, E] or, where positions differ between sequences, [B, 1, S, E], fp32. If they are narrower than ``x``,
-    they turn its first numbers and leave the others as they are.
+    ``cos`` and ``sin`` are [S, E], or [B, 1, S, E] if positions differ between sequences, fp32. If they are narrower
+    than ``x``, only the first numbers of ``x`` are rotated.
     """
     if cos.shape[-1] < x.shape[-1]:
         turned, rest = x.tensor_split([cos.shape[-1]], dim=-1)
@@ -53,17 +54,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """Without torch's own first weights: ours come later, by name. (On meta they would import all of torch._dynamo.)"""
+    """Linear layer without torch's initialization: values are initialized later, by name. (On meta, torch's would
+    import all of torch._dynamo.)"""
 
     def reset_parameters(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Embedding(nn.Embedding):
-    """As Linear."""
+    """Embedding without torch's initialization; see ``Linear``."""
 
     def reset_parameters(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class RMSNorm(nn.Module):
@@ -84,7 +86,7 @@ class Attention(nn.Module):
     def __init__(
         self, config: LlamaSection, *, bias: bool = False, norm: bool = False, output_bias: bool = False
     ) -> None:
-        """``bias``: of queries, keys and values. ``norm``: normalise queries and keys, head by head."""
+        """``bias``: add biases to queries, keys and values. ``norm``: normalize queries and keys of each head."""
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
@@ -104,7 +106,7 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
@@ -113,7 +115,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -151,14 +153,14 @@ ROLES = {
     "layers.*.mlp.down_proj": "row",
     "lm_head": "head",
 }
-"""Of the modules, for the tensor axis."""
+"""Role of each module for the tensor axis."""
 
 
 class Transformer(nn.Module):
-    """Tokens in; logits out, or the summed loss where targets are given.
+    """Decoder-only transformer: tokens in; logits out, or the summed loss if targets are given.
 
-    Build it under ``torch.device("meta")``; it allocates nothing there. A tied model has no head weight of its own (it
-    reads the embedding's), so there is nothing that sharding or moving could untie.
+    Build it under ``torch.device("meta")``, where it allocates nothing. A tied model has no head weight (it reads
+    the embedding's), so that neither sharding nor moving can untie them.
     """
 
     def __init__(self, config: LlamaSection, vocab_size: int) -> None:
@@ -169,12 +171,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self.further_names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {}
-        """Under which a checkpoint may hold a parameter too."""
+        """Other names under which a checkpoint may store a parameter, mapped to its name."""
         self.context = Context(attend, attend_with_logsumexp)
         self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
     def block(self, number: int) -> nn.Module:
-        """Make block ``number``; a family whose blocks differ overrides this."""
+        """Return block ``number``. A family with different blocks overrides this."""
         del number
         config = self.config
         attention = Attention(config, bias=config.has_bias, norm=config.normalizes_heads)
@@ -183,14 +185,15 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+        """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
+        fp32 scalar.
 
-        ``positions`` [B, S], which restart from 0 with each document, keep documents apart: none attends to another.
-        Without them a sequence is one document. They are those of the whole sequence even if ``tokens`` and ``targets``
-        are a part of it, as under context parallelism.
+        ``positions`` [B, S] restart from 0 with each document; attention is masked between documents. Without
+        positions, a sequence is one document. They are always the positions of the whole sequence, even if
+        ``tokens`` and ``targets`` are a part of it, as with context parallelism.
 
-        With a ``cache`` the tokens go on where those before them ended, are kept in it, and the logits are those of the
-        last one alone, [B, 1, V]. For generating text, one document at a time.
+        With a ``cache``, the tokens continue the cached ones and are added to it, and only the logits of the last
+        token are returned, [B, 1, V]. Meant for generation, with one document at a time.
         """
         length = self.context.whole_length(tokens) if cache is None else cache.capacity
         windows, bases = self.reaches(length)
@@ -207,15 +210,15 @@ class Transformer(nn.Module):
         return self.lm_head(self.norm(x), targets, shared)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Return what the first block reads; in later stages of a pipeline ``tokens`` are hidden states already."""
+        """Return the input of the first block. In later pipeline stages, ``tokens`` are already hidden states."""
         x: Tensor = self.embed_tokens(tokens)
-        # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One residual
-        # stream for both, so that the numbers do not depend on the strategy.
+        # Autocast leaves the embedding in fp32, while sharded mixed precision already has it in low precision. Both use
+        # the same residual stream, so that the numbers do not depend on the strategy.
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
-        """Window and rotary base of each block; a window that sequences of ``length`` do not fill is none."""
+        """Return the window and the rotary base of each block. A window that is not shorter than ``length`` is None."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
         windows = [None if window is None or window >= length else window for window in windows]
@@ -242,14 +245,14 @@ class Transformer(nn.Module):
         return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
 
     def keep_rotations(self, length: int) -> None:
-        """Compute the angles of ``length`` tokens now, for a graph to hold as constants."""
+        """Compute the angles of ``length`` tokens now, so that a graph can hold them as constants."""
         for base in {*self.reaches(length)[1]}:
             self._rope(length, self.norm.weight.device, base)
 
     def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
-        # Kept outside of the buffers: computed when first used, in fp32 on the CPU, so neither meta
-        # construction nor mixed precision can touch them. The longest so far serves all shorter ones: while text is
-        # sampled, every length comes by.
+        # Not buffers: computed in fp32 on the CPU at first use, so that neither meta construction nor mixed precision
+        # can change them. The longest table so far serves all shorter lengths, since every length occurs during
+        # generation.
         key = (device, base)
         if key not in self._rope_tables or self._rope_tables[key][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
@@ -261,7 +264,7 @@ class Transformer(nn.Module):
         return cos[:sequence], sin[:sequence]
 
     def parallel_plan(self) -> ParallelPlan:
-        """Each block alone; the two ends alone, or in no unit where they share a weight."""
+        """Return a plan in which each block is an FSDP unit, and so are both ends unless they share a weight."""
         names = tuple(f"layers.{index}" for index in range(self.config.layers))
         blocks, tied = tuple((name,) for name in names), self.config.tie_embeddings
         return ParallelPlan(
@@ -274,14 +277,14 @@ class Transformer(nn.Module):
 
 
 class Llama(PublishedFamily):
-    """``model.family=llama``, and ``mistral``, ``qwen2`` and ``qwen3``, whose sections say what differs.
+    """Families ``llama``, ``mistral``, ``qwen2`` and ``qwen3``, whose sections define their differences.
 
     Llama 2 and 3; Mistral (https://arxiv.org/abs/2310.06825); Qwen 2 and 2.5 (https://arxiv.org/abs/2412.15115);
     Qwen 3, dense (https://arxiv.org/abs/2505.09388).
     """
 
     transformer: type[Transformer] = Transformer
-    """The class of the model."""
+    """Class of the model."""
 
     def build(self) -> Transformer:
         with torch.device("meta"):
@@ -292,8 +295,8 @@ class Llama(PublishedFamily):
         return model.parallel_plan()
 
     def initial_std(self, name: str) -> float | None:
-        """Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow
-        with depth (GPT-2, section 2.3)."""
+        """Return the standard deviation. Projections into the residual stream are scaled down by sqrt(2 x layers),
+        so that its variance does not grow with depth (GPT-2, section 2.3)."""
         if name.endswith("norm.weight"):
             return None
         if name.endswith(".bias"):
@@ -313,12 +316,13 @@ class Llama(PublishedFamily):
         )
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
+        """Return forward and backward FLOPs per token, by PaLM's formula (https://arxiv.org/abs/2204.02311, appendix
+        B).
 
-        6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of
-        norms are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality
-        not discounted: the products in which a kernel may leave out the masked half count as computed. Those outside of
-        a window do not.
+        6 per parameter in a matrix product, and 12 x layers x heads x head_dim x sequence for attention scores. The
+        embedding lookup is not counted, unless the embedding is also the head; the few weights of norms are counted.
+        Scores masked by causality count as computed, although a kernel may skip them. Scores outside a window do not
+        count.
         """
         model = self.section
         lookup = 0 if model.tie_embeddings else self.vocab_size * model.dim

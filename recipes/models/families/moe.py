@@ -1,10 +1,10 @@
-"""Decoder-only transformers with a mixture of experts: Hugging Face's forms glm4_moe, qwen3_moe and mixtral.
+"""Decoder-only transformers with a mixture of experts: Hugging Face's glm4_moe, qwen3_moe and mixtral.
 
-A router sends each token to the k best of E small feed-forwards and adds up what they return
-(https://arxiv.org/abs/1701.06538). In the glm4_moe form, scores are sigmoids and a bias keeps the experts equally
-loaded without an auxiliary loss (https://arxiv.org/abs/2408.15664); it moves after each accepted step, see
-``parallel.model``. The other two score by softmax and have no bias; their weights can be read, trained and written.
-Attention, norms and the first, dense layers are those of ``transformer``.
+A router sends each token to the k best of E small feed-forwards and adds up their outputs
+(https://arxiv.org/abs/1701.06538). In glm4_moe, scores are sigmoids, and a bias balances the load of experts without
+an auxiliary loss (https://arxiv.org/abs/2408.15664); it is updated after each accepted step, see ``parallel.model``.
+The other two use softmax scores without a bias; their weights can be loaded, trained and saved. Attention, norms and
+the first, dense layers are those of ``llama``.
 
 Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
 """
@@ -30,20 +30,20 @@ from serried.recipes.models.families.llama import (
 )
 
 _GROUPED_ALIGNMENT = 16
-"""Bytes that a row must be a multiple of for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
+"""Alignment of rows in bytes for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
 _GROUPED_CAPABILITY = (8, 0)
 _MOST_GROUPED_NUMBERS = 2**31 - 1
-"""In a factor or a result: with more, torch's kernel for GPUs leaves their memory
+"""Largest number of elements in a factor or a result: beyond it, torch's GPU kernel accesses invalid memory
 (https://github.com/pytorch/torchtitan/issues/1932)."""
 _BLACKWELL = 10
-"""Major compute capability whose kernel leaves the gradient of an expert without tokens unwritten
+"""Major compute capability whose kernel does not write the gradient of an expert without tokens
 (https://github.com/pytorch/pytorch/issues/172439)."""
 
 
 class Router(nn.Module):
     """Chooses the experts of each token, in fp32: a rounding error must not change the choice.
 
-    ``loads`` counts the tokens sent to each expert while ``is_counting``, see ``parallel.plan.Router``.
+    ``loads`` counts the tokens sent to each expert while ``is_counting``; see ``parallel.plan.Router``.
     """
 
     def __init__(self, config: MoESection) -> None:
@@ -53,23 +53,24 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
         self.balance_rate = config.balance_rate
         self.e_score_correction_bias: Tensor | None
-        # On the CPU with its value, also where parameters are on meta. The name is Hugging Face's.
+        # Created on the CPU with its value, even if parameters are on meta. The name is Hugging Face's.
         bias = torch.zeros(config.experts, device="cpu") if config.has_router_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.is_counting = False
         self.loads: Tensor | None = None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, D] -> experts of each token [T, k], their weights [T, k] in fp32, tokens of each expert [E]."""
+        """Map tokens [T, D] to their experts [T, k], the experts' weights [T, k] in fp32, and the tokens of each
+        expert [E]."""
         with torch.autocast(rows.device.type, enabled=False):
-            # The weight in the type of the tokens first: sharded mixed precision gathers it in that type anyway. Not in
-            # fp16, which the weight's gradient, a sum over tokens, can be too large for.
+            # The weight is first converted to the dtype of the tokens: sharded mixed precision gathers it in that dtype
+            # anyway. Not in fp16, in which the weight's gradient, a sum over tokens, can overflow.
             weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
             logits = F.linear(rows.float(), weight.float())
         bias = self.e_score_correction_bias
         scores = logits.softmax(dim=1) if bias is None else logits.sigmoid()
         ranking = scores.detach() if bias is None else scores.detach() + bias
-        # A stable sort, so that of equal scores the first expert wins on every device; topk leaves it open.
+        # A stable sort, so that among equal scores the first expert wins on every device; topk does not guarantee it.
         chosen = ranking.sort(dim=1, descending=True, stable=True).indices[:, : self.experts_per_token]
         weights = scores.gather(1, chosen)
         if self.normalizes:
@@ -81,16 +82,16 @@ class Router(nn.Module):
         return chosen, weights * self.scale, counts
 
     def balance(self, loads: Tensor, accepted: Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by ``balance_rate``, lower that of
-        the others, if ``accepted``."""
+        """If ``accepted``, raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by
+        ``balance_rate``, and lower the bias of the others."""
         bias = self.e_score_correction_bias
-        if bias is not None and self.weight.requires_grad:  # a frozen router stays as it is
-            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: whole numbers
+        if bias is not None and self.weight.requires_grad:  # a frozen router is not changed
+            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: integers
             bias += (self.balance_rate * moves).to(bias.dtype)
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards, stacked; all experts of the layer, or those that this rank holds."""
+    """SwiGLU feed-forwards, stacked: all experts of the layer, or this rank's shard of them."""
 
     def __init__(self, config: MoESection) -> None:
         super().__init__()
@@ -100,9 +101,10 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [N, D], those of the first expert first, ``counts`` of them for each -> [N, D]."""
+        """Map rows [N, D], ordered by expert with ``counts`` [E] rows each, to [N, D]."""
         if rows.dtype == torch.float16:
-            # A weight's gradient is a sum over tokens, which leaves fp16's range the earlier the more are together.
+            # A weight's gradient is a sum over tokens, which overflows fp16 the sooner the more tokens are summed at
+            # once.
             with torch.autocast(rows.device.type, enabled=False):
                 return self._products(rows.float(), counts).half()
         return self._products(rows, counts)
@@ -121,7 +123,8 @@ class Experts(nn.Module):
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether ``grouped_mm`` takes ``rows`` [N, D] and ``weight`` [E, I, D]; the alternative is a loop over experts."""
+    """Return whether ``grouped_mm`` supports ``rows`` [N, D] and ``weight`` [E, I, D]; the alternative is a loop
+    over experts."""
     if any(size * rows.element_size() % _GROUPED_ALIGNMENT for size in weight.shape[1:]):
         return False
     if rows.device.type != "cuda":
@@ -137,11 +140,12 @@ def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """rows[index], whose backward gathers as well: the one of indexing would add in an order that varies on a GPU."""
+    """rows[index], with a backward that gathers as well: the backward of indexing would add in varying order on a
+    GPU."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        """``index`` [N] has each row of ``rows`` [T, D] N/T times; ``inverse`` [N] is where they are, by row."""
+        """``index`` [N] contains each row of ``rows`` [T, D] N/T times; ``inverse`` [N] has their positions, by row."""
         ctx.save_for_backward(inverse)
         ctx.rows = len(rows)
         return rows[index]
@@ -153,7 +157,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward of a block: routed experts, and shared ones that every token passes."""
+    """Feed-forward of a block: routed experts, and shared experts that process every token."""
 
     def __init__(self, config: MoESection) -> None:
         super().__init__()
@@ -192,7 +196,7 @@ class MoETransformer(Transformer):
 
     def parallel_plan(self) -> ParallelPlan:
         first, layers = self.config.dense_layers, self.config.layers
-        # A mixture takes each rank's part of the stream; only its shared experts are a region.
+        # A mixture takes each rank's shard of the stream; only its shared experts are a region.
         regions = [f"layers.{number}.mlp" for number in range(first)] + ["layers.*.mlp.shared_experts"]
         kept = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"}
         shared = {name.replace(".mlp.", ".mlp.shared_experts."): kept[name] for name in kept if ".mlp." in name}
@@ -207,7 +211,7 @@ _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class MoE(Llama):
-    """GLM-4.5 (``model.family=glm4_moe``), Qwen3-MoE (``qwen3_moe``) and Mixtral (``mixtral``)."""
+    """Families ``glm4_moe`` (GLM-4.5), ``qwen3_moe`` and ``mixtral``."""
 
     section: MoESection
     transformer = MoETransformer
@@ -221,7 +225,7 @@ class MoE(Llama):
         )
 
     def active_parameters(self, parameters: int) -> int:
-        """Return how many of all ``parameters`` a token passes."""
+        """Return the number of ``parameters`` that a token uses."""
         model = self.section
         idle = (model.layers - model.dense_layers) * (model.experts - model.experts_per_token)
         return parameters - idle * 3 * model.dim * model.expert_hidden_dim
@@ -236,7 +240,8 @@ class MoE(Llama):
         return tuple(Fragment.entry(each, shape, index) for index, each in enumerate(names))
 
     def checkpoint_names(self, name: str) -> list[str]:
-        """The name in a Hugging Face checkpoint of parameter ``name``; of stacked experts, one for each expert."""
+        """Return the names of parameter ``name`` in a Hugging Face checkpoint: one for each expert if experts are
+        stacked, else one."""
         owner, _, last = name.rpartition(".")
         is_mixtral = self.section.family == "mixtral"
         if is_mixtral and ".mlp." in owner + ".":

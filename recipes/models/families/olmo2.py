@@ -1,7 +1,7 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656): Llama, with other norms.
+"""OLMo 2 (https://arxiv.org/abs/2501.00656): Llama with different norms.
 
-They stand behind attention and feed-forward instead of before them. Queries and keys are normalised over the width of
-all heads together.
+The norms come after attention and feed-forward instead of before them. Queries and keys are normalized over the
+width of all heads.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from serried.recipes.models.layers.kv_cache import LayerCache
 
 
 class WidthNorm(RMSNorm):
-    """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32; tensor ranks may divide the heads."""
+    """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32. The tensor axis may shard the heads."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps)
@@ -38,7 +38,7 @@ class Olmo2Attention(Attention):
 
 
 class Olmo2Block(nn.Module):
-    """Attention and feed-forward; what they return is normalised and added to the residual stream."""
+    """Attention and feed-forward, whose outputs are normalized and added to the residual stream."""
 
     def __init__(self, config: LlamaSection) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Olmo2Transformer(Transformer):
     """``Transformer`` of ``Olmo2Block``."""
 
     def block(self, number: int) -> Olmo2Block:
-        del number  # all are alike
+        del number  # all blocks are alike
         return Olmo2Block(self.config)
 
     def parallel_plan(self) -> ParallelPlan:
@@ -65,6 +65,6 @@ class Olmo2Transformer(Transformer):
 
 
 class Olmo2(Llama):
-    """``model.family=olmo2``."""
+    """Family ``olmo2``."""
 
     transformer = Olmo2Transformer

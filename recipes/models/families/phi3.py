@@ -1,7 +1,7 @@
-"""Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama, perhaps with a window, in other tensors.
+"""Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama, perhaps with a sliding window, stored in other tensors.
 
-A checkpoint has queries, keys and values in one tensor, and the two matrices into the feed-forward in another. They are
-parameters of their own here, so that tensor ranks can divide each.
+A checkpoint has queries, keys and values in one tensor, and the two matrices into the feed-forward in another. They
+are separate parameters here, so that the tensor axis can shard each.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,16 @@ from serried.recipes.models.families.llama import Llama
 
 
 class Phi3(Llama):
-    """``model.family=phi3``."""
+    """Family ``phi3``."""
 
     section: Phi3Section
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         model, (owner, _, part) = self.section, name.removesuffix(".weight").rpartition(".")
         queries, keys = model.heads * model.attention_head_dim, model.kv_heads * model.attention_head_dim
-        starts, fused, rows = {"gate_proj": 0, "up_proj": model.hidden_dim}, "gate_up_proj", 2 * model.hidden_dim
+        starts = {"gate_proj": 0, "up_proj": model.hidden_dim}
+        fused = "gate_up_proj"
+        rows = 2 * model.hidden_dim
         if owner.endswith("self_attn"):
             starts, fused = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}, "qkv_proj"
             rows = queries + 2 * keys

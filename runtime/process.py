@@ -81,8 +81,8 @@ def torchrun_says() -> tuple[int, int, int, int]:
         missing = [name for name in _TORCHRUN if not env.get(name)]
         if missing:
             raise UserError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} is set but not {', '.join(missing)}; start with torchrun, "
-                "which sets them all, or unset WORLD_SIZE for one process"
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but not {', '.join(missing)}; start with torchrun "
+                "to set them all, or unset WORLD_SIZE for one process"
             )
     values = [env.get(name) or default for name, default in zip(wanted, "0011", strict=True)]
     given = [f"{name}={value}" for name, value in zip(wanted, values, strict=True)]
@@ -90,12 +90,10 @@ def torchrun_says() -> tuple[int, int, int, int]:
     if env.get("WORLD_SIZE", "1") != "1" and not _is_number(port := env["MASTER_PORT"]):
         wrong.append(f"MASTER_PORT={port}")
     if wrong:
-        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun, which sets it")
+        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun to set it")
     rank, local_rank, world, local_world = map(int, values)
     if not (local_rank <= rank < world and local_rank < local_world <= world):
-        raise UserError(
-            f"{', '.join(given)} contradict each other; start with torchrun, which sets them, or unset them"
-        )
+        raise UserError(f"{', '.join(given)} contradict each other; start with torchrun to set them, or unset them")
     return rank, local_rank, world, local_world
 
 

@@ -16,7 +16,10 @@ from serried.configs.schema.sections import CheckpointSection
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
 
-MODEL, ADAPTER, OPTIMIZER = STEMS = ("model", "adapter_model", "optimizer")
+MODEL = "model"
+ADAPTER = "adapter_model"
+OPTIMIZER = "optimizer"
+STEMS = (MODEL, ADAPTER, OPTIMIZER)
 """Stems of the files of weights, of adapters' weights, and of optimizer state."""
 
 _NAME = re.compile(r"step-([0-9]{8,255})")

@@ -169,8 +169,8 @@ def load_weights(
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
-    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta. No values are read,
-    except for tensors that are stored twice. Raises ``UserError`` if the folder holds another model."""
+    """Compare names and shapes of ``folder`` with the parameters of ``module``, which may be on meta. No values are
+    read, except for tensors that are stored twice. Raises ``UserError`` if the folder holds another model."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}

@@ -1,4 +1,5 @@
-"""``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
+"""``trainer.activation_memory_budget``: choice of the blocks that recompute activations, from the memory that each
+mode keeps."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,7 @@ from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 
 MODES = ("none", "selective", "full")
-"""Of activation checkpointing, that a budget chooses from."""
+"""Modes of activation checkpointing that a budget chooses from."""
 _LONGEST_REASON = 160
 
 
@@ -33,14 +34,14 @@ def chosen_mix(
     module: nn.Module,
     kept: Mapping[str, float] | None = None,
 ) -> Mix | None:
-    """Return what blocks keep, the same on all ranks; None: there is no budget.
+    """Return the mix of activation checkpointing modes, the same on all ranks; None if there is no budget.
 
     Args:
         module: the whole model.
         kept: bytes that all blocks keep, by mode; None: they are measured.
 
     Raises:
-        UserError: the blocks keep more in any case, or it cannot be measured what they keep.
+        UserError: the blocks keep more in any mode, or their memory cannot be measured.
     """
     budget = config.trainer.activation_memory_budget
     if budget == 1:
@@ -56,8 +57,8 @@ def chosen_mix(
     if mix is None:
         least = ceil(100 * min(kept.values()) / kept["none"]) / 100
         raise UserError(
-            f"trainer.activation_memory_budget={budget:g}: what enters the blocks, without which they cannot "
-            f"be computed again, is more; use trainer.activation_memory_budget={least:g}"
+            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks, which recomputation "
+            f"needs, take more; use trainer.activation_memory_budget={least:g}"
         )
     return mix
 
@@ -70,7 +71,7 @@ def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int
 def _measured(
     config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module
 ) -> Mapping[str, float]:  # fmt: skip
-    """Return what all blocks keep, by mode: in a forward on tensors without data."""
+    """Return the bytes that all blocks keep, by mode, measured in a forward on tensors without data."""
     given = f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g}"
     other = "use trainer.activation_checkpoint=selective with trainer.activation_memory_budget=1"
     for axis in ("tensor", "context", "expert"):
@@ -94,7 +95,7 @@ def _measured(
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a module cannot be computed on tensors without data, in a clause."""
+    """Return why a module cannot be computed on tensors without data, as a clause."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
 
 
@@ -102,7 +103,7 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
 
     tensors = [*module.parameters(), *module.buffers()]
-    module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
+    module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})  # no tensor is copied
     low_dtype, alive = LOW_DTYPES[config.precision.name], LiveStorages()
     held: list[float] = []
     ended: list[bool] = []
@@ -122,7 +123,7 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
         block.register_forward_hook(lambda *_: ended.append(True))
         try:
             task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
-        except Exception:  # what comes after the blocks, such as a task's own loss, may need data
+        except Exception:  # code after the blocks, such as a task's own loss, may need data
             if not ended:
                 raise
     return sum(held)

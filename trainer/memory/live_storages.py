@@ -1,4 +1,4 @@
-"""Storages of tensors without data, followed from the operation that makes them to their end."""
+"""Storages of tensors without data, tracked from their creation to their release."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,31 +15,31 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Block:
-    """A storage from its birth to its death."""
+    """A storage between its creation and its release."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.size = kind, 0
         self.freed = ""
-        """The phase in which it was freed; empty: not yet."""
+        """Phase in which it was freed; empty if it exists."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of what operations have made and is still there.
+    """Counts the bytes of operations' outputs that still exist.
 
-    Where the host asks a tensor for a flag, the answer is what holds in a usual step: no check fails, no mask hides
+    If the host reads a flag from a tensor, the result is the flag of a regular step: no check fails, no mask hides
     everything, and no step is rejected.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        """Held now."""
+        """Bytes that exist now."""
         self.phase = ""
-        """Kind of the storages that are made now."""
+        """Kind of the storages that are created now."""
         self._flags: tuple[torch.dtype, ...] = (torch.bool,)
-        """Types of the numbers that are flags."""
+        """dtypes that count as flags."""
         self._live: dict[int, tuple[Block, Any]] = {}
-        """By the address of the storage, with a reference that reports its death."""
+        """Existing storages by address, with a reference that reports their release."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation is _DEVICE:  # of a fake tensor, which torch asks for more often than it computes
@@ -58,10 +58,10 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def computed(self, operation: Any, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """Called after each operation, whose ``outputs`` are recorded."""
+        """Hook that is called after each operation. Its ``outputs`` are already recorded."""
 
     def record(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Note that ``storage`` has ``size`` bytes now."""
+        """Record that ``storage`` has ``size`` bytes now."""
         key = storage._cdata
         if key not in self._live:
             self._live[key] = Block(self.phase), weakref.ref(storage, lambda _: self._end(key))
@@ -70,7 +70,7 @@ class LiveStorages(TorchDispatchMode):
             self.resize(block, size)
 
     def resize(self, block: Block, size: int) -> None:
-        """Note that ``block`` has ``size`` bytes now."""
+        """Record that ``block`` has ``size`` bytes now."""
         self.bytes += size - block.size
         block.size, block.freed = size, "" if size else self.phase
 

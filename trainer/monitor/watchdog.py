@@ -301,8 +301,8 @@ class Watchdog:
 
 
 def last_collectives(leave_out: Iterable[str]) -> list[tuple[str, int, str, bool]]:
-    """Return the last collectives that this process entered, oldest first, as ``Beat.collectives``, except those of the
-    groups in ``leave_out``. Empty if the backend records none."""
+    """Return the latest collectives that this process entered, oldest first, in the format of ``Beat.collectives``,
+    without the groups in ``leave_out``. Empty if the backend does not record them."""
     left_out = set(leave_out)
     told: dict[str, list[tuple[str, int, str, bool]]] = {}
     for record in _flight_records():

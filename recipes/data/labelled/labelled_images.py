@@ -31,7 +31,8 @@ _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 _FORMATS = frozenset(
     ("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 )
-"""Pixel formats that Pillow may detect in a file, whatever its name. (For PostScript it would start an interpreter.)"""
+"""Pixel formats that Pillow may detect in a file, regardless of its name. (For PostScript it would start an
+interpreter.)"""
 _ORIENTATION = 0x0112
 """EXIF tag of the camera's orientation."""
 UPRIGHT = "-upright"

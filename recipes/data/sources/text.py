@@ -48,7 +48,10 @@ def text(section: Any) -> Source:
     rows = [file for file in files if _has_rows(file.path, column)]
     texts = [file for file in files if file not in rows]
     if texts and rows:
-        globs = [assignment("data.path", f"{section.path}/**/*{ending_of(each[0].path)}") for each in (rows, texts)]
+        globs = [
+            assignment("data.path", f"{section.path}/**/*{ending_of(files_of_kind[0].path)}")
+            for files_of_kind in (rows, texts)
+        ]
         raise UserError(
             f"{assignment('data.path', section.path)} holds both files of text ({texts[0].name}: {len(texts)}) and "
             f"files of rows ({rows[0].name}: {len(rows)}); name one kind with a glob, as in {' or '.join(globs)}"

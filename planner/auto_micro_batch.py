@@ -17,7 +17,7 @@ from serried.planner.advice import KEEPS_LESS, Planned, advice
 from serried.planner.memory_formula import formula_memory
 from serried.planner.plan_terms import Fits
 from serried.planner.step_plan import RESERVED_BYTES, with_unused
-from serried.planner.traced_step import CannotTrace, memory_of, trace_step
+from serried.planner.trace.traced_step import CannotTrace, memory_of, trace_step
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start, changes
 from serried.trainer.memory.host_memory import tensor_bytes

@@ -19,11 +19,11 @@ from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.step_phases import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER, PIPELINE
 from serried.planner.devices import device_of_driver
-from serried.planner.measured_rates import read_rates
 from serried.planner.memory_formula import Sizes
 from serried.planner.plan_lines import seconds_text
-from serried.planner.planned_time import Timed
 from serried.planner.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
+from serried.planner.time.measured_rates import read_rates
+from serried.planner.time.planned_time import Timed
 from serried.records.metrics import METRICS, read_events
 from serried.records.run_folder import PROFILES
 from serried.trainer.model import model_to_train

@@ -14,8 +14,8 @@ from serried.configs.formats import size
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.local_shards import local
 from serried.planner.advice import Advice, Planned, advice
-from serried.planner.cuda_allocator import has_expandable_segments
 from serried.planner.memory_formula import FormulaMemory
+from serried.planner.trace.cuda_allocator import has_expandable_segments
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.checkpoint_size import saved_bytes

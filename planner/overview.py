@@ -22,8 +22,8 @@ from serried.planner.auto_micro_batch import choose
 from serried.planner.devices import DEVICES
 from serried.planner.memory_formula import Sizes, planned_memory
 from serried.planner.plan_lines import plan_lines
-from serried.planner.planned_time import Timed, measured_rates, planned_device
 from serried.planner.step_plan import RESERVED_BYTES, StepPlan, plan_step
+from serried.planner.time.planned_time import Timed, measured_rates, planned_device
 from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start

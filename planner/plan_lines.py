@@ -12,13 +12,13 @@ from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import gradient_accumulation
 from serried.parallel.step_phases import BACKWARD
 from serried.planner.advice import KEEPS_LESS, Advice, Planned, advice
-from serried.planner.cuda_allocator import has_expandable_segments
 from serried.planner.memory_formula import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.planner.plan_terms import IN_HOST_MEMORY, Fits, Memory
-from serried.planner.planned_time import Timed
 from serried.planner.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_unused
-from serried.planner.time_model import Step
-from serried.planner.traced_step import CannotTrace, memory_of, trace_step
+from serried.planner.time.planned_time import Timed
+from serried.planner.time.time_model import Step
+from serried.planner.trace.cuda_allocator import has_expandable_segments
+from serried.planner.trace.traced_step import CannotTrace, memory_of, trace_step
 from serried.planner.traffic import Flow
 from serried.trainer.task import Task
 

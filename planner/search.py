@@ -21,11 +21,11 @@ from serried.planner.activations.estimate import activation_estimate
 from serried.planner.devices import DEVICES
 from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
 from serried.planner.plan_lines import seconds_text
-from serried.planner.planned_time import planned_cluster, planned_device, planned_rates
-from serried.planner.published_rates import software_for
 from serried.planner.step_plan import fits_of
-from serried.planner.step_work import doubts, job_of, shape_of, unknown_why
-from serried.planner.time_model import Job, held_elements, step_of
+from serried.planner.time.planned_time import planned_cluster, planned_device, planned_rates
+from serried.planner.time.published_rates import software_for
+from serried.planner.time.step_work import doubts, job_of, shape_of, unknown_why
+from serried.planner.time.time_model import Job, held_elements, step_of
 from serried.records.files import output_file, write_atomically
 from serried.records.report.html import html_page
 from serried.trainer.model import model_to_train

@@ -5,11 +5,11 @@ from typing import Any
 
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import AXES, Layout
-from serried.planner.cuda_allocator import has_expandable_segments
 from serried.planner.memory_formula import Sizes, formula_memory, planned_flows, planned_memory
 from serried.planner.plan_terms import IN_HOST_MEMORY, Fits, Memory
-from serried.planner.planned_time import Timed, UnknownTime, time_of
-from serried.planner.traced_step import CannotTrace, Traced, flows_of, reserved_memory_of, trace_step
+from serried.planner.time.planned_time import Timed, UnknownTime, time_of
+from serried.planner.trace.cuda_allocator import has_expandable_segments
+from serried.planner.trace.traced_step import CannotTrace, Traced, flows_of, reserved_memory_of, trace_step
 from serried.planner.traffic import Flow
 from serried.trainer.task import Task
 

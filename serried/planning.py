@@ -42,7 +42,7 @@ def calibrate(words: list[str]) -> int:
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
                 return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
-        from serried.launch.calibrate import calibrate as measure  # with torch, which a login node need not have
+        from serried.planner.time.calibrate import calibrate as measure  # with torch, which a login node need not have
 
         shapes = traced_products(config)  # before the session: the trace has a process group of its own
         return measure(config.launch, out, config.precision.name, shapes)

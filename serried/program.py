@@ -155,7 +155,7 @@ def _with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfi
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
-    from serried.planner.traced_step import CannotTrace, products_of, trace_step
+    from serried.planner.trace.traced_step import CannotTrace, products_of, trace_step
 
     try:
         return products_of(trace_step(*_step(config)[:4]))

@@ -19,7 +19,8 @@ TO_ADD = (
         "a model family",
         "your script and a YAML preset",
         "`recipes/models/families/`, its section in `configs/schema/models.py`, its line in "
-        "`configs/schema/registry.py`, a YAML preset",
+        "`configs/schema/registry.py`, a YAML preset; its activations are traced, or a formula in "
+        "`planner/activations/families.py`",
     ),
     ("an optimizer", "your script", "`trainer/optim/algorithms/` and a YAML preset"),
     ("a schedule", "your script", "`trainer/optim/schedules/` and a YAML preset"),

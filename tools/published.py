@@ -1,7 +1,7 @@
 """Planned step times and memory against published ones, which ``published.toml`` has with their sources.
 
 ``python -m tools.published`` prints the tables of docs/evidence/plan-accuracy.md; ``... rows`` every row's time;
-``... fit`` rates that fit the rows marked for calibration, to be written into planner/published_rates.py.
+``... fit`` rates that fit the rows marked for calibration, to be written into planner/time/published_rates.py.
 
 For memory, torchtitan's runs are planned as runs of this project, with their own loss. Figure 1 of Korthikanti et al.
 (arXiv 2205.05198) is of Megatron-LM's block: it is traced as a user's module, and counted as often as the plan of a
@@ -28,11 +28,11 @@ from serried.parallel.plan import Vocabulary
 from serried.parallel.step_phases import FORWARD
 from serried.planner.devices import Cluster, device_of
 from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
-from serried.planner.published_rates import RATES, Rates
 from serried.planner.step_plan import with_unused
-from serried.planner.time_model import Job, Shape, step_of
-from serried.planner.trace_recorder import StepTrace
-from serried.planner.traced_step import reserved_memory_of, trace_step
+from serried.planner.time.published_rates import RATES, Rates
+from serried.planner.time.time_model import Job, Shape, step_of
+from serried.planner.trace.trace_recorder import StepTrace
+from serried.planner.trace.traced_step import reserved_memory_of, trace_step
 from serried.recipes.models.layers.lm_head import HeadLoss, LanguageModelHead
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.model import build_model

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from serried.configs.compose import compose
-from serried.launch.calibrate import measure, of_all
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.step_phases import Phases
 from serried.planner.memory_formula import Sizes
-from serried.planner.planned_time import Timed
 from serried.planner.step_plan import plan_step
-from serried.planner.traced_step import products_of, trace_step
+from serried.planner.time.calibrate import measure, of_all
+from serried.planner.time.planned_time import Timed
+from serried.planner.trace.traced_step import products_of, trace_step
 from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded

@@ -1,6 +1,6 @@
 """What operations allocate within themselves: each operation of real steps, by the events of torch's allocator.
 
-A trace of a step on tensors without data does not see it, so ``planner.trace_recorder`` has the operations that do.
+A trace of a step on tensors without data does not see it, so ``trace_recorder`` has the operations that do.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from serried.configs.compose import compose
-from serried.planner.trace_recorder import known_workspace
+from serried.planner.trace.trace_recorder import known_workspace
 from serried.runtime.session import open_session
 from testing.allocated_bytes import a_step, spans_and_sizes
 

@@ -30,7 +30,7 @@ from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
 from serried.planner.overview import dry_run
-from serried.planner.traced_step import memory_of
+from serried.planner.trace.traced_step import memory_of
 from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import Session

@@ -13,7 +13,7 @@ from serried import cli
 from serried.configs.compose import compose, compose_saved, config_yaml
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import declaring
-from serried.planner.measured_rates import read_rates
+from serried.planner.time.measured_rates import read_rates
 from serried.planning import calibrate
 from serried.program import traced_products
 from serried.task_class import installed

@@ -21,7 +21,7 @@ from serried.planner.memory_formula import FormulaMemory, Sizes, formula_memory,
 from serried.planner.plan_lines import plan_lines
 from serried.planner.plan_terms import Fits, Work
 from serried.planner.step_plan import RESERVED_BYTES, fits_of, plan_step
-from serried.planner.traced_step import Traced, _Tracer, flows_of, memory_of, trace_step
+from serried.planner.trace.traced_step import Traced, _Tracer, flows_of, memory_of, trace_step
 from serried.planner.traffic import Flow
 from serried.program import main
 from serried.recipes.models.layers.lm_head import chunk_tokens

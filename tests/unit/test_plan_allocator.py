@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serried.planner.cuda_allocator import Phase, Request, _Stream, anonymous, extended, unused_bytes
+from serried.planner.trace.cuda_allocator import Phase, Request, _Stream, anonymous, extended, unused_bytes
 
 MIB = 2**20
 

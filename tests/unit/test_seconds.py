@@ -12,10 +12,10 @@ from serried import cli
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.layout.mesh import Layout
 from serried.planner.devices import DEVICES, Cluster
-from serried.planner.pipeline_timeline import Cost, Slot, duration, play
-from serried.planner.published_rates import OUTSIDE, RATES, SEEN, WITHIN
-from serried.planner.step_work import doubts, shape_of
-from serried.planner.time_model import Job, Shape, step_of
+from serried.planner.time.pipeline_timeline import Cost, Slot, duration, play
+from serried.planner.time.published_rates import OUTSIDE, RATES, SEEN, WITHIN
+from serried.planner.time.step_work import doubts, shape_of
+from serried.planner.time.time_model import Job, Shape, step_of
 from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.model import build_model

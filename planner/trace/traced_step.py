@@ -31,10 +31,10 @@ from serried.parallel.model import DistributedModel, own_sums
 from serried.parallel.plan import Context, ParallelPlan
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.planner.activations.estimate import planned_mix
-from serried.planner.cuda_allocator import Phase, extended, unused_bytes
 from serried.planner.memory_formula import RECEIVE_BUFFERS, keeps_buckets
 from serried.planner.plan_terms import IN_HOST_MEMORY, Memory, Work
-from serried.planner.trace_recorder import GRADIENTS, PARAMETERS, Exchange, StepTrace
+from serried.planner.trace.cuda_allocator import Phase, extended, unused_bytes
+from serried.planner.trace.trace_recorder import GRADIENTS, PARAMETERS, Exchange, StepTrace
 from serried.planner.traffic import Flow
 from serried.trainer.memory.activation_budget import reason_of
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu

@@ -12,7 +12,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.planner.devices import Cluster, Device, device_of_driver
 from serried.planner.plan_terms import Shape
-from serried.planner.published_rates import Rates
+from serried.planner.time.published_rates import Rates
 
 _HALVES = (0, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Candidates for ``Rates.half``."""

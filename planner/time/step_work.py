@@ -14,8 +14,8 @@ from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.planner.devices import Cluster, Device
-from serried.planner.published_rates import FAR, SEEN
-from serried.planner.time_model import Job, Shape
+from serried.planner.time.published_rates import FAR, SEEN
+from serried.planner.time.time_model import Job, Shape
 
 _OTHER_FORM = 0.05
 """A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.planner.devices import Cluster, Device
-from serried.planner.pipeline_timeline import Cost, about, duration
 from serried.planner.plan_terms import Work
-from serried.planner.published_rates import Rates
+from serried.planner.time.pipeline_timeline import Cost, about, duration
+from serried.planner.time.published_rates import Rates
 
 _HALF_BYTES = 2
 _FP32_BYTES = 4

@@ -13,14 +13,14 @@ from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.planner.activations.estimate import planned_mix
 from serried.planner.devices import DEVICES, Cluster, Device, device_of, device_of_driver
-from serried.planner.measured_rates import MeasuredRates, read_rates
 from serried.planner.memory_formula import Sizes
-from serried.planner.pipeline_timeline import Cost, duration
 from serried.planner.plan_terms import Work
-from serried.planner.published_rates import MEASURED, OUTSIDE, RATES, WITHIN, Rates, software_for
-from serried.planner.step_work import doubts, job_of, shape_of, unknown_why
-from serried.planner.time_model import Step, step_of, wire
-from serried.planner.traced_step import Traced
+from serried.planner.time.measured_rates import MeasuredRates, read_rates
+from serried.planner.time.pipeline_timeline import Cost, duration
+from serried.planner.time.published_rates import MEASURED, OUTSIDE, RATES, WITHIN, Rates, software_for
+from serried.planner.time.step_work import doubts, job_of, shape_of, unknown_why
+from serried.planner.time.time_model import Step, step_of, wire
+from serried.planner.trace.traced_step import Traced
 from serried.planner.traffic import Flow
 from serried.trainer.metrics.peak_flops import device_name
 from serried.trainer.task import Task

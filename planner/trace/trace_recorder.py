@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # functio
 
 from serried.parallel.layout.local_shards import local
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
-from serried.planner.cuda_allocator import Phase, anonymous
 from serried.planner.plan_terms import IN_HOST_MEMORY, Shape, Work
+from serried.planner.trace.cuda_allocator import Phase, anonymous
 from serried.trainer.memory.live_storages import Block, LiveStorages, tensors_in, with_memory
 
 PARAMETERS, GRADIENTS, GATHERED = "parameters", "gradients", "gathered"

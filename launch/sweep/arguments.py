@@ -101,7 +101,7 @@ def values_of(override: Override) -> list[str]:
 def _length(value: RangeSweep) -> float:
     """Return the unrounded number of values of a range; infinite or NaN if it never ends."""
     if not value.step or value.start is None or value.stop is None:
-        return 0  # which listing the values reports
+        return 0  # listing the values reports the mistake
     try:
         return (value.stop - value.start) / value.step
     except OverflowError:

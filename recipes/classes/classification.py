@@ -86,7 +86,7 @@ class Classification(Task):
             named = ", or name the column of the labels: task.label_column=NAME"
             raise UserError(
                 f"all training samples of {typed} are of one class, {found.classes[0]!r}, so there is nothing to tell "
-                f"apart; give samples of others too{named * isinstance(self.config, TextsSection)}"
+                f"apart; add samples of other classes{named * isinstance(self.config, TextsSection)}"
             )
         return found
 

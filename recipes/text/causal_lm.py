@@ -138,7 +138,7 @@ class CausalLM(TextTask):
         if any(source.tokenizer.spec() != prepared[0].tokenizer.spec() for source in prepared):
             raise UserError(
                 f"data.tokenizer={self._data.tokenizer} is learned from a source, and the sources here would each have "
-                "their own; use data.tokenizer=bytes, or the files of a tokenizer that is there already"
+                "their own; use data.tokenizer=bytes, or the files of an existing tokenizer"
             )
 
     def open_data(self, place: str) -> None:
@@ -494,7 +494,7 @@ class CausalLM(TextTask):
         try:
             is_same = path.read_text("utf-8") == hugging_face_files(self._tokenizer())["tokenizer.json"]
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; it says which tokens the model knows") from None
+            raise UserError(f"cannot read {path}: {error.strerror}; the tokens of the model are read from it") from None
         if not is_same:
             raise UserError(
                 f"data.tokenizer={self._data.tokenizer} is not the tokenizer of {folder} any more: it was learned from "
@@ -546,7 +546,7 @@ class CausalLM(TextTask):
     def check_weights(self, folder: Path) -> None:
         """Check that ``folder`` has a ``config.json``, from which composing the config took the architecture."""
         if not (folder / CONFIG).is_file():
-            raise UserError(f"cannot read {folder / CONFIG}: there is none; it says what the weights beside it compute")
+            raise UserError(f"{folder / CONFIG} does not exist; the architecture of the model is read from it")
 
     def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the content of ``config.json`` for an export."""

@@ -287,7 +287,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
         ([f"task.path={tmp_path / 'blank.jsonl'}", "dry_run=false"], "the text of row 1 has no tokens"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
-        ([f"task.path={tmp_path / 'one'}"], "are of one class, 'pos', so there is nothing to tell apart; give samples"),
+        ([f"task.path={tmp_path / 'one'}"], "are of one class, 'pos', so there is nothing to tell apart; add samples"),
         ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a, c"),
         ([f"task.path={tmp_path / 'null'}"], "has the label None, and that is not a class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),

@@ -211,7 +211,7 @@ def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     d, with d = 1 / (2m - 2). Of the sources that may be placed, the one with the earliest deadline is chosen. This
     meets every deadline, as Tijdeman proved for this d.
     """
-    block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # a single source has no other to keep a distance from
+    block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # at least 2, for a single source
     sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)
 
     def window(source: int, k: int) -> tuple[int, int, int, int]:

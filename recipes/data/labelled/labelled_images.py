@@ -117,7 +117,7 @@ class FolderImages:
         try:
             with open_regular(path) as file:
                 return Image(_decoded(file, self.upright), int(self._labels[index]))
-        except Exception as error:  # of any kind: decoders read a file of anyone's
+        except Exception as error:  # any exception: decoders read untrusted files
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it, {_RESUMES}") from None
 

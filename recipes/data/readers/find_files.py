@@ -114,8 +114,8 @@ def _folders_below(top: str) -> Iterator[str]:
         count += 1
         if count > _MOST_FOLDERS:
             raise UserError(
-                f"{assignment('data.path', top)}: more than {_MOST_FOLDERS:,} folders, as links to each other "
-                "make; name the folders without such links: data.path=..."
+                f"{assignment('data.path', top)}: more than {_MOST_FOLDERS:,} folders, perhaps since links lead "
+                "to each other; name the folders without such links: data.path=..."
             )
         yield folder
         for entry in inside:

@@ -22,9 +22,10 @@ from serried.parallel.initialize import clear_rows, initialize, padding_rows
 from serried.parallel.layout.local_shards import persistent_buffers, set_types, tie, tied_names, unshardable
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
-from serried.parallel.model import Direct, DistributedModel, Runner
+from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_all_gather import Float8Gather
+from serried.parallel.runner import Direct, Runner
 from serried.parallel.step_phases import Phases
 from serried.parallel.sync.gradient_norm import sum_in_fp32
 from serried.parallel.sync.gradient_sync import GradientSync, NoSync, Replicated, Summed

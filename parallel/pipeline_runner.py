@@ -18,7 +18,7 @@ from serried.configs.errors import UserError
 from serried.parallel.layout.local_shards import evaluating
 from serried.parallel.layout.mesh import ONE_STAGE_SCHEDULES, Layout
 from serried.parallel.layout.process_groups import Groups
-from serried.parallel.model import Ended
+from serried.parallel.loss_checks import check_terms
 from serried.parallel.plan import Inputs, LossTerms, Objective
 from serried.parallel.random_seed import seed_random_numbers
 from serried.parallel.step_phases import BACKWARD, FORWARD, PIPELINE, Phases
@@ -65,8 +65,10 @@ class Pipeline:
         self._shapes: dict[torch.Size, None] = {}
         """Of the micro-batches of the last step."""
 
-    def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
-        """Forward and backward of all ``batches``. ``ended`` is called on the ranks of the last stage alone.
+    def train(
+        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int]
+    ) -> Iterator[LossTerms]:
+        """Forward and backward of all ``batches``. Yields their losses after that, on the ranks of the last stage.
 
         Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
         one.
@@ -91,14 +93,22 @@ class Pipeline:
         key = (len(batches), inputs[0].stream.shape)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(len(batches), inputs[0])
-        self._schedules[key].step(begin, lambda index, output: ended(index, objective.terms(output, batches[index])))
+        losses: list[LossTerms] = []
+
+        def scaled_loss(index: int, output: Tensor) -> Tensor:
+            terms = check_terms(objective.terms(output, batches[index]))
+            losses.append(terms.detach())
+            return terms.loss_sum * scale
+
+        self._schedules[key].step(begin, scaled_loss)
         for sync in self._stages.values():
             sync.sum_whole_gradients()
+        yield from losses
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
         """Forward only. Returns the loss on the ranks of the last stage, None on others."""
         output = self._forward(objective.inputs(batch))
-        return None if output is None else objective.terms(output, batch)
+        return None if output is None else check_terms(objective.terms(output, batch))
 
     def logits(self, ids: Tensor, index: int) -> Tensor:
         """Return those of token ``index`` of ``ids`` [B, S], on every rank: [B, 1, V]."""
@@ -289,7 +299,7 @@ class _Schedule:
 
     def __init__(self, name: str, stages: Sequence[_Stage], marks: _Marks, micro_batches: int) -> None:
         self._stages, self._marks, self._micro_batches = stages, marks, micro_batches
-        self._ended: Callable[[int, Tensor], Tensor] | None = None
+        self._scaled_loss: Callable[[int, Tensor], Tensor] | None = None
         self._schedule = _SCHEDULES[name](
             stages[0] if name in ONE_STAGE_SCHEDULES else stages,
             n_microbatches=micro_batches,
@@ -297,9 +307,14 @@ class _Schedule:
             scale_grads=False,
         )
 
-    def step(self, begin: Callable[[int, int], Inputs], ended: Callable[[int, Tensor], Tensor]) -> None:
-        """Run forward and backward of all micro-batches."""
-        self._ended = ended
+    def step(self, begin: Callable[[int, int], Inputs], scaled_loss: Callable[[int, Tensor], Tensor]) -> None:
+        """Run forward and backward of all micro-batches.
+
+        Args:
+            begin: Number of a micro-batch and of a stage -> the inputs.
+            scaled_loss: Number of a micro-batch and output of the model -> what its backward starts from.
+        """
+        self._scaled_loss = scaled_loss
         for stage in self._stages:
             stage.begin = begin
         # The target of a micro-batch is not used. Outputs would be concatenated, and a loss has no dim.
@@ -307,8 +322,8 @@ class _Schedule:
         self._marks.end()
 
     def _loss(self, output: Tensor, _: Tensor) -> Tensor:
-        assert self._ended is not None
-        return self._ended(self._stages[-1].current, output)
+        assert self._scaled_loss is not None
+        return self._scaled_loss(self._stages[-1].current, output)
 
 
 def _header(tensor: Tensor) -> list[int]:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.parallel.fsdp_units import blocks_of
-
-Number = Tensor | float
+from serried.parallel.sum_table import Number, SumTable
 
 
 class LossTerms(NamedTuple):
@@ -28,29 +27,32 @@ class LossTerms(NamedTuple):
 
     Every batch must give the same names in the same order.
     """
-    by_source: Tensor | None = None
-    """Valid targets of each source of a mixture, [sources]; None: there is one source. Either on all ranks or none."""
+    counts: Mapping[str, Tensor] = MappingProxyType({})
+    """Named vectors that are added up like the loss, such as the targets of each source of a mixture. Every batch must
+    give the same names and lengths. Training only."""
 
     def zeroed(self) -> "LossTerms":
         """Return the same names with all sums 0, for a batch that only keeps ranks in step."""
         zero = torch.zeros_like(self.loss_sum)
-        by_source = None if self.by_source is None else torch.zeros_like(self.by_source)
-        return LossTerms(zero, zero, dict.fromkeys(self.metrics, (zero, zero)), by_source)
+        counts = {name: torch.zeros_like(count) for name, count in self.counts.items()}
+        return LossTerms(zero, zero, dict.fromkeys(self.metrics, (zero, zero)), counts)
 
-    def totals(self) -> Tensor:
-        """Return all sums, detached, fp64: loss and weight, sum and weight of each metric, weight of each source."""
-        device = self.loss_sum.device
-        numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
-        # A Python number is filled in on the device: copying it to a GPU would block the host.
-        sums = torch.stack(
-            [
-                number.detach().to(device).double()
-                if isinstance(number, Tensor)
-                else torch.full((), float(number), dtype=torch.float64, device=device)
-                for number in numbers
-            ]
-        )
-        return sums if self.by_source is None else torch.cat((sums, self.by_source.double()))
+    def detach(self) -> "LossTerms":
+        """Return the same sums without gradients."""
+
+        def detached(number: Number) -> Number:
+            return number.detach() if isinstance(number, Tensor) else number
+
+        metrics = {name: (detached(total), detached(weight)) for name, (total, weight) in self.metrics.items()}
+        return LossTerms(self.loss_sum.detach(), detached(self.weight), metrics, self.counts)
+
+    def table(self) -> SumTable:
+        """Return all sums by name, without gradients: ``loss_sum``, ``weight``, ``metrics/NAME`` as (sum, weight) and
+        ``counts/NAME``."""
+        metrics = {f"metrics/{name}": metric for name, metric in self.metrics.items()}
+        counts = {f"counts/{name}": count for name, count in self.counts.items()}
+        values = {"loss_sum": self.loss_sum, "weight": self.weight, **metrics, **counts}
+        return SumTable.pack(values, self.loss_sum.device)
 
 
 class Inputs(NamedTuple):

@@ -62,10 +62,16 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     remember_flags([*chosen, *(f"--config-dir={folder}" for folder in folders)])
     remember_words(overrides)
     with declaring(declaration._replace(config_dirs=folders)):
-        return _do(action, overrides)
+        config = _do(action, overrides)
+        if isinstance(config, int):
+            return config
+        if config.trainer.deterministic:
+            make_sums_repeatable()
+        return run_in_session(config.launch, partial(_train, config))
 
 
-def _do(action: Action, overrides: list[str]) -> int:
+def _do(action: Action, overrides: list[str]) -> int | RunConfig:
+    """Return the exit code of ``action``, or the configuration of a run that this process is to train."""
     try:
         note_repeated(overrides)
         if action == "help":
@@ -84,7 +90,7 @@ def _do(action: Action, overrides: list[str]) -> int:
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
     except UserError as error:
         return report_mistake(error)
-    return _run(config) if code is None else code
+    return config if code is None else code
 
 
 def note_unread(overrides: Sequence[str], configs: Sequence[RunConfig], *, is_sweep: bool = False) -> None:
@@ -209,19 +215,14 @@ def _load(config: RunConfig) -> None:
             gc.freeze()  # no garbage is ever looked for in it; in a fork that would copy all of it
 
 
-def _run(config: RunConfig) -> int:
-    def work(session: Session) -> int:
-        with session.signals.loading():
-            _load(config)
-        from serried.planner.run_planner import RunPlanner
-        from serried.trainer.run import train
+def _train(config: RunConfig, session: Session) -> int:
+    with session.signals.loading():
+        _load(config)
+    from serried.planner.run_planner import RunPlanner
+    from serried.trainer.run import train
 
-        session.same_everywhere("the config", text := config_yaml(config))
-        return train(config, task_of(config), session, text, RunPlanner())
-
-    if config.trainer.deterministic:
-        make_sums_repeatable()
-    return run_in_session(config.launch, work)
+    session.same_everywhere("the config", text := config_yaml(config))
+    return train(config, task_of(config), session, text, RunPlanner())
 
 
 def run() -> None:

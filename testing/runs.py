@@ -22,6 +22,7 @@ from serried.configs.schema.declaration import BUILT_IN
 from serried.parallel.layout.local_shards import local
 from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.plan import LossTerms
+from serried.parallel.sum_table import SumTable
 from serried.program import main
 from serried.recipes.data.samples.token_dataset import Batch, Sample
 from serried.recipes.models.layers.lm_head import IGNORE
@@ -335,9 +336,9 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
         return [local(tensor).detach().clone() for tensor in tensors]
 
     class Watched(TrainStep):
-        def __call__(self, *arguments: Any) -> Tensor:
+        def __call__(self, *arguments: Any, **named: Any) -> SumTable:
             before = snapshot(self._optimizer)
-            result = super().__call__(*arguments)
+            result = super().__call__(*arguments, **named)
             after = snapshot(self._optimizer)
             before += [torch.empty(0)] * (len(after) - len(before))  # the first step makes the state
             same = [old.equal(new) for old, new in zip(before, after, strict=True) if new.numel()]

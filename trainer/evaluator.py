@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,9 +12,10 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import DEFAULT_VALIDATION
 from serried.trainer.evaluation.evaluate import evaluate_by_source
 from serried.trainer.metrics.meter import Meter
-from serried.trainer.metrics.run_log import Report
+from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.monitor.heartbeat import EVALUATE
 from serried.trainer.monitor.shutdown import Shutdown
+from serried.trainer.progress import Progress
 from serried.trainer.run_context import Context
 from serried.trainer.task import Dataset, TextTask, to_device
 from serried.trainer.training_state import TrainingState
@@ -25,12 +25,14 @@ class Evaluator:
     """Mean loss over the validation sets, on all ranks together."""
 
     def __init__(
-        self, context: Context, state: TrainingState, validation: dict[str, Dataset], report: Report,
-        meter: Meter, shutdown: Shutdown, benchmarks: Any = None,
+        self, context: Context, state: TrainingState, validation: dict[str, Dataset], *,
+        progress: Progress, log: RunLog, meter: Meter, shutdown: Shutdown, benchmarks: Any = None,
     ) -> None:  # fmt: skip
         """``benchmarks``: what ``open_benchmarks`` returned."""
-        self._context, self._state, self._validation = context, state, validation
-        self._report, self._meter, self._shutdown = report, meter, shutdown
+        self._context, self._state = context, state
+        self._validation = validation
+        self._progress, self._log = progress, log
+        self._meter, self._shutdown = meter, shutdown
         self._benchmarks = benchmarks
 
     def evaluate(self, step: int, names: Iterable[str] | None = None) -> Exception | None:
@@ -41,12 +43,12 @@ class Evaluator:
         Returns the error if it failed and all ranks know that: they may save before they raise it, without its results.
         The set that failed counts as left out. An error that other ranks may not know of is raised.
         """
-        progress = self._report.progress
+        progress = self._progress
         progress.missed = list(self._validation if names is None else names)
-        before = deepcopy(progress)
+        before = progress.state_dict()
         try:
             for name in [*progress.missed]:
-                before = deepcopy(progress)
+                before = progress.state_dict()
                 if self._shutdown.stops or not self._evaluate_on(name, self._validation[name], step):
                     break
                 progress.missed.remove(name)
@@ -56,7 +58,7 @@ class Evaluator:
             if not self._shutdown.share_failure(failure, step):
                 raise
             self._state.parallel.reshard()
-            self._report.progress = before
+            progress.load_state_dict(before)
             return failure
         if progress.early_stop is not None and not self._shutdown.stops:
             self._shutdown.end_early(progress.early_stop)
@@ -78,7 +80,7 @@ class Evaluator:
 
     def make_up(self, step: int) -> None:
         """Evaluate what the stop after ``step``, from which the run resumes, left out."""
-        progress = self._report.progress
+        progress = self._progress
         evaluates = self._context.config.trainer.evaluates_every > 0
         progress.missed = [name for name in progress.missed if evaluates and name in self._validation]
         if progress.missed:
@@ -126,13 +128,15 @@ class Evaluator:
         self._meter.pause(name, seconds)
         total = sum(weights.values())
         if not total:
-            self._report.not_evaluated(step, name)
+            self._log.not_evaluated(step, name)
             return True
         by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
         means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
         means = {"loss": sum(losses.values()) / total, **means, **scores}
         counted = min(len(dataset), samples) if self._context.task.unit == "samples" else int(total)
-        self._report.evaluated(step, name, means, counted, seconds, by_source)
+        if name == DEFAULT_VALIDATION:
+            self._progress.evaluated(step, means, self._context.config)
+        self._log.evaluated(step, name, means, counted, seconds, by_source)
         return True
 
     def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float] | None:

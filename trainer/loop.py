@@ -18,7 +18,6 @@ from serried.trainer.rollback import Rollback
 from serried.trainer.run_context import Context
 from serried.trainer.run_data import Data
 from serried.trainer.saver import Saver
-from serried.trainer.step import StepResult
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import to_device
 from serried.trainer.training_state import TrainingState
@@ -33,64 +32,60 @@ class Loop:
 
     def __init__(
         self, context: Context, data: Data, state: TrainingState, *, log: StepLog, evaluator: Evaluator, saver: Saver,
-        shutdown: Shutdown, profiler: StepProfiler,
+        shutdown: Shutdown, profiler: StepProfiler, rollback: Rollback,
     ) -> None:  # fmt: skip
-        self._context, self._data, self._state = context, data, state
-        self._log_results, self._evaluator, self._saver = log, evaluator, saver
-        self._shutdown, self._profiler = shutdown, profiler
+        self._context = context
+        self._data, self._state = data, state
+        self._log_results, self._profiler = log, profiler
+        self._evaluator, self._saver = evaluator, saver
+        self._shutdown, self._rollback = shutdown, rollback
         self.step = 0
         """The step under way, or the last one done."""
-        self.steps_done = 0
         self._timed_step = 0
         self._is_first = True
 
+    @property
+    def steps_done(self) -> int:
+        """The last step that is done."""
+        return self._data.step
+
     def start_at(self, step: int) -> None:
         """Continue after ``step``."""
-        self.step = self.steps_done = self._timed_step = step
+        self.step = self._timed_step = step
 
-    def steps(self, rollback: Rollback, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
-        """Train to the last step or a request to stop; yields the number of each step as it is done.
-
-        ``checkpoint_state`` gives the plain data of a checkpoint.
-        """
+    def steps(self) -> Generator[int, None, None]:
+        """Train to the last step or a request to stop; yields the number of each step as it is done."""
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             if self.step:
                 self._evaluator.make_up(self.step)
-                if self._shutdown.stops:
-                    return
-            while True:
+            is_over = self._shutdown.stops
+            while not is_over:
                 try:
-                    for step in self._steps_from_here(checkpoint_state):
-                        collect_garbage(step)
-                        yield step
-                    return
-                except GoBack as back:
-                    self.start_at(rollback(back))
+                    started = time.perf_counter()
+                    with self._loader() as loader, self._profiler:
+                        self._begin_step()
+                        for step, batches in enumerate(loader, start=self.step + 1):
+                            self._train(step, batches)
+                            self._note_first_step(time.perf_counter() - started)
+                            self._log(loader)
+                            failure = self._evaluate()
+                            self._save(ends=failure is not None)
+                            if failure is not None:
+                                raise failure
+                            collect_garbage(step)
+                            self._state.report_compilation(step)
+                            yield step
+                            if self._shutdown.stops:
+                                break
+                            self._begin_step()
+                    is_over = True
+                except GoBack as back:  # also in the step that stops: the run then stops after the next one
+                    self.start_at(self._rollback(back))
 
-    def _steps_from_here(self, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
-        config, started = self._context.config, time.perf_counter()
-        parallel = self._state.parallel
-        loader = self._data.loader(self._context.task, config, parallel.layout.data_ranks, parallel.place.data_rank)
-        with loader, self._profiler:
-            self._begin_step()
-            for step, batches in enumerate(loader, start=self.step + 1):
-                self._train(step, batches)
-                if self._is_first:
-                    self._is_first = False
-                    self._context.session.first_step_done(time.perf_counter() - started)
-                self._log(loader)
-                if self._is_due(config.health.replica_check_every):
-                    self._saver.compare_replicas(step)
-                failure = None
-                if self._is_due(config.trainer.evaluates_every):
-                    failure = self._evaluator.evaluate(step)
-                self._save(checkpoint_state, ends=failure is not None)
-                if failure is not None:
-                    raise failure
-                yield step
-                if self._shutdown.stops:
-                    return
-                self._begin_step()
+    def _loader(self) -> BatchLoader:
+        """Return this rank's batches from here to the last step."""
+        layout, place = self._state.parallel.layout, self._state.parallel.place
+        return self._data.loader(self._context.task, self._context.config, layout.data_ranks, place.data_rank)
 
     def _begin_step(self) -> None:
         """Enter the phase in which the next step waits for its data; time its phases if its log line will show them."""
@@ -109,10 +104,10 @@ class Loop:
         seeds = self._data.micro_batch_seeds(step, seed, len(batches), parallel.layout, parallel.place.data_rank)
         vote = partial(self._shutdown.vote, self._steps_to_save(step))
         result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds)
-        self.steps_done = step
+        self._data.step = step
         self._context.pulse.phases.end()
         self._log_results.meter.add(step, result)
-        self._shutdown.count(result[StepResult._fields.index("votes")])
+        self._shutdown.count(result["votes"])
 
     def _log(self, loader: BatchLoader) -> None:
         """Read results if it is time to, log them, and stop the run if they call for it."""
@@ -125,7 +120,16 @@ class Loop:
             self._saver.compare_replicas(self.step)  # a replica that holds a wrong number looks the same
             raise
 
-    def _save(self, checkpoint_state: Callable[[], dict[str, Any]], *, ends: bool) -> None:
+    def _evaluate(self) -> Exception | None:
+        """Compare replicas and evaluate if it is time to. Returns an evaluation's error that all ranks know of."""
+        config = self._context.config
+        if self._is_due(config.health.replica_check_every):
+            self._saver.compare_replicas(self.step)
+        if self._is_due(config.trainer.evaluates_every):
+            return self._evaluator.evaluate(self.step)
+        return None
+
+    def _save(self, *, ends: bool) -> None:
         """Begin a checkpoint if one is due or the run ``ends`` with this step, and report one that is complete."""
         self._saver.poll()
         config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
@@ -138,13 +142,19 @@ class Loop:
         self._context.pulse.enter(SAVE, self.step)
         waited = self._saver.wait()
         self._log_results.read_all(self.step)
-        self._saver.save(self.step, checkpoint_state, waited_seconds=waited, is_last=is_last)
+        self._saver.save(self.step, waited_seconds=waited, is_last=is_last)
 
     def _steps_to_save(self, step: int) -> int:
         """Return the number of steps from ``step`` to the next that is saved because of its number."""
         config = self._context.config
         to_last, every = config.trainer.last_step - step, config.checkpoint.every
         return min(to_last, -step % every) if every else to_last
+
+    def _note_first_step(self, seconds: float) -> None:
+        """Report the first step of this start, which took ``seconds`` with the wait for its data."""
+        if self._is_first:
+            self._is_first = False
+            self._context.session.first_step_done(seconds)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)

@@ -145,12 +145,12 @@ class GradScaler:
         self.scale = torch.where(grow & grown.isfinite(), grown, self.scale)
         self.scale = torch.where(rejected, self.scale * self.BACKOFF, self.scale)
 
-    def state(self) -> dict[str, float | int] | None:
-        """What a checkpoint keeps; None where there is no scaling. Waits for the device."""
+    def state_dict(self) -> dict[str, float | int] | None:
+        """Return the scale for a checkpoint; None if there is no scaling. Waits for the device."""
         return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())} if self.enabled else None
 
-    def load(self, state: dict[str, float | int] | None) -> None:
-        """Go on from ``state``; where there was no scaling, or is none now, nothing changes."""
+    def load_state_dict(self, state: dict[str, float | int] | None) -> None:
+        """Continue from ``state``. Nothing changes if there was no scaling, or is none now."""
         if self.enabled and state is not None:
             self.scale.fill_(state["scale"])
             self._good_steps.fill_(state["good_steps"])

@@ -1,11 +1,15 @@
 """Going back to the newest checkpoint after a step that went wrong."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from serried.configs.errors import TrainingStopped
 from serried.parallel.layout.checks import with_values
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.metrics.meter import Meter
-from serried.trainer.metrics.run_log import Report
+from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.monitor.heartbeat import SET_UP
+from serried.trainer.progress import Progress
 from serried.trainer.replica_check import GoBack
 from serried.trainer.run_context import Context
 from serried.trainer.run_data import Data
@@ -17,13 +21,15 @@ class Rollback:
     """Restores the newest checkpoint and leaves out the samples trained on since."""
 
     def __init__(
-        self, context: Context, data: Data, state: TrainingState, *, saver: Saver, report: Report, meter: Meter,
-        count: int,
+        self, context: Context, data: Data, state: TrainingState, *, progress: Progress, saver: Saver,
+        log: RunLog, meter: Meter,
     ) -> None:  # fmt: skip
-        """``count``: earlier rollbacks of the run."""
-        self._context, self._data, self._state = context, data, state
-        self._saver, self._report, self._meter = saver, report, meter
-        self.count = count
+        self._context = context
+        self._data, self._state = data, state
+        self._progress, self._saver = progress, saver
+        self._log, self._meter = log, meter
+        self._count = 0
+        """Rollbacks of the run so far."""
 
     def __call__(self, back: GoBack) -> int:
         """Go back; returns the step to continue after. A collective.
@@ -32,7 +38,7 @@ class Rollback:
             TrainingStopped: there is no checkpoint, or the run has gone back as often as it may.
         """
         context, config = self._context, self._context.config
-        if self.count >= config.health.max_rollbacks:
+        if self._count >= config.health.max_rollbacks:
             raise TrainingStopped(f"{back}; health.max_rollbacks={config.health.max_rollbacks} are used up")
         samples = self._data.samples(back.step)
         context.pulse.enter(SET_UP, back.step)
@@ -44,9 +50,18 @@ class Rollback:
             raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
         self._state.parallel.reshard()
         self._state.restore(start)
-        self.count += 1
+        self._progress.resume(start)
+        self._count += 1
         self._data.skip(start.step, samples)
         context.pulse.phases.take()  # of a step that is undone
-        self._report.went_back(start, back.step, samples, str(back))
-        self._meter.start_at(start.step, self._report.progress.tokens)
+        self._log.rolled_back(start, back.step, samples, str(back))
+        self._meter.start_at(start.step, self._progress.tokens)
         return start.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint's plain data that hold the number of rollbacks."""
+        return {"rollbacks": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; it may be empty."""
+        self._count = int(state.get("rollbacks", 0))

@@ -1,27 +1,30 @@
 """A run from start to end: choose where to start, train, and record how it ended."""
 
 import re
+import time
 import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
-from serried.configs.plain_data import is_count
 from serried.configs.schema import run_config
 from serried.configs.schema.sections import AUTO, RunConfig
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
+from serried.records.trackers.processes import Trackers
 from serried.runtime.console import Console
 from serried.runtime.exit import Failure
 from serried.runtime.session import Session
+from serried.runtime.status_line import Doing
 from serried.trainer import compilation
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
-from serried.trainer.metrics.run_log import Progress, finished_because
 from serried.trainer.model import build_model
 from serried.trainer.monitor.heartbeat import END, activity
 from serried.trainer.monitor.watchdog import Watchdog
+from serried.trainer.progress import Progress, has_missed_evaluations, saved_early_stop, saved_skipped
 from serried.trainer.run_context import Context, Planner
 from serried.trainer.run_data import Data, with_steps
 from serried.trainer.task import Task, needs_data_for_example
@@ -39,110 +42,182 @@ def train(
         UserError: something the user can fix; the same on every rank.
         TrainingFailed: the numbers stopped being finite.
     """
-    folder: RunFolder | None = None
-
-    def claim() -> None:
-        nonlocal folder
-        folder = RunFolder(config.run.dir)
-
-    session.once(claim)
+    folder = _claimed_folder(config, session)
     console = Console(session.is_main, session.rank)
     if folder is not None and folder.warning:
         console.say(f"WARNING    {folder.warning}")
-    start, trainer, data = Start(), None, None
-    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
-    console.follow(
-        lambda: activity(watchdog.pulse, session.exchange.waits_for, config.trainer.steps, console.last_step)
-    )
+    with ExitStack() as at_end:  # last in, first out
+        at_end.callback(console.close)
+        trackers = Trackers(config.run.dir, config.track, console.say)
+        at_end.callback(trackers.end)
+        if folder is not None:
+            at_end.callback(_close_folder, config, folder, console)
+        at_end.callback(trackers.finish)
+        watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
+        at_end.callback(watchdog.close)
+        run = _Run(Context(config, task, session, console, folder, watchdog.pulse, planner), config_yaml)
+        console.follow(run.activity)
+        session.signals.last_words_unheard = run.stop_unheard
+        try:
+            run.find_start()
+            if run.is_over():
+                return run.nothing_to_do()
+            trainer = run.build()
+            at_end.callback(trainer.saver.checkpointer.close)
+            if session.is_main:
+                trackers.start()
+            started = time.perf_counter()
+            for _ in trainer.steps():
+                pass
+            code = trainer.end(time.perf_counter() - started)
+            session.signals.last_words = partial(_settled, console, code)
+            return code
+        except BaseException as error:
+            if (explained := run.fail(error)) is not error:
+                raise explained from error
+            raise
 
-    def stop_unheard() -> int:
-        console.quiet()
-        failure = session.cause.of(StopRequested(session.signals.received))
-        _tell_end(config, start.step, failure)
+
+class _Run:
+    """A run on this rank: where it starts, its trainer when that is built, and its end."""
+
+    def __init__(self, context: Context, config_yaml: str) -> None:
+        self.context, self._config_yaml = context, config_yaml
+        self.start = Start()
+        self._data: Data | None = None
+        self._trainer: Trainer | None = None
+
+    def _configure(self, config: RunConfig) -> None:
+        """Replace the configuration by ``config``, which has a number for what was computed."""
+        self.context.task.run, self._config_yaml = config, run_config.config_yaml(config)
+        self.context = replace(self.context, config=config)
+
+    def _open_data(self) -> Data:
+        if self._data is None:
+            self._data = Data(self.context.task, self.context.session, self.context.console)
+        return self._data
+
+    def find_start(self) -> None:
+        """Choose where to start."""
+        if self.context.config.trainer.epochs is not None:
+            self._configure(with_steps(self.context.config, self._open_data().training))
+        context = self.context
+        context.console.doing("looking for a checkpoint")
+        self.start = find_start(context.config, context.session, context.task.pretrained)
+        for note in self.start.notes:
+            context.console.say(note)
+
+    def is_over(self) -> bool:
+        """Return whether the run ended with the checkpoint that was found. A collective."""
+        config, start, session = self.context.config, self.start, self.context.session
+        is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
+        is_early = saved_early_stop(start.state, config.trainer.early_stopping_patience) is not None
+        return start.checkpoint is not None and (is_last or is_early)
+
+    def nothing_to_do(self) -> int:
+        """Check that the checkpoint is of this run, and report that there is nothing to do. Returns the exit code."""
+        context, start = self.context, self.start
+        assert start.checkpoint is not None
+        data = self._open_data()
+        context.session.once(partial(context.task.check_resumed, start.checkpoint))
+        check_data(start, data.fingerprint, context.config, data.earlier_fingerprints)
+        build_model(context.config, context.task).check_names(start.checkpoint, None)
+        return _nothing_to_do(context.config, start, context.console, context.folder)
+
+    def build(self) -> Trainer:
+        """Choose ``trainer.micro_batch=auto``, and build the trainer."""
+        if self.context.config.trainer.micro_batch == AUTO:
+            self._choose_micro_batch()
+        self._trainer = trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
+        if (folder := self.context.folder) is not None:
+            self.context.session.signals.last_words = partial(_last_words, self.context.console, folder, trainer)
+        return trainer
+
+    def _choose_micro_batch(self) -> None:
+        context = self.context
+        if context.planner is None:
+            raise UserError("trainer.micro_batch=auto needs a planner; use trainer.micro_batch=1")
+        if needs_data_for_example(context.task):
+            self._open_data()
+        context.console.doing("choosing trainer.micro_batch")
+        config, line = context.planner.micro_batch(context.config, context.task, context.session, self.start)
+        self._configure(config)
+        context.console.say(line)
+
+    def activity(self) -> Doing | None:
+        """Return what this rank is doing, for the status line."""
+        context = self.context
+        waits_for, steps = context.session.exchange.waits_for, context.config.trainer.steps
+        return activity(context.pulse, waits_for, steps, context.console.last_step)
+
+    def stop_unheard(self) -> int:
+        """Record the stop for a signal that nothing answers any more. Returns the exit code."""
+        context = self.context
+        context.console.quiet()
+        failure = context.session.cause.of(StopRequested(context.session.signals.received))
+        _record_end(context.config, self.start.step, failure)
         if failure.exit_code == EXIT_STOPPED:
-            console.say(f"stopped    {failure.reason}; run the same command to resume")
+            context.console.say(f"stopped    {failure.reason}; run the same command to resume")
         return failure.exit_code
 
-    session.signals.last_words_unheard = stop_unheard
-    try:
-        if config.trainer.epochs is not None:
-            data = Data(task, session, console)
-            config = task.run = with_steps(config, data.training)
-            config_yaml = run_config.config_yaml(config)
-        console.doing("looking for a checkpoint")
-        start = find_start(config, session, task.pretrained)
-        for note in start.notes:
-            console.say(note)
-        is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
-        is_over = is_last or _ended_early(start, config.trainer.early_stopping_patience)
-        if start.checkpoint is not None and is_over:
-            data = data or Data(task, session, console)
-            session.once(partial(task.check_resumed, start.checkpoint))
-            check_data(start, data.fingerprint, config, data.earlier_fingerprints)
-            build_model(config, task).check_names(start.checkpoint, None)
-            return _nothing_to_do(config, start, console, folder)
-        if config.trainer.micro_batch == AUTO:
-            if planner is None:
-                raise UserError("trainer.micro_batch=auto needs a planner; use trainer.micro_batch=1")
-            if needs_data_for_example(task):
-                data = data or Data(task, session, console)
-            console.doing("choosing trainer.micro_batch")
-            config, line = planner.micro_batch(config, task, session, start)
-            task.run, config_yaml = config, run_config.config_yaml(config)
-            console.say(line)
-        context = Context(config, task, session, console, folder, watchdog.pulse, planner)
-        trainer = Trainer(context, config_yaml, start, data)
-        if folder is not None:
-            session.signals.last_words = partial(_last_words, console, folder, trainer)
-        code = trainer.run()
-        session.signals.last_words = partial(_settled, console, code)
-        return code
-    except BaseException as error:
+    def fail(self, error: BaseException) -> BaseException:
+        """Record the end of the run with ``error``, and report the checkpoint to resume from. Returns the error to
+        raise, which may explain it."""
+        context, trainer = self.context, self._trainer
+        session, folder = context.session, context.folder
         session.shield()
+        explained = self._explained(error)
+        step = steps_done = self.start.step
+        if trainer is not None:
+            step, steps_done = trainer.loop.step, trainer.loop.steps_done
+        context.pulse.enter(END, step)
+        failure = session.cause.first(explained)
+        context.console.log(traceback.format_exc())
+        if trainer is not None and (folder is None or folder.is_ours):
+            trainer.saver.end(step)
+        is_stopped = failure.exit_code == EXIT_STOPPED
+        if is_stopped:  # a step in which a run stops, because a peer left before it, is not done
+            step = steps_done
+        if folder is None:
+            if failure.rank == session.rank:
+                _record_end(context.config, step, failure)
+        elif is_stopped:
+            folder.stop_early(step, failure.reason, failure.exit_code)
+        else:
+            folder.fail(step, failure.reason, failure.exit_code)
+        session.signals.last_words = partial(_settled, context.console, EXIT_STOPPED if is_stopped else None)
+        return explained
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Return ``error``, or a failure that explains it."""
+        context = self.context
         if isinstance(error, RuntimeError) and re.search("Double (and|but expected) Float", str(error)):
             error.add_note(
                 "the samples are float64, as NumPy and pandas make them, and the weights are not: "
                 "return samples with .float()"
             )
-        told = error
-        if planner is not None:
-            optimizer = trainer.state.optimizer if trainer else None
-            told = planner.explain(error, config, task, session, watchdog.pulse, optimizer)
-        told = compilation.explained(told, session.signals.received)
-        watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
-        failure = session.cause.first(told)
-        console.log(traceback.format_exc())
-        if trainer is not None and (folder is None or folder.is_ours):
-            trainer.saver.end(trainer.loop.step)
-        step = start.step
-        if trainer is not None:  # a step in which a run stops, because a peer left before it, is not done
-            step = trainer.loop.steps_done if failure.exit_code == EXIT_STOPPED else trainer.loop.step
-        if folder is None:
-            if failure.rank == session.rank:
-                _tell_end(config, step, failure)
-        elif failure.exit_code == EXIT_STOPPED:
-            folder.stop_early(step, failure.reason, failure.exit_code)
-        else:
-            folder.fail(step, failure.reason, failure.exit_code)
-        is_stopped = failure.exit_code == EXIT_STOPPED
-        session.signals.last_words = partial(_settled, console, EXIT_STOPPED if is_stopped else None)
-        if told is not error:
-            raise told from error
-        raise
-    finally:
-        if trainer is not None:
-            trainer.saver.checkpointer.close()
-        watchdog.close()
-        if trainer is not None:
-            trainer.trackers.finish()
-        if folder is not None:
-            has_records = folder.has_begun and folder.is_ours
-            folder.close()
-            if has_records:
-                _write_page(config, console)
-        if trainer is not None:
-            trainer.trackers.end()
-        console.close()
+        explained = error
+        if context.planner is not None:
+            optimizer = self._trainer.state.optimizer if self._trainer else None
+            explained = context.planner.explain(
+                error, context.config, context.task, context.session, context.pulse, optimizer
+            )
+        return compilation.explained(explained, context.session.signals.received)
+
+
+def _claimed_folder(config: RunConfig, session: Session) -> RunFolder | None:
+    """Return the run folder, claimed for this run; None except on rank 0. A collective."""
+    claimed: list[RunFolder] = []
+    session.once(lambda: claimed.append(RunFolder(config.run.dir)))
+    return claimed[0] if claimed else None
+
+
+def _close_folder(config: RunConfig, folder: RunFolder, console: Console) -> None:
+    """Let go of the run folder, and write ``report.html`` if it holds records of this run."""
+    has_records = folder.has_begun and folder.is_ours
+    folder.close()
+    if has_records:
+        _write_page(config, console)
 
 
 def _write_page(config: RunConfig, console: Console) -> None:
@@ -156,7 +231,7 @@ def _write_page(config: RunConfig, console: Console) -> None:
         console.say(f"WARNING    {path} was not written ({why}); try: serried report {config.run.dir}")
 
 
-def _tell_end(config: RunConfig, step: int, failure: Failure) -> None:
+def _record_end(config: RunConfig, step: int, failure: Failure) -> None:
     state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
     with suppress(OSError):
         record_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
@@ -176,17 +251,9 @@ def _settled(console: Console, code: int | None) -> int | None:
 
 def _lacks_evaluation(config: RunConfig, start: Start) -> bool:
     """Return whether a stop came before the evaluation after the last step, and no later start made it up."""
-    progress, status = start.state.get("progress"), read_status(config.run.dir)
-    is_missed = isinstance(progress, dict) and bool(progress.get("missed")) and start.step == config.trainer.steps
+    status = read_status(config.run.dir)
+    is_missed = has_missed_evaluations(start.state) and start.step == config.trainer.steps
     return is_missed and start.continues(config.run.dir) and (status is None or status.state != "finished")
-
-
-def _ended_early(start: Start, patience: int) -> str | None:
-    """Return why the run of the checkpoint finished before its last step, if it did."""
-    progress = start.state.get("progress")
-    reason = progress.get("early_stop") if isinstance(progress, dict) else None
-    waited = progress.get("evaluations_since_best") if isinstance(progress, dict) else None
-    return str(reason) if reason and isinstance(waited, int) and 0 < patience <= waited else None
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
@@ -199,7 +266,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or use "
             f"{weights_alone(start.checkpoint)}"
         )
-    early = _ended_early(start, config.trainer.early_stopping_patience)
+    early = saved_early_stop(start.state, config.trainer.early_stopping_patience)
     if start.step < config.trainer.steps and early is None:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
@@ -212,10 +279,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
-        saved = start.state.get("progress")
-        skipped = saved.get("skipped", 0) if isinstance(saved, dict) else 0
-        progress = Progress(early_stop=early, skipped=skipped if is_count(skipped) else 0)
-        reason = finished_because(progress, start.step)
+        progress = Progress(early_stop=early, skipped=saved_skipped(start.state))
+        reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."

@@ -61,25 +61,34 @@ class Data:
         self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
         self._stream = self.training if isinstance(self.training, Stream) else None
         self._session = session
-        self._step, self._sample, self._global_batch = 0, 0, 1
+        self.step = self._first_step = 0
+        """``step``: the last one whose samples the model has seen; the other: where this start began."""
+        self._sample, self._global_batch = 0, 1
 
     def start(self, start: Start, global_batch: int) -> None:
         """Continue after the samples of a checkpoint, if there is one; each step takes ``global_batch`` samples."""
         self._global_batch = global_batch
-        self._step, self._sample = start.step, int(start.state.get("samples", 0))
-        if self._stream is not None and start.checkpoint is not None:
+        if start.checkpoint is not None:
             with taking_from(start.checkpoint):
-                self._stream.load(start.state.get("stream", {}), self._sample)
+                self.load_state_dict(start.state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step and the samples in a checkpoint's plain data."""
+        self.step = self._first_step = state["step"]
+        self._sample = state["samples"]
+        if self._stream is not None:
+            self._stream.load(state.get("stream", {}), self._sample)
 
     def skip(self, to_step: int, samples: int) -> None:
-        """Continue after ``to_step`` with sample number ``samples``, leaving out those of undone steps."""
+        """Continue after ``to_step`` with sample number ``samples``, leaving out the samples of undone steps."""
         if self._stream is not None:
             self._stream.rewind(samples)
-        self._step, self._sample = to_step, samples
+        self.step = self._first_step = to_step
+        self._sample = samples
 
     def samples(self, step: int) -> int:
         """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
-        return self._sample + (step - self._step) * self._global_batch
+        return self._sample + (step - self._first_step) * self._global_batch
 
     def sample_ids(self, step: int, seed: int) -> list[int]:
         """Return the numbers of the samples of ``step``, over all ranks."""
@@ -94,7 +103,7 @@ class Data:
             Reader(self.training, task.collate_numbered, _augmentation(task, trainer.seed)),
             sample_order(self.training, trainer.seed),
             BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
-            steps=range(self._step, trainer.last_step),
+            steps=range(self._first_step, trainer.last_step),
             workers=config.data.workers,
             pin_memory=self._session.device.type == "cuda",
             first_index=self._sample,
@@ -109,12 +118,13 @@ class Data:
         places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
         return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint of ``step`` keeps. A collective."""
-        state = {"samples": self.samples(step), "data_fingerprint": self.fingerprint}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data after ``step``, for a checkpoint. A collective."""
+        samples = self.samples(self.step)
+        state = {"samples": samples, "data_fingerprint": self.fingerprint}
         if self._stream is None:
             return state
-        parts = gather_plain(self._stream.state(self.samples(step)))
+        parts = gather_plain(self._stream.state(samples))
         return state | {"stream": {key: value for part in parts for key, value in part.items()}}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serried.parallel.layout.mesh import Layout
+from serried.configs.errors import TrainingFailed
 from serried.trainer.checkpoint.resume import CHECKPOINTS
-from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.checkpoint.save import Checkpointer, Saved
 from serried.trainer.metrics.meter import SAVING, Meter
-from serried.trainer.metrics.run_log import Report
+from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.replica_check import ReplicaCheck
 from serried.trainer.run_context import Context
 from serried.trainer.training_state import TrainingState
@@ -23,17 +23,28 @@ class Saver:
         self,
         context: Context,
         state: TrainingState,
-        layout: Layout,
-        report: Report,
+        log: RunLog,
         meter: Meter,
+        *,
+        state_dict: Callable[[], dict[str, Any]],
         write_files: Callable[[Path], None],
+        saved_step: int,
     ) -> None:
-        """``write_files`` writes what belongs beside the weights."""
-        config = context.config
+        """
+        Args:
+            state_dict: Returns the plain data of a checkpoint of the step just done.
+            write_files: Writes the files beside the weights.
+            saved_step: The newest checkpoint of this run; 0 if there is none.
+        """
+        config, layout = context.config, state.parallel.layout
+        self._state_dict = state_dict
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS, config.checkpoint, layout, context.session, state.parts, write_files
         )
-        self._state, self._report, self._meter, self._console = state, report, meter, context.console
+        self.last_save_seconds = 0.0
+        """Duration of the latest save; 0 if there was none."""
+        self._saved_step = saved_step
+        self._state, self._log, self._meter, self._console = state, log, meter, context.console
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)
         self._compares = config.health.replica_check_every > 0
         self._compared_step = -1
@@ -46,30 +57,48 @@ class Saver:
 
     def poll(self) -> None:
         """Report a save that has ended."""
-        self._report.saved(self.checkpointer.poll())
+        self._report(self.checkpointer.poll())
 
     def wait(self) -> float:
         """Wait for the save under way, report it, and return the seconds that took."""
         started = time.perf_counter()
-        self._report.saved(self.checkpointer.wait())
+        self._report(self.checkpointer.wait())
         return time.perf_counter() - started
 
-    def save(self, step: int, state: Callable[[], dict[str, Any]], *, waited_seconds: float, is_last: bool) -> None:
-        """Begin a checkpoint of ``step``, after ``wait``. The last one of a run is waited for.
+    def save(self, step: int, *, waited_seconds: float, is_last: bool) -> None:
+        """Begin a checkpoint of ``step``, after ``wait``, which took ``waited_seconds``. Wait for it if it is the last.
 
-        ``state`` gives the plain data in it; ``waited_seconds`` is what ``wait`` took.
+        Raises:
+            TrainingFailed: the last one could not be saved.
         """
         self.compare_replicas(step)
         started = time.perf_counter()
-        self.checkpointer.save(step, state())
+        self.checkpointer.save(step, self._state_dict())
         saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
-        self._report.saved(saved, is_last=is_last)
+        self._report(saved, is_last=is_last)
         self._meter.pause(SAVING, waited_seconds + time.perf_counter() - started)
 
     def end(self, step: int) -> None:
         """After a failure: wait a short time for a save under way, and report the checkpoint to resume from."""
         try:
-            self._report.saved(self.checkpointer.close())
+            self._report(self.checkpointer.close())
         except Exception:  # most likely of the same cause, which is reported
             self._console.log(traceback.format_exc())
-        self._report.broken_off(step)
+        if self._saved_step:
+            self._log.interrupted(step, self._saved_step)
+
+    def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
+        """Report a save that has ended, if one has."""
+        if saved is None:
+            return
+        if saved.problem is None:
+            self._saved_step, self.last_save_seconds = saved.step, saved.seconds
+            self._log.saved(saved)
+            return
+        newest = f"the newest is that of step {self._saved_step}" if self._saved_step else "there is none yet"
+        if is_last:
+            raise TrainingFailed(
+                f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the checkpoints, "
+                f"{newest}. Fix the cause, then run the same command again"
+            )
+        self._log.not_saved(saved.step, saved.problem, newest)

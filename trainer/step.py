@@ -1,16 +1,17 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from serried.configs.schema.sections import HealthSection
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Objective
 from serried.parallel.step_phases import OPTIMIZER
+from serried.parallel.sum_table import Number, SumTable, section
 from serried.trainer.monitor.spikes import SpikeWindow
 from serried.trainer.optim.optimizer import take_step
 from serried.trainer.optim.weight_average import WeightAverage
@@ -39,9 +40,7 @@ class StepResult(NamedTuple):
     """A higher norm is a spike."""
     failed_in_row: float
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
-    votes: float
-    """Sum of what the ranks voted; see ``trainer.monitor.shutdown``."""
-    metrics: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = MappingProxyType({})
     """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
     by_source: tuple[float, ...] = ()
     """Valid targets of each source of a mixture; empty: there is one source."""
@@ -49,15 +48,16 @@ class StepResult(NamedTuple):
     """Tokens sent to each expert, by layer; empty: there are no experts."""
 
     @classmethod
-    def read(cls, row: Sequence[float], metrics: int = 0, experts: Sequence[int] = ()) -> "StepResult":
-        """Return what ``TrainStep`` returned as named fields: of a task with ``metrics`` named metrics, and of a model
-        with so many ``experts`` in each layer that has any."""
-        single, last = len(cls._fields) - 3, len(row) - sum(experts)
-        counts = iter(row[last:])
-        loads = tuple(tuple(int(next(counts)) for _ in range(each)) for each in experts)
-        return cls._make(
-            [*row[:single], tuple(row[single : single + metrics]), tuple(row[single + metrics : last]), loads]
-        )
+    def read(cls, numbers: Mapping[str, Any]) -> "StepResult":
+        """Return the result in ``numbers``, the table that ``TrainStep`` returned, after it was copied to the host."""
+        pairs = section(numbers, "metrics").items()
+        metrics = {name: total / weight if weight else math.nan for name, (total, weight) in pairs}
+        loads = tuple(tuple(map(int, experts)) for experts in section(numbers, "experts").values())
+        single = {name: numbers[name] for name in cls._fields if name in numbers}
+        return cls(
+            **single, tokens=numbers["weight"], metrics=metrics, by_source=tuple(numbers.get("counts/sources", ())),
+            loads=loads,
+        )  # fmt: skip
 
     @property
     def is_finite(self) -> bool:
@@ -104,17 +104,27 @@ class TrainStep:
 
     def __call__(
         self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Sequence[int] = ()
-    ) -> Tensor:
+    ) -> SumTable:
         """Train on ``batches``, this rank's micro-batches of one global batch.
 
-        ``seeds`` are those of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
-        Returns a StepResult as fp64 [9 + metrics + sources of a mixture + experts], for ``StepResult.read``.
+        Args:
+            batches: Micro-batches on the device.
+            lr: Learning rate.
+            vote: Returns this rank's vote, see ``trainer.monitor.shutdown``. Called at the last moment.
+            seeds: Seeds of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
+
+        Returns:
+            The result for ``StepResult.read`` on the device, with the sum of all votes under ``votes``.
         """
-        scale = self.scaler.scale
-        loss_sum, weight, votes, metrics, by_source, loads = self._parallel.forward_backward(
-            batches, self._objective, scale / self._nominal_weight, vote, seeds
-        )
+        scale, loads = self.scaler.scale, self._parallel.loads
+
+        def further() -> dict[str, Number]:
+            return {**loads.take(self._parallel.device), "votes": vote()}
+
+        loads.clear()  # what was counted outside of steps, as while text was generated
+        sums = self._parallel.forward_backward(batches, self._objective, scale / self._nominal_weight, further, seeds)
         self._parallel.phases.enter(OPTIMIZER)
+        loss_sum, weight = sums["loss_sum"], sums["weight"]
         with torch.no_grad():
             squares = self._parallel.sum_squares()
             # .grad divided by this is the gradient of the mean loss.
@@ -135,32 +145,32 @@ class TrainStep:
                 group["lr"] = lr * group["lr_scale"]
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
             take_step(self._optimizer, divisor * clip, rejected)
-            self._parallel.after_step(loads, ~rejected)
+            loads.balance(sums, ~rejected)
             if self._average is not None:
                 self._average.update(~rejected)
             self.scaler.update(failed)
-            result = torch.stack(
-                (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)
-            )
-            sums = metrics.view(-1, 2)
-            return torch.cat((result, sums[:, 0] / sums[:, 1], by_source, loads))
+            result = {
+                "loss": mean_loss, "grad_norm": norm, "skipped": rejected, "scale": scale, "loss_limit": limits[0],
+                "norm_limit": limits[1], "failed_in_row": self._failed_in_row,
+            }  # fmt: skip
+            return SumTable.pack(result, weight.device).joined(sums)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain data of a checkpoint. Waits for the device."""
         return {
-            "scaler": self.scaler.state(),
+            "scaler": self.scaler.state_dict(),
             "failed_in_row": int(self._failed_in_row.item()),
-            "window": self._window.state(),
-            **({"average": self._average.state()} if self._average is not None else {}),
+            "window": self._window.state_dict(),
+            **({"average": self._average.state_dict()} if self._average is not None else {}),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
-        self.scaler.load(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
         self._failed_in_row.fill_(state["failed_in_row"])
-        self._window.load(state.get("window"))
+        self._window.load_state_dict(state.get("window"))
         if self._average is not None:
-            self._average.load(state["average"])
+            self._average.load_state_dict(state["average"])
 
     def rehearse(self, batch: Any) -> None:
         """One pass on ``batch`` that changes nothing.
@@ -168,5 +178,5 @@ class TrainStep:
         DDP deals gradients into other buckets after its first backward, which changes the order of sums on 3 or more
         ranks: after a rehearsal the first step, of a new run and of a resumed one, is as any other.
         """
-        self._parallel.forward_backward([batch], self._objective, 0.0, lambda: 0.0)
+        self._parallel.forward_backward([batch], self._objective, 0.0)
         self._optimizer.zero_grad()

@@ -6,8 +6,9 @@ from serried.parallel.layout.process_groups import gather_plain
 from serried.records.metrics import check_metric_names
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.metrics.meter import RATES, Meter, eta_seconds
-from serried.trainer.metrics.run_log import Report
+from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.optim.optimizer import learning_rate
+from serried.trainer.progress import Progress
 from serried.trainer.replica_check import respond
 from serried.trainer.run_context import Context
 from serried.trainer.step import StepResult
@@ -20,12 +21,14 @@ class StepLog:
     """Reads results of steps once per log interval, so that the host does not wait for the device in between."""
 
     def __init__(
-        self, context: Context, state: TrainingState, report: Report, meter: Meter,
+        self, context: Context, state: TrainingState, *, progress: Progress, log: RunLog, meter: Meter,
         samples: Callable[[int], int], sample_ids: Callable[[int, int], list[int]], sources: list[str],
     ) -> None:  # fmt: skip
         """``samples`` gives the samples trained on after a step, ``sample_ids`` the numbers of those of a step with a
         seed; ``sources`` names those of a mixture."""
-        self._context, self._state, self._report, self.meter = context, state, report, meter
+        self._context, self._state = context, state
+        self._progress, self._log = progress, log
+        self.meter = meter
         self._samples, self._sample_ids, self._sources = samples, sample_ids, sources
 
     def learning_rate(self, step: int) -> float:
@@ -44,31 +47,30 @@ class StepLog:
 
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
         """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
-        names = self._state.parallel.metric_names or ()
-        check_metric_names(names)
-        for step, result in self.meter.read(len(names), self._state.parallel.experts):
+        for step, result in self.meter.read():
+            check_metric_names(result.metrics)
             counted = result
             if self._context.task.unit == "samples":  # its weight may count something else
                 counted = result._replace(tokens=self._context.config.trainer.global_batch)
-            self._report.progress.add(counted, self._sources)
+            self._progress.add(counted, self._sources)
             is_logged = loader is not None and step == newest
             if is_logged or result.skipped:
                 rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)
                 lr = self._state.learning_rates(self.learning_rate(step))
                 is_broken = result.skipped and not result.is_finite and not result.is_overflow
                 ids = self._sample_ids(step, self._context.config.trainer.seed) if is_broken else []
-                self._report.step(step, result, lr, self._samples(step), rates, names, ids)
+                self._log.step(step, result, lr, self._samples(step), rates, ids)
             self._respond(step, result)
 
     def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:
         config, session = self._context.config, self._context.session
         split = self._context.pulse.phases.take()
-        rates = self.meter.rates(step, self._report.progress.tokens, loader.take_waited_seconds(), split)
+        rates = self.meter.rates(step, self._progress.tokens, loader.take_waited_seconds(), split)
         rates["eta_seconds"] = eta_seconds(config, step, rates["step_seconds"], self.meter.pauses)
-        self._report.running(step)
+        self._log.running(step)
         if (slow := self.meter.slow.named()) is not None:
             rank, share = slow
-            self._report.slow(rank, gather_plain(session.host())[rank], share)
+            self._log.slow(rank, gather_plain(session.host())[rank], share)
         return rates
 
     def _respond(self, step: int, result: StepResult) -> None:
@@ -78,4 +80,4 @@ class StepLog:
             "at the data of those steps"
         )
         if note := respond(config.health, step, result, advice):
-            self._report.spiked(step, result, note)
+            self._log.spiked(step, result, note)

@@ -1,8 +1,7 @@
 """A run: built in order, trained step by step."""
 
-import time
 from collections.abc import Generator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from serried.configs.errors import UserError
+from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
 from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
-from serried.records.trackers.processes import Trackers, choose_run_id
+from serried.records.trackers.processes import choose_run_id
 from serried.trainer.adapters import Adapters
 from serried.trainer.base_model import Base, find_base, same_files, teacher_keys
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
@@ -31,12 +30,13 @@ from serried.trainer.memory.host_memory import check_host_memory
 from serried.trainer.metrics.meter import PROFILING, Meter
 from serried.trainer.metrics.peak_flops import device_name, peak_flops
 from serried.trainer.metrics.profiler import StepProfiler, remember_allocations
-from serried.trainer.metrics.run_log import Report
+from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.model import Model, check_model, model_to_train
 from serried.trainer.monitor.heartbeat import END
 from serried.trainer.monitor.shutdown import Shutdown
 from serried.trainer.monitor.time_to_stop import estimated_save_seconds
 from serried.trainer.precision import check_products
+from serried.trainer.progress import Progress
 from serried.trainer.reference import ReferencePass
 from serried.trainer.replica_check import digest
 from serried.trainer.rollback import Rollback
@@ -83,7 +83,9 @@ class Trainer:
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)
-        self._report = report = Report(context, start)
+        self.progress = progress = Progress()
+        progress.resume(start)
+        self._log = log = RunLog(context, start, progress)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
         self._unchanging = {
             "changed_after": before_changes,
@@ -96,15 +98,10 @@ class Trainer:
         }
         flops_per_sample = _flops(task, module)
         peak = peak_flops(device_name(session.device), config.precision.name)
-        report.begun(
+        log.started(
             layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
             hosts=session.gather(session.host()), tracker_run_id=tracker_run_id,
         )  # fmt: skip
-        self.trackers = Trackers(config.run.dir, config.track, console.say)
-        first_save = estimated_save_seconds(needed, layout.world)
-        self._shutdown = Shutdown(
-            config, session, console, context.folder, lambda: report.last_save_seconds or first_save
-        )
         self.state = state = TrainingState(
             context, model, layout, start, base, before, planned.mix if planned else None
         )
@@ -114,64 +111,73 @@ class Trainer:
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
         write_files = partial(model.write_files, _name_of_base(config, base))
-        self.saver = saver = Saver(context, state, layout, report, meter, write_files)
-        self._rollback = Rollback(
-            context, data, state, saver=saver, report=report, meter=meter, count=int(start.state.get("rollbacks", 0))
+        saved_step = start.step if start.continues(config.run.dir) else 0
+        self.saver = saver = Saver(
+            context, state, log, meter, state_dict=self.state_dict, write_files=write_files, saved_step=saved_step
         )
+        first_save = estimated_save_seconds(needed, layout.world)
+        self._shutdown = Shutdown(
+            config, session, console, context.folder, lambda: saver.last_save_seconds or first_save
+        )
+        self._rollback = Rollback(context, data, state, progress=progress, saver=saver, log=log, meter=meter)
+        self._rollback.load_state_dict(start.state)
         self.loop = Loop(
             context, data, state,
-            log=StepLog(context, state, report, meter, data.samples, data.sample_ids, data.sources),
-            evaluator=Evaluator(context, state, data.validation, report, meter, self._shutdown, benchmarks),
+            log=StepLog(
+                context, state, progress=progress, log=log, meter=meter, samples=data.samples,
+                sample_ids=data.sample_ids, sources=data.sources,
+            ),
+            evaluator=Evaluator(
+                context, state, data.validation, progress=progress, log=log, meter=meter, shutdown=self._shutdown,
+                benchmarks=benchmarks,
+            ),
             saver=saver,
             shutdown=self._shutdown,
+            rollback=self._rollback,
             profiler=StepProfiler(
                 config, session, console, context.pulse.phases, partial(meter.pause, PROFILING),
                 first_step=start.step + 1,
             ),
         )  # fmt: skip
         self.loop.start_at(start.step)
-        meter.start_at(start.step, report.progress.tokens)
-
-    def run(self) -> int:
-        """Train to the last step, evaluating and saving on the way, and report the end. Returns the exit code."""
-        context, started = self.context, time.perf_counter()
-        if context.session.is_main:
-            self.trackers.start()
-        for _ in self.steps():
-            pass
-        context.pulse.enter(END, self.loop.step)
-        seconds = time.perf_counter() - started
-        self.state.parallel.reshard()
-        return self._report.ended(self.loop.step, seconds, self._sample(), self._shutdown.reason)
+        meter.start_at(start.step, progress.tokens)
 
     def steps(self) -> Generator[int, None, None]:
-        """Train to the last step or a request to stop; yields the number of each step as it is done."""
-        for step in self.loop.steps(self._rollback, self.checkpoint_state):
-            if self.state.compilation is not None:
-                self.state.compilation.report(step)
-            yield step
+        """Return the training loop, see ``Loop.steps``."""
+        return self.loop.steps()
+
+    def end(self, seconds: float) -> int:
+        """Report the end of the run, after ``seconds`` of training. Returns the exit code."""
+        step = self.loop.step
+        self.context.pulse.enter(END, step)
+        self.state.parallel.reshard()
+        self._log.ended(step, seconds, self._sample(), self._shutdown.reason)
+        return EXIT_FINISHED if self.progress.is_finished(step, self.context.config) else EXIT_STOPPED
 
     def _sample(self) -> str | None:
         """Return text of the trained model if the run asks for some and is finished. A collective."""
         trainer, task = self.context.config.trainer, self.context.task
-        is_finished = self._report.is_finished(self.loop.step)
+        is_finished = self.progress.is_finished(self.loop.step, self.context.config)
         if not trainer.sample_tokens or not is_finished or not isinstance(task, TextTask):
             return None
         parallel = self.state.parallel
         with self.state.evaluated(), parallel.autocast():
             return task.sample(parallel.model, trainer.sample_tokens, trainer.seed, self.context.session.device)
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """Return the plain data of a checkpoint of the step just done. A collective; waits for the device."""
-        step, progress = self.loop.step, self._report.progress
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain data of a checkpoint of the step just done: facts of the run, and the state of each part.
+
+        A collective; waits for the device.
+        """
+        step, progress = self.loop.step, self.progress
         return {
             "version": 1,
             "step": step,
-            "rollbacks": self._rollback.count,
+            **self._rollback.state_dict(),
             "validation_loss": progress.validation_loss if progress.validated_step == step else None,
-            "progress": asdict(progress),
-            "step_state": self.state.step_state(),
-            **self._data.state(step),
+            "progress": progress.state_dict(),
+            "step_state": self.state.state_dict(),
+            **self._data.state_dict(),
             **self._unchanging,
             "world_size": self.context.session.world_size,
             "torch": torch.__version__,

@@ -80,10 +80,7 @@ class TrainingState:
         averages = self._average.of if self._average is not None else None
         load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
         with taking_from(start.checkpoint):
-            state = start.state["step_state"]
-            if "optimizer" in state:
-                load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
-            self.step.load(state)
+            self.load_state_dict(start.state["step_state"])
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
         """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""
@@ -111,6 +108,11 @@ class TrainingState:
                 yield
                 self.parallel.reshard()
 
+    def report_compilation(self, step: int) -> None:
+        """Print what torch.compile compiled in ``step``, if blocks are compiled."""
+        if self.compilation is not None:
+            self.compilation.report(step)
+
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group of the whole model by name."""
         return {name: lr * scale for name, scale in self._lr_scales.items()}
@@ -121,15 +123,24 @@ class TrainingState:
             return scales
         return {name: scale for of in self._session.gather(scales) for name, scale in of.items()}
 
-    def step_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors. A collective; waits for the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain data of a checkpoint: what it holds of the step and the optimizer beside tensors.
+
+        A collective; waits for the device.
+        """
         optimizer = plain_state(self.optimizer, self._named(), self._configured)
         layout = self.parallel.layout
         if layout.pipeline > 1:  # each stage knows its own parameters and groups
             ranks = layout.world // layout.pipeline
             answers = gather_plain(None if self._session.rank % ranks else optimizer)
             optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
-        return self.step.state() | {"optimizer": optimizer}
+        return self.step.state_dict() | {"optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, after the tensors were read."""
+        if "optimizer" in state:
+            load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
+        self.step.load_state_dict(state)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Parameters by name in a checkpoint, or by their own where that divides or joins them; a tied one that this

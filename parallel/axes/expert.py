@@ -24,6 +24,7 @@ from serried.parallel.layout.mesh import Coordinates, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import ShardSpec, Slice, chunk
 from serried.parallel.plan import Dispatch, ParallelPlan
+from serried.parallel.sum_table import SumTable
 
 
 class ExpertAxis:
@@ -151,21 +152,27 @@ class Loads:
         for router in self._routers.values():
             router.is_counting = False
 
-    def take(self, device: torch.device) -> Tensor:
-        """Return what this rank's routers counted since the last call, of all mixtures one after the other, fp64."""
-        parts = [torch.zeros(experts, dtype=torch.float64, device=device) for experts in self.experts]
+    def take(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the tokens that this rank's routers counted since the last call: ``experts/NUMBER`` of each mixture of
+        the whole model, fp64 [experts]."""
+        counts = [torch.zeros(experts, dtype=torch.float64, device=device) for experts in self.experts]
         for number, router in self._routers.items():
             if router.loads is not None:
-                parts[number].copy_(router.loads)
-                router.loads = None
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+                counts[number].copy_(router.loads)
+        self.clear()
+        return {f"experts/{number}": count for number, count in enumerate(counts)}
+
+    def clear(self) -> None:
+        """Forget the tokens counted so far."""
+        for router in self._routers.values():
+            router.loads = None
 
     @torch.no_grad()
-    def balance(self, loads: Tensor, accepted: Tensor) -> None:
-        """Let routers move tokens towards experts with fewer of them than the mean; ``loads`` are those of all ranks.
+    def balance(self, sums: SumTable, accepted: Tensor) -> None:
+        """Let routers move tokens towards experts with fewer of them than the mean; ``sums`` has the counts of ``take``
+        over all ranks.
 
         Nothing changes unless ``accepted``, a flag on the device. The host does not wait.
         """
-        parts = loads.split(self.experts) if self.experts else ()
         for number, router in self._routers.items():
-            router.balance(parts[number], accepted)
+            router.balance(sums[f"experts/{number}"], accepted)

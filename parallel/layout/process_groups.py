@@ -151,6 +151,10 @@ class Groups:
         last = layout.pipeline_of(layout.stages - 1)
         return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, JSON data, by rank. A collective, on the host."""
+        return gather_plain(value)
+
     def names(self) -> dict[str, str]:
         """Return the axis of each group that was made, by the group's name."""
         made = {

@@ -27,7 +27,7 @@ from serried.parallel.layout.local_shards import empty
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import chunk
-from serried.parallel.model import DistributedModel, own_sums
+from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Context, ParallelPlan
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.planner.activations.estimate import planned_mix
@@ -263,7 +263,7 @@ def _trace_rank(
     if blocks is not None:
         model = _shortened(model, blocks)
     with _world(layout, rank):
-        groups = Groups(layout, "cpu")
+        groups = _GroupsAlone(layout, "cpu")
         groups.make(ties_ends=bool(model.plan.tied))  # outside of the fake mode: torch reads the ranks of a mesh
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
         with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
@@ -310,6 +310,13 @@ def _trace_rank(
         return trace, groups.names(), requests, next(iter(found.values()), None)
 
 
+class _GroupsAlone(Groups):
+    """Groups of a rank that has no other ranks: it hears its own value alone."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 class _Borders(dict[Any, Tensor]):
     """What enters the stages of a pipeline, if it is the same everywhere: the first that is known."""
 
@@ -323,9 +330,7 @@ class _Borders(dict[Any, Tensor]):
 def _answer_what_needs_data(
     parallel: DistributedModel, plan: ParallelPlan, layout: Layout, border: Tensor | None
 ) -> None:
-    """Tell the model what its ranks would ask each other for: sums, shapes in a pipeline, and how many tokens go
-    where."""
-    parallel.agree_on_sums = own_sums
+    """Tell the model what its ranks would ask each other for: shapes in a pipeline, and how many tokens go where."""
     if layout.pipeline > 1:
         runner: Any = parallel.runner
         runner.borders = _Borders({} if border is None else {None: border})

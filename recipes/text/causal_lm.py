@@ -331,9 +331,9 @@ class CausalLM(TextTask):
 
     def terms(self, output: torch.Tensor, batch: Batch) -> LossTerms:
         training = self._datasets.get("train")
-        by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
+        counts = {"sources": training.targets_by_source(batch)} if isinstance(training, MixtureDataset) else {}
         loss_sum = self._family().loss_sum(output, batch)
-        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source=by_source)
+        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), counts=counts)
 
     def slice_sequence(self, batch: Batch, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
         # Positions stay complete: every rank needs to know the document of each key.

@@ -115,7 +115,7 @@ def test_gradients_reduced_after_each_micro_batch_are_not_held_until_the_next() 
                 return LossTerms(model(batch, targets=batch), batch.numel())
 
         with Reduced() as reduced:
-            parallel.forward_backward([torch.zeros(1, 16, dtype=torch.int64)] * 3, Counting(), 1.0, lambda: 0.0)
+            parallel.forward_backward([torch.zeros(1, 16, dtype=torch.int64)] * 3, Counting(), 1.0)
     finally:
         dist.destroy_process_group()
     assert len(reduced.inputs) == 3 * len(model.parallel_plan().units)

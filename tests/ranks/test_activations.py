@@ -1,5 +1,6 @@
 """Activation checkpointing: the bits of a step without it, on every layout, and the memory that the plan says."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def step(argv: list[str], mode: str, every: int = 1, *, compiled: bool = False) 
         if config.precision.name == "bf16":  # one document, for attention by rows
             positions = None
         batches = [Batch(each, each.roll(-1, 1), torch.zeros(SAMPLES), positions) for each in tokens]
-        totals = parallel.forward_backward(batches, task, 1.0, lambda: 0.0, range(MICRO_BATCHES))
-        found = {"loss": totals.loss_sum, "loads": totals.loads}
+        totals = parallel.forward_backward(
+            batches, task, 1.0, partial(parallel.loads.take, session.device), range(MICRO_BATCHES)
+        )
+        found = {name: totals[name] for name in totals.shapes}
         for number, held in enumerate(parallel.parameters):  # a V schedule has a tied name twice
             assert held.tensor.grad is not None
             found[f"{number} {held.name}"] = local(held.tensor.grad).clone()

@@ -17,8 +17,8 @@ from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.parallel.axes.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.axes.model_axes import shard_specs
+from serried.parallel.generation import last_logits
 from serried.parallel.layout.mesh import Layout
-from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models.layers import attention
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
@@ -78,11 +78,11 @@ def test_parts_attend_to_equally_many_keys(parts: int) -> None:
 def test_generated_text_has_few_lengths_on_a_gpu(device: str, tokens: int) -> None:
     """FlexAttention is compiled for each."""
     found: list[int] = []
-    runner = SimpleNamespace(logits=lambda ids, _: found.append(ids.shape[1]))
-    place, groups = SimpleNamespace(context=0), SimpleNamespace(context=None)
-    model: Any = SimpleNamespace(layout=Layout("fsdp", context=2), place=place, runner=runner, groups=groups)
+    runner: Any = SimpleNamespace(logits=lambda ids, _: found.append(ids.shape[1]))
+    place: Any = SimpleNamespace(context=0)
+    groups: Any = SimpleNamespace(context=None, layout=Layout("fsdp", context=2))
     with FakeTensorMode():
-        DistributedModel._last_logits(model, torch.empty(1, 11, dtype=torch.int64, device=device))
+        last_logits(runner, groups, place, torch.empty(1, 11, dtype=torch.int64, device=device))
     assert found == [tokens]
 
 

@@ -20,6 +20,7 @@ from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.sync.buffers import Buffers
 from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import load_state, state_parts
@@ -141,7 +142,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
         for step in range(STEPS):
             batches = list((rows + BATCH * step).chunk(2))
-            totals = model.forward_backward(batches, objective, 1 / BATCH, lambda: 0.0)
+            totals = model.forward_backward(batches, objective, 1 / BATCH)
             losses.append((totals.loss_sum / totals.weight).item())
             norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
             take_step(optimizer, torch.tensor(1 / model.gradient_divisor), torch.tensor(0.0))
@@ -164,7 +165,9 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         assert saved.problem is None
         again = parallel()
         load_state(saved.path, again, build_optimizer(again.module.named_parameters(), config.optim), unchanged)
-        for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
+        for mine, theirs in zip(
+            (*again.parameters, *again.buffers.held()), (*model.parameters, *model.buffers.held()), strict=True
+        ):
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()
         return {"losses": losses, "norms": norms, "parameters": sum(held.tensor.numel() for held in model.parameters)}
@@ -174,22 +177,22 @@ def share_buffers(strategy: str) -> dict[str, Any]:
     """Broadcasts of a step with ten BatchNorms, their buffers after it, and this rank's before it shared them."""
     config = compose([f"parallel={strategy}"])
     count, before = 0, list[Any]()
-    broadcast, share = torch.distributed.broadcast, DistributedModel._share_buffers
+    broadcast, share = torch.distributed.broadcast, Buffers.share
 
     def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
         return broadcast(*arguments, **named)
 
-    def shared(self: DistributedModel) -> None:
-        before.extend(each.tensor.tolist() for each in self.buffers)
+    def shared(self: Buffers) -> None:
+        before.extend(each.tensor.tolist() for each in self.held())
         with patch.object(torch.distributed, "broadcast", counted):
             share(self)
 
     def loss(model: nn.Module, rows: Tensor) -> LossTerms:
         return LossTerms((model(rows.view(-1, 1).float().sin().expand(-1, 6)) ** 2).sum(), torch.tensor(len(rows)))
 
-    with open_session(LaunchSection()) as session, patch.object(DistributedModel, "_share_buffers", shared):
+    with open_session(LaunchSection()) as session, patch.object(Buffers, "share", shared):
         torch.manual_seed(1)
         layout = resolve_layout(config.parallel, session.world_size)
         module = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))))
@@ -199,8 +202,12 @@ def share_buffers(strategy: str) -> dict[str, Any]:
         )  # fmt: skip
         objective: Any = SimpleNamespace(loss=loss)
         rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
-        model.forward_backward([rows], objective, 1 / BATCH, lambda: 0.0)
-        return {"broadcasts": count, "before": before, "buffers": [each.tensor.tolist() for each in model.buffers]}
+        model.forward_backward([rows], objective, 1 / BATCH)
+        return {
+            "broadcasts": count,
+            "before": before,
+            "buffers": [each.tensor.tolist() for each in model.buffers.held()],
+        }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

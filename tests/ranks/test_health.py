@@ -59,7 +59,7 @@ def test_rejected_losses_never_enter_the_window() -> None:
 def test_saved_window_resumes(size: int) -> None:
     window = filled(HealthSection(spike_window=6), 9)
     again = SpikeWindow(HealthSection(spike_window=size, spike_deviations=6), torch.device("cpu"))
-    again.load(json.loads(json.dumps(window.state())))
+    again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     newest = [2.0 + step % 3 for step in range(9)][-min(size, 6) :]
     mean = sum(newest) / len(newest)
     if size == 6:
@@ -68,7 +68,7 @@ def test_saved_window_resumes(size: int) -> None:
         assert again.limits()[0] == pytest.approx(mean + 6 * torch.tensor(newest).std(correction=0).item())
     else:
         assert again.limits()[0] == math.inf, "6 of 20 are less than half"
-    again.load(None)
+    again.load_state_dict(None)
     assert again.limits()[0] == math.inf
 
 
@@ -279,7 +279,7 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
 
 
 def test_steps_without_a_target_are_reported() -> None:
-    nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3, 0)
+    nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3)
     with pytest.raises(
         TrainingFailed,
         match=r"because no sample had anything to predict .* in 3 steps in a row, to step 5; .* Look at the data",

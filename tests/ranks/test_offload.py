@@ -25,10 +25,10 @@ from serried.parallel.checkpoint_mapping import unchanged
 from serried.parallel.layout.local_shards import local
 from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.layout.process_groups import Groups
-from serried.parallel.model import Totals
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
+from serried.parallel.sum_table import SumTable
 from serried.planner.overview import dry_run
 from serried.planner.trace.traced_step import memory_of
 from serried.program import main
@@ -136,23 +136,22 @@ def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monk
             parallel = sharded(config, model, layout, device, phases=Phases(), groups=groups)
             held = [each.local for each in parallel.parameters]
             assert {each.device.type for each in held} == {"cpu"}
-            assert {each.tensor.device.type for each in parallel.buffers} == {"cuda"}
+            assert {each.tensor.device.type for each in parallel.buffers.held()} == {"cuda"}
             assert pinned.bytes == sum(each.nbytes for each in held)
             # Without a driver, few operations of a GPU can be asked for: from here on "meta" is the device.
             parallel.device = device = torch.device("meta")
-            ones = partial(torch.ones, dtype=torch.float64, device=device)
 
-            def forward_backward(*_: Any) -> Totals:
+            def forward_backward(*_: Any) -> SumTable:
                 for each in parallel.parameters:
                     each.tensor.grad = torch.zeros_like(each.tensor)
-                return Totals(ones(()), ones(()), ones(()), ones(0), ones(0), ones(sum(parallel.experts)))
+                return SumTable.pack({"loss_sum": 1.0, "weight": 1.0, "votes": 0.0}, device)
 
             monkeypatch.setattr(parallel, "forward_backward", forward_backward)
-            monkeypatch.setattr(parallel, "after_step", lambda *_: None)
+            monkeypatch.setattr(parallel.loads, "balance", lambda *_: None)
             optimizer = model_optimizer(parallel, config.optim, model.blocks, None, 0)
             average = WeightAverage(0.9, parallel.parameters, device)
             step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, average)
-            assert {step([None], 1e-3, lambda: 0.0).device.type for _ in "12"} == {"meta"}
+            assert {step([None], 1e-3, lambda: 0.0).vector.device.type for _ in "12"} == {"meta"}
             for name in ("grad_scale", "found_inf") if takes_verdict(optimizer) else ():
                 assert getattr(optimizer, name).device.type == "cpu", "torch copies it without waiting"
             state = [value for each in parallel.parameters for value in tensor_state(optimizer, each.tensor).values()]

@@ -147,7 +147,7 @@ def gradients_of_a_scalar() -> list[tuple[float, float]]:
                 deepcopy(whole), plan, None, seed=1, layout=Layout("fsdp", tensor=2, sequence=sequence),
                 section=config.parallel, low_dtype=None, device=session.device,
             )  # fmt: skip
-            parallel.forward_backward([tokens], objective, 1.0, lambda: 0.0)
+            parallel.forward_backward([tokens], objective, 1.0)
             whole(tokens).backward()
             mine = parallel.module.get_parameter("scale").grad
             assert mine is not None

@@ -4,6 +4,7 @@ Rank 0 is in its first step by then, or on its way there.
 """
 
 import sys
+from collections.abc import Generator
 from unittest.mock import patch
 
 from serried.configs.errors import StopRequested
@@ -11,16 +12,16 @@ from serried.program import main
 from serried.runtime.exit import leave
 from serried.trainer.trainer import Trainer
 
-_run = Trainer.run
+_steps = Trainer.steps
 
 
-def run_unless_asked(self: Trainer) -> int:
-    """As rank 1 of those that were asked to stop."""
+def steps_unless_asked(self: Trainer) -> Generator[int, None, None]:
+    """As rank 1 of ranks that were asked to stop."""
     if self.context.session.rank == 1:
         raise StopRequested("SIGTERM")
-    return _run(self)
+    return _steps(self)
 
 
 if __name__ == "__main__":
-    with patch.object(Trainer, "run", run_unless_asked):
+    with patch.object(Trainer, "steps", steps_unless_asked):
         leave(main(sys.argv[1:]))

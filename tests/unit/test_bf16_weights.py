@@ -129,7 +129,7 @@ def test_gradients_reduced_after_each_micro_batch_add_up_in_fp32() -> None:
         tokens = torch.arange(16).view(1, 16)
         batch = Batch(tokens, tokens.roll(-1, 1), torch.zeros(1), None)
         for count in (1, 7):
-            parallel.forward_backward([batch] * count, CausalLM(config), 1.0, lambda: 0.0)
+            parallel.forward_backward([batch] * count, CausalLM(config), 1.0)
             found.append([local(held.tensor.grad) for held in parallel.parameters if held.tensor.grad is not None])
             for held in parallel.parameters:
                 held.tensor.grad = None

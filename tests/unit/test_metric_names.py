@@ -3,8 +3,10 @@
 import torch
 
 from serried.configs.errors import UserError
-from serried.parallel.model import same_sums_everywhere
+from serried.parallel.layout.process_groups import gather_plain
+from serried.parallel.loss_checks import agreed_shapes
 from serried.parallel.plan import LossTerms
+from serried.parallel.sum_table import section
 from testing.cluster import Cluster
 
 
@@ -23,7 +25,7 @@ def compare(names: list[list[str] | None]) -> str:
         try:
             mine = names[rank]
             terms = None if mine is None else LossTerms(one, 1, dict.fromkeys(mine, (one, one)))
-            return " ".join(same_sums_everywhere(terms)[0])
+            return " ".join(section(agreed_shapes(terms and terms.table().shapes, gather_plain), "metrics"))
         except UserError as error:
             return str(error)
 

@@ -116,7 +116,7 @@ def parallel(strategy: str, **values: object) -> ParallelSection:
         (parallel("fsdp", shard=-1, tensor=2), 8, Layout("fsdp", shard=4, tensor=2)),
         (parallel("ddp", replicate=-1, tensor=2), 4, Layout("ddp", replicate=2, tensor=2)),
         (
-            parallel("fsdp", shard=1, pipeline=-1, schedule="interleaved"),
+            parallel("fsdp", shard=1, pipeline=-1, pipeline_schedule="interleaved"),
             3,
             Layout("fsdp", pipeline=3, schedule="interleaved", stages=6),
         ),
@@ -159,7 +159,11 @@ def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -
         (parallel("fsdp", shard=-1, tensor=3), 8, ["parallel.tensor=3 does not divide 8", "parallel.tensor=2"]),
         (parallel("fsdp", shard=-1, tensor=-1), 8, ["parallel.shard and parallel.tensor are both -1"]),
         (parallel("single", tensor=2), 2, ["parallel=fsdp"]),
-        (parallel("fsdp", shard=-1, pipeline=2, schedule="zbv", stages_per_rank=3), 4, ["zbv", "stages_per_rank=2"]),
+        (
+            parallel("fsdp", shard=-1, pipeline=2, pipeline_schedule="zbv", stages_per_rank=3),
+            4,
+            ["zbv", "stages_per_rank=2"],
+        ),
         (parallel("fsdp", shard=-1, pipeline=2, layers_of_stages=(1, 2, 3)), 4, ["3 numbers for 2 stages"]),
     ],
 )
@@ -194,10 +198,10 @@ def test_a_loss_scale_of_one_is_a_loss_scale() -> None:
     scaler.update(torch.tensor(True))
     scaler.update(torch.tensor(False))
     again = GradScaler(section, torch.device("cpu"))
-    again.load(scaler.state())
-    assert again.state() == scaler.state() == {"scale": 1.0, "good_steps": 1}
-    again.load(GradScaler(PrecisionSection(name="fp32"), torch.device("cpu")).state())
-    assert again.state() == scaler.state()
+    again.load_state_dict(scaler.state_dict())
+    assert again.state_dict() == scaler.state_dict() == {"scale": 1.0, "good_steps": 1}
+    again.load_state_dict(GradScaler(PrecisionSection(name="fp32"), torch.device("cpu")).state_dict())
+    assert again.state_dict() == scaler.state_dict()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -226,11 +230,11 @@ def test_sums_of_a_loss_on_a_gpu_copy_no_number_there() -> None:
 
     with FakeTensorMode(), Copies() as copies:
         loss = torch.empty((), device="cuda")
-        LossTerms(loss, 3, {"accuracy": (1.5, 2)}).totals()
+        LossTerms(loss, 3, {"accuracy": (1.5, 2)}).table()
         assert copies.found == 0
         torch.as_tensor(3, device="cuda")
         assert copies.found == 1, "as it would be seen"
-    assert LossTerms(torch.tensor(2.5), 3, {"accuracy": (1.5, 2)}).totals().tolist() == [2.5, 3.0, 1.5, 2.0]
+    assert LossTerms(torch.tensor(2.5), 3, {"accuracy": (1.5, 2)}).table().vector.tolist() == [2.5, 3.0, 1.5, 2.0]
 
 
 class Asked(TorchDispatchMode):

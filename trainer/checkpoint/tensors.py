@@ -62,7 +62,7 @@ def _weights(parallel: DistributedModel, exported: Exported, averages: Averages 
         parameter._replace(tensor=averages.get(id(parameter.tensor), parameter.tensor))
         for parameter in parallel.parameters
     )
-    held = (*parameters, *parallel.buffers)
+    held = (*parameters, *parallel.buffers.held())
     parts = [Part(tensor.name, tensor, exported(tensor.name, tensor.spec.shape)) for tensor in held]
     return [part for part in parts if part.fragments]  # checkpoints of adapters do not contain the base model
 
@@ -160,7 +160,7 @@ def load_weights(
     shapes |= {part.name: part.shards.shape for part in weights}
     further = _further_names(parallel.module, exported, shapes)
     known = {*further}
-    for name in parallel.buffer_names:  # including other stages'
+    for name in parallel.buffers.names:  # including other stages'
         known |= _names(exported(name, ()))
     floats = _names(fragment for part in weights if part.local.is_floating_point() for fragment in part.fragments)
     wanted = _fragments(shapes, exported)

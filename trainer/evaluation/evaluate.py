@@ -18,6 +18,7 @@ from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
+from serried.parallel.sum_table import section
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.adapters import CannotAdapt, unknown_layer
@@ -64,10 +65,10 @@ def evaluate_by_source(
     for source, numbers in evaluation_samples(dataset, samples).items():
         share = BatchShare(micro_batch, parallel.layout.data_ranks, parallel.place.data_rank)
         batches = evaluation_batches(Reader(dataset, task.collate_numbered), numbers, share)
-        terms = parallel.evaluate(on_device(batches), task)
-        loss_sum, weight, *metrics = terms.totals().tolist()
-        pairs = zip(metrics[::2], metrics[1::2], strict=True)
-        yield source, Sums(loss_sum, weight, dict(zip(terms.metrics, pairs, strict=True)))
+        sums = parallel.evaluate(on_device(batches), task)
+        total = sums.read()
+        metrics = {name: (number, weight) for name, (number, weight) in section(total, "metrics").items()}
+        yield source, Sums(total["loss_sum"], total["weight"], metrics)
 
 
 class Kept:

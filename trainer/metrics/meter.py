@@ -3,15 +3,15 @@
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from serried.configs.schema.sections import RunConfig
+from serried.parallel.sum_table import SumTable
 from serried.trainer.monitor.straggler import Pace, SlowRank
 from serried.trainer.step import StepResult
 
@@ -40,7 +40,7 @@ class Meter:
     """Of one device, FLOP/s; None: not known."""
     pauses: dict[str, float] = field(default_factory=dict)
     """Seconds of the last pause of each kind."""
-    _results: list[tuple[int, Tensor]] = field(default_factory=list)
+    _results: list[tuple[int, SumTable]] = field(default_factory=list)
     _last_time: float = field(default_factory=time.perf_counter)
     _last_step: int = 0
     _last_tokens: int = 0
@@ -57,7 +57,7 @@ class Meter:
     def __post_init__(self) -> None:
         self._pace = Pace(self.device)
 
-    def add(self, step: int, result: Tensor) -> None:
+    def add(self, step: int, result: SumTable) -> None:
         """Remember a TrainStep's result without reading it."""
         self._results.append((step, result))
 
@@ -72,14 +72,14 @@ class Meter:
         self.pauses[what] = seconds
         self._paused_seconds += seconds
 
-    def read(self, metrics: int, experts: Sequence[int]) -> list[tuple[int, StepResult]]:
-        """Return all results since the last read, see ``StepResult.read``. Waits for the device."""
+    def read(self) -> list[tuple[int, StepResult]]:
+        """Return all results since the last read. Waits for the device, once."""
         if not self._results:
             return []
-        table = torch.stack([result for _, result in self._results]).tolist()
-        steps = [step for step, _ in self._results]
-        self._results.clear()
-        return [(step, StepResult.read(row, metrics, experts)) for step, row in zip(steps, table, strict=True)]
+        results = self._results
+        self._results = []
+        rows = torch.stack([table.vector for _, table in results]).tolist()
+        return [(step, StepResult.read(table.named(row))) for (step, table), row in zip(results, rows, strict=True)]
 
     def rates(
         self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None

@@ -2,95 +2,23 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
+from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED
 from serried.configs.formats import duration, short, size
-from serried.configs.plain_data import is_count, is_number
-from serried.configs.schema.sections import DEFAULT_VALIDATION
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
-from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.metrics.meter import peak_memory_bytes
 from serried.trainer.metrics.peak_flops import device_name
+from serried.trainer.progress import MANY_SKIPPED, Progress
 from serried.trainer.run_context import Context
 from serried.trainer.step import StepResult
 from serried.trainer.task import Event
 
-DONE = "all steps done"
-_MANY_SKIPPED = 0.05
-"""Share of the steps from which on those that were skipped are a warning at the end."""
 _IDS_SHOWN = 8
-
-
-@dataclass
-class Progress:
-    """What the report needs from one start to the next."""
-
-    tokens: int = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    validation_loss: float | None = None
-    validated_step: int = 0
-    validation: dict[str, float] = field(default_factory=dict)
-    """Loss and named metrics of the last evaluation on the validation set, those that are finite."""
-    to_minimise: float | None = None
-    """``checkpoint.best_metric`` of that evaluation, with the sign that makes lower better."""
-    best: float | None = None
-    """The lowest ``to_minimise`` so far."""
-    evaluations_since_best: int = 0
-    best_of: str = ""
-    """What ``best`` is of: ``checkpoint.best_metric`` and ``best_mode``."""
-    early_stop: str | None = None
-    """Why the run is finished before its last step."""
-    missed: list[str] = field(default_factory=list)
-    """Validation sets that a stop left out of the last evaluation."""
-    made_up: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``validation`` of steps whose checkpoint was saved before their evaluation was made up, by step."""
-    source_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of a mixture's sources, by name."""
-    skipped: int = 0
-    """Steps that changed nothing, less those in which fp16 found its scale."""
-
-    def add(self, result: StepResult, sources: Sequence[str]) -> None:
-        """Count a step; ``sources`` names those of a mixture, in the order of the result."""
-        self.tokens += int(result.tokens)
-        self.skipped += bool(result.skipped) and not result.is_overflow
-        for name, tokens in zip(sources, result.by_source, strict=True):
-            self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
-        if math.isfinite(result.loss):
-            self.last_loss = result.loss
-            self.first_loss = result.loss if self.first_loss is None else self.first_loss
-
-
-def finished_because(progress: Progress, steps: int) -> str:
-    """Return why a run of ``steps`` steps is finished, with the share of them that was skipped if that is large."""
-    reason = progress.early_stop or DONE
-    if progress.skipped < _MANY_SKIPPED * steps:
-        return reason
-    return f"{reason}, of which {progress.skipped:,} of {steps:,} ({progress.skipped / steps:.0%}) were skipped"
-
-
-def saved_progress(start: Start) -> Progress:
-    """Return the progress that a checkpoint holds; that of a new run if there is none. Raises ``UserError`` if it holds
-    something else."""
-    if start.checkpoint is None:
-        return Progress()
-    with taking_from(start.checkpoint):
-        progress = Progress(**start.state["progress"])
-        waited = progress.evaluations_since_best
-        counts = progress.tokens, progress.validated_step, waited, progress.skipped, *progress.source_tokens.values()
-        losses = progress.first_loss, progress.last_loss, progress.validation_loss, progress.best, progress.to_minimise
-        if not all(map(is_count, counts)) or not all(loss is None or is_number(loss) for loss in losses):
-            raise ValueError("progress")
-        if not isinstance(progress.made_up, dict) or not all(isinstance(name, str) for name in progress.missed):
-            raise TypeError("progress")
-        progress.early_stop = None  # decided again by whoever resumes
-        return progress
 
 
 def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -105,21 +33,17 @@ def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
     }
 
 
-class Report:
+class RunLog:
     """Console and metrics.jsonl output of a run. Every rank has one; only rank 0 prints and records."""
 
-    def __init__(self, context: Context, start: Start) -> None:
+    def __init__(self, context: Context, start: Start, progress: Progress) -> None:
         config = context.config
         self._config, self._session, self._folder = config, context.session, context.folder
         self._console, self._task = context.console, context.task
         self._first_step = start.step
-        self.progress = saved_progress(start)
-        self.saved_step = start.step if start.continues(config.run.dir) else 0
-        """Step of the newest checkpoint of this run; 0: none."""
-        self.last_save_seconds = 0.0
-        """How long the latest save took; 0: there was none."""
+        self._progress = progress
 
-    def begun(
+    def started(
         self,
         layout: Layout,
         parameters: int,
@@ -150,11 +74,11 @@ class Report:
 
     def step(
         self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any],
-        names: Sequence[str], sample_ids: Sequence[int] = (),
+        sample_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Report a step. ``lr`` is by parameter group; ``rates`` are ``RATES``, None between two log lines; ``names``
-        are those of ``result.metrics``; ``sample_ids`` of a step that was skipped because it was not finite."""
-        metrics = dict(zip(names, result.metrics, strict=True))
+        """Report a step. ``lr`` is by parameter group; ``rates`` are ``RATES``, None between two log lines;
+        ``sample_ids`` of a step that was skipped because it was not finite."""
+        metrics = result.metrics
         values = {
             "step": step,
             "loss": result.loss,
@@ -162,8 +86,8 @@ class Report:
             "lr": next(iter(lr.values())),
             "lr_by_group": dict(lr),
             "samples": samples,
-            "tokens": self.progress.tokens,
-            **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),
+            "tokens": self._progress.tokens,
+            **({"source_tokens": dict(self._progress.source_tokens)} if result.by_source else {}),
             **metrics,
             **rates,
             **_expert_tokens(result.loads),
@@ -204,9 +128,8 @@ class Report:
             "there, and all wait for it. Is its device hot, or shared?"
         )
 
-    def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
+    def rolled_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
         """Report a rollback to the checkpoint ``start``, which continues with sample number ``samples``."""
-        self.progress = saved_progress(start)
         if self._folder is not None:
             self._folder.go_back(start.step)
         left_out = samples - int(start.state["samples"])
@@ -227,13 +150,9 @@ class Report:
         by_source: Mapping[str, float],
     ) -> None:  # fmt: skip
         """Report an evaluation on the set ``name``: ``means`` are loss and named metrics, ``by_source`` the losses of a
-        mixture's sources. Raises ``UserError`` if there is no ``checkpoint.best_metric`` among them."""
+        mixture's sources."""
         loss = means["loss"]
-        finite = {source: _finite(each) for source, each in by_source.items()}
-        if name == DEFAULT_VALIDATION:
-            self.progress.validation_loss = _finite(loss)
-            self.progress.validated_step = step
-            self._judge(step, {metric: value for metric, value in means.items() if math.isfinite(value)}, means)
+        finite = {source: value if math.isfinite(value) else None for source, value in by_source.items()}
         more: dict[str, Any] = {"source_losses": finite} if finite else {}
         self._record("eval", step=step, set=name, tokens=weight, **means, **more)
         parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
@@ -245,30 +164,6 @@ class Report:
         if self._session.is_main:
             self._task.on_evaluate(Event(step, dict(means), split=name))
 
-    def _judge(self, step: int, finite: dict[str, float], means: Mapping[str, float]) -> None:
-        """Compare an evaluation on the validation set with the best so far; the same on all ranks."""
-        progress, checkpoint = self.progress, self._config.checkpoint
-        patience = self._config.trainer.early_stopping_patience
-        metric = checkpoint.best_metric
-        if metric not in means:
-            raise UserError(
-                f"checkpoint.best_metric={metric} is not a metric of this task; use one of {', '.join(means)}"
-            )
-        progress.validation, value = finite, finite.get(metric)
-        progress.to_minimise = -value if value is not None and checkpoint.best_mode == "max" else value
-        best_of, trainer = f"{metric}, {checkpoint.best_mode}", self._config.trainer
-        if best_of != progress.best_of:
-            progress.best_of, progress.best, progress.evaluations_since_best = best_of, None, 0
-        if step % trainer.evaluates_every and step != trainer.steps:
-            return  # an evaluation that only trainer.stop_at brought about
-        if progress.to_minimise is not None and (progress.best is None or progress.to_minimise < progress.best):
-            progress.best, progress.evaluations_since_best = progress.to_minimise, 0
-        else:
-            progress.evaluations_since_best += 1
-        if patience and progress.evaluations_since_best >= patience:
-            key = "trainer.early_stopping_patience"
-            progress.early_stop = f"{metric} has not improved in {patience} evaluations ({key})"
-
     def not_evaluated(self, step: int, name: str) -> None:
         """Report an evaluation on the set ``name`` without targets, which has no loss."""
         self._record("eval", step=step, set=name, loss=None, tokens=0)
@@ -278,26 +173,8 @@ class Report:
             f"(trainer.eval_batches={self._config.trainer.eval_batches})"
         )
 
-    def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
-        """Report a save that has ended, if one has.
-
-        Raises:
-            TrainingFailed: the checkpoint of the last step could not be saved.
-        """
-        if saved is None:
-            return
-        last = f"the newest is that of step {self.saved_step}" if self.saved_step else "there is none yet"
-        if saved.problem is not None:
-            if is_last:
-                raise TrainingFailed(
-                    f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
-                    f"checkpoints, {last}. Fix the cause, then run the same command again"
-                )
-            self._console.say(
-                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training continues; {last}"
-            )
-            return
-        self.saved_step, self.last_save_seconds = saved.step, saved.seconds
+    def saved(self, saved: Saved) -> None:
+        """Report a checkpoint that is complete."""
         for note in saved.notes:
             self._console.say(f"WARNING    {note}")
         self._console.say(
@@ -311,26 +188,24 @@ class Report:
         if self._session.is_main:
             self._task.on_save(Event(saved.step, path=saved.path))
 
-    def broken_off(self, step: int) -> None:
-        """Report the newest checkpoint, after an error ended the run at ``step``."""
-        if self.saved_step:
-            self._console.say(
-                f"ended      at step {step}; the newest checkpoint is that of step {self.saved_step}; run the "
-                "same command to resume from there"
-            )
+    def not_saved(self, step: int, problem: str, newest: str) -> None:
+        """Report a save that failed. ``newest``: a clause on the newest checkpoint."""
+        self._console.say(f"WARNING    no checkpoint of step {step}: {problem}. Training continues; {newest}")
 
-    def is_finished(self, step: int) -> bool:
-        """Return whether the run needs nothing after ``step``, not even an evaluation that a stop left out."""
-        is_last = step == self._config.trainer.steps and not self.progress.missed
-        return is_last or self.progress.early_stop is not None
+    def interrupted(self, step: int, saved_step: int) -> None:
+        """Report the checkpoint of ``saved_step``, after an error ended the run at ``step``."""
+        self._console.say(
+            f"ended      at step {step}; the newest checkpoint is that of step {saved_step}; run the "
+            "same command to resume from there"
+        )
 
-    def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
-        """Report the end at ``step`` after ``seconds``. Returns the exit code.
+    def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> None:
+        """Report the end at ``step`` after ``seconds``.
 
         ``sample``: text of the trained model; ``request``: why the run was asked to stop, None: it was not.
         """
-        config, progress = self._config, self.progress
-        is_finished = self.is_finished(step)
+        config, progress = self._config, self._progress
+        is_finished = progress.is_finished(step, config)
         validation = f", validation {_loss(progress.validation_loss)}" if progress.validated_step else ""
         validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
@@ -360,9 +235,9 @@ class Report:
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
         reason = (
-            finished_because(progress, step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+            progress.finished_because(step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
         )
-        if is_finished and progress.skipped >= _MANY_SKIPPED * step:
+        if is_finished and progress.skipped >= MANY_SKIPPED * step:
             self._console.say(
                 f"WARNING    {progress.skipped:,} of {step:,} steps ({progress.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
@@ -372,14 +247,13 @@ class Report:
             self._folder.status(state, step=step, reason=reason, exit_code=code)
         if self._session.is_main:
             self._task.on_end(Event(step, progress.validation, path=config.run.dir))
-        return code
 
     def _next(self, step: int, request: str | None) -> str:
         config = self._config
         same = "run the same command" + ", but checkpoint.resume=auto," * (config.checkpoint.resume == "never")
-        if self.progress.early_stop is not None:
+        if self._progress.early_stop is not None:
             return self._task.next_command(self._session.command())
-        if self.progress.missed and step == config.trainer.steps:
+        if self._progress.missed and step == config.trainer.steps:
             return f"{same} for the evaluation after step {step}"
         if step < config.trainer.steps and request is not None:
             return f"{same} to resume ({step} of {config.trainer.steps} steps done)"
@@ -430,11 +304,6 @@ def _of_samples(values: Mapping[str, Any]) -> str:
     ids = values.get("sample_ids", ())
     shown = ", ".join(map(str, ids[:_IDS_SHOWN])) + f", ... ({len(ids)} in metrics.jsonl)" * (len(ids) > _IDS_SHOWN)
     return f"; its samples: {shown}" if ids else ""
-
-
-def _finite(loss: float) -> float | None:
-    """JSON has no name for other numbers."""
-    return loss if math.isfinite(loss) else None
 
 
 def _loss(loss: float | None) -> str:

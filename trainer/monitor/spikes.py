@@ -61,16 +61,16 @@ class SpikeWindow:
         is_ready = self._count >= _READY_AT * self._size
         self._limits = torch.where(is_ready, mean + self._deviations * deviation, float("inf"))
 
-    def state(self) -> dict[str, Any]:
-        """Return the window as plain data for a checkpoint. Waits for the device."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window for a checkpoint. Waits for the device."""
         return {
             "values": self._values[:, :-1].tolist(),
             "count": int(self._count.item()),
             "new": [[_finite(loss), _finite(norm), bool(accepted)] for loss, norm, accepted in self._new],
         }
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Restore ``state``. From a window of another size, the newest values are kept."""
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from ``state``; the newest values of a window of another size are kept."""
         state = state or {"values": [[], []], "count": 0, "new": []}
         values, count = torch.tensor(state["values"], dtype=torch.float64), int(state["count"])
         device, size = self._values.device, values.shape[1]

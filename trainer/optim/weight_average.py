@@ -62,10 +62,10 @@ class WeightAverage:
         for key, average in self._averages.items():
             yield local(average), local(self._trained[key])
 
-    def state(self) -> dict[str, int]:
-        """What a checkpoint keeps beside the tensors. Waits for the device."""
+    def state_dict(self) -> dict[str, int]:
+        """Return the plain data of a checkpoint. Waits for the device."""
         return {"accepted": int(self._accepted.item())}
 
-    def load(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from ``state``."""
         self._accepted.fill_(state["accepted"])

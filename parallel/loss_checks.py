@@ -1,0 +1,98 @@
+"""Checks of the values that a user's ``loss`` returns: each mistake gets one clear message."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.parallel.plan import LossTerms
+from serried.parallel.sum_table import Shapes, section
+
+LOSS_ALONE: Shapes = {"loss_sum": (), "weight": ()}
+"""Entries of a loss without named metrics, and of none."""
+
+
+def refuse_own_backward(root: nn.Module) -> None:
+    """Raise ``UserError`` if the first loss of a run left gradients: its task may step an optimizer of its own."""
+    if any(parameter.grad is not None for parameter in root.parameters()):
+        raise UserError(
+            "loss() called backward(); return all losses added up in serried.LossTerms: backward and the update of "
+            "the run's one optimizer follow"
+        )
+
+
+def refuse_no_gradient(loss: Tensor) -> None:
+    """Raise ``UserError`` if ``loss`` does not depend on a parameter."""
+    if not loss.requires_grad:
+        raise UserError(
+            "loss() returned a loss_sum without a gradient; compute it with the model's output, without "
+            "torch.no_grad(), detach() or item()"
+        )
+
+
+def check_terms(terms: LossTerms) -> LossTerms:
+    """Return ``terms``. Raises ``UserError`` if they are not sums in the form of ``LossTerms``."""
+    returned = terms.loss_sum if isinstance(terms, LossTerms) else terms
+    if not isinstance(terms, LossTerms) or getattr(returned, "shape", None) != ():
+        shape = f" of shape {[*returned.shape]}" if isinstance(returned, Tensor) else ""
+        of_what = "a loss_sum of type " if isinstance(terms, LossTerms) else ""
+        raise UserError(
+            "loss() must return serried.LossTerms(loss_sum, weight), sums over the batch and not means, "
+            f"with loss_sum a scalar tensor; it returned {of_what}{type(returned).__name__}{shape}"
+        )
+    if isinstance(terms.weight, Tensor) and terms.weight.dim():
+        raise UserError(
+            f"loss() returned a weight of shape {[*terms.weight.shape]}; return one number, such as mask.sum()"
+        )
+    if isinstance(terms.weight, int | float) and terms.weight < 0:
+        raise UserError(f"loss() returned the weight {terms.weight}; return how much the batch counts, such as len(x)")
+    for name, metric in terms.metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"loss() returned a metric with the name {name!r}; use text")
+        if not isinstance(metric, tuple | list) or len(metric) != 2:
+            raise UserError(f"loss() returned the metric {name} as {metric}; return it as (sum, weight), not as a mean")
+        for number in metric:
+            if isinstance(number, Tensor) and number.dim():
+                raise UserError(
+                    f"loss() returned the metric {name} with a part of shape {[*number.shape]}; return two numbers"
+                )
+    return terms
+
+
+def check_names(terms: LossTerms, known: Shapes) -> None:
+    """Raise ``UserError`` if ``terms`` have other metrics than ``known``, the sums of earlier batches: different
+    quantities would be added up."""
+    found, names = tuple(terms.metrics), tuple(section(known, "metrics"))
+    if found != names:
+        raise UserError(
+            f"loss() returned the metrics {_listed(found)} for one batch and {_listed(names)} for another; return the "
+            "same names from every batch, with (0, 0) for none"
+        )
+
+
+def agreed_shapes(mine: Shapes | None, gather: Callable[[Any], list[Any]]) -> Shapes:
+    """Return the entries of the table of sums that all ranks are about to add up.
+
+    A collective, on the host.
+
+    Args:
+        mine: The entries of a loss of this rank; None on ranks that a pipeline gives no loss.
+        gather: Returns a value of each rank, by rank.
+
+    Raises:
+        UserError: ``loss`` returned other names on another rank.
+    """
+    answers = gather(None if mine is None else list(mine.items()))
+    known = {rank: [(name, tuple(shape)) for name, shape in answer] for rank, answer in enumerate(answers) if answer}
+    if mine is not None and (other := [rank for rank, entries in known.items() if entries != list(mine.items())]):
+        raise UserError(
+            f"loss() returned the metrics {_listed(tuple(section(mine, 'metrics')))} on rank {dist.get_rank()}, and "
+            f"rank {other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
+        )
+    return dict(next(iter(known.values()))) if known else LOSS_ALONE
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names) or "(none)"

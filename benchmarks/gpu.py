@@ -85,7 +85,8 @@ def measured(
     racer.close()
     if trainer is not None:
         trainer.saver.checkpointer.close()
-    model, length = config.model, config.data.sequence_length
+    model: Any = config.model
+    length = config.data.sequence_length
     attention = 12 * model.layers * model.heads * model.attention_head_dim * length**2
     return seconds, peak, flops, flops - attention * config.trainer.global_batch / 2
 

@@ -354,8 +354,8 @@ def main() -> None:
 
 def first_step(name: str) -> None:
     """Build one of the others under torchrun, and print when its first step is done."""
-    from serried.configs.schema.models import LlamaSection
     from serried.recipes.models.families.llama import Transformer
+    from serried.recipes.models.families.llama_config import LlamaSection
 
     section = LlamaSection(
         name="work", dim=256, layers=6, heads=8, kv_heads=4, hidden_dim=768, vocab_size=4096, attention="sdpa"

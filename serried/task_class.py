@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from serried.configs.errors import UserError
 from serried.configs.messages.keys import check_fields
 from serried.configs.schema.declaration import BUILT_IN, Declaration
-from serried.configs.schema.registry import BUILT_IN_TASKS, tasks
+from serried.configs.schema.registry import is_built_in_language_task, tasks
 from serried.configs.schema.sections import Section
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def declaration(given: "Task | type[Task]") -> Declaration:
 def installed(name: str) -> Declaration:
     """Return the declaration of the task ``name``, of an installed package or built in. Raises ``UserError`` if there
     is none."""
-    return BUILT_IN if name in BUILT_IN_TASKS else declaration(tasks.get(name).load())
+    return BUILT_IN if is_built_in_language_task(name) else declaration(tasks.get(name).load())
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

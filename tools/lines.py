@@ -14,15 +14,14 @@ PACKAGES = ("serried", "planner", "launch", "recipes", "trainer", "parallel", "r
 SUFFIXES = {".py", ".yaml", ".js", ".css", ".html"}
 MOST_ATTRIBUTES = 12
 TO_ADD = (
-    ("a task: model, data, loss", "your script", "`recipes/`, its section in `configs/schema/tasks.py`"),
+    ("a task: model, data, loss", "your script", "`X.py`, `X_config.py` in `recipes/text/` or `classes/`"),
     (
         "a model family",
         "your script and a YAML preset",
-        "`recipes/models/families/`, its section in `configs/schema/models.py`, its line in "
-        "`configs/schema/registry.py`, a YAML preset; its activations are traced, or a formula in "
-        "`planner/activations/families.py`",
+        "`X.py`, `X_config.py` in `recipes/models/families/` and a YAML preset; its activations are traced, or "
+        "a formula in `planner/activations/families.py`",
     ),
-    ("an optimizer", "your script", "`trainer/optim/algorithms/` and a YAML preset"),
+    ("an optimizer", "your script", "`X.py`, `X_config.py` in `trainer/optim/algorithms/` and a YAML preset"),
     ("a schedule", "your script", "`trainer/optim/schedules/` and a YAML preset"),
     ("a data source", "your script", "`recipes/data/sources/` and a YAML preset"),
     ("a callback", "your script", "-"),
@@ -101,7 +100,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
     """Yield the file, name, lines and number of attributes of each class in ``path`` that is no section of keys."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if not isinstance(node, ast.ClassDef) or path.is_relative_to(ROOT / "configs/schema"):
+        is_section = path.is_relative_to(ROOT / "configs/schema") or path.stem.endswith("_config")
+        if is_section or not isinstance(node, ast.ClassDef):
             continue
         stored = {
             found.attr

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 
-from serried.configs.schema.models import LlamaSection
+from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import Entry, Registry
 from serried.configs.schema.sections import (
     COMPARES_NOTHING,
@@ -206,7 +206,7 @@ class DataSection(LoadingSection, SourceSection):
 
 
 sources = Registry(
-    "data source", "data", "serried.data_sources", DataSection, built_in_package="serried.recipes.data.sources"
+    "data source", "data", "serried.data_sources", DataSection, built_in=("serried.recipes.data.sources.*",)
 )
 
 
@@ -244,7 +244,7 @@ def alone(data: DataSection, source: SourceSection) -> DataSection:
 class TextRunConfig(RunConfig):
     """The whole of a run that trains a built-in language model."""
 
-    model: LlamaSection  # or the section of another family, see configs.run_config
+    model: ModelSection  # of a family, which has more keys: see configs.schema.run_config
     data: DataSection
 
     @property

@@ -1,19 +1,20 @@
 """Registries of what a config chooses by name: optimizers, schedules, model families, tasks.
 
-That of data sources is in data_section.py.
+The registry of data sources is in ``configs/schema/data.py``.
 
 An entry has a name, a config section of its own, and a function that loads the implementation: composing a config needs
-the section only and never imports torch. Built-in entries are the modules of one package, each of which registers
-itself when it is imported. Installed packages add entries through entry points, a user's script through
-``serried.register_optimizer`` and ``serried.register_model``.
+only the section and never imports torch. A built-in entry is registered by a module beside its code, such as
+``recipes/models/families/llama_config.py`` beside ``llama.py``; no list of them exists. Installed packages add entries
+through entry points, a user's script through ``serried.register_optimizer`` and ``serried.register_model``.
 """
 
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -21,8 +22,7 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from serried.configs.errors import UserError
-from serried.configs.schema import models as families
-from serried.configs.schema import tasks as task_sections
+from serried.configs.schema.models import ModelSection
 from serried.configs.schema.sections import OptimSection, ScheduleSection, Section, TaskSection
 from serried.configs.similar_names import nearest
 
@@ -55,12 +55,19 @@ class Registry:
     """Keys that the sections of all entries have."""
     key: str = "name"
     """Key of the section that holds the name."""
-    built_in_package: str | None = None
-    """Its modules register the built-in entries. Named here, and not imported, as an entry point would be."""
+    built_in: Sequence[str] = ()
+    """Modules that register the built-in entries, as ``package.*_config``. They are imported by name when an entry is
+    asked for, like the entry points of installed packages."""
     _entries: dict[str, Entry] = field(default_factory=dict)
 
-    def register(self, name: str, section: type[Section], load: Callable[[], Any]) -> None:
-        """Add an entry. Raises ``UserError`` if there is another entry of this name."""
+    def register(self, name: str, section: type[Section], load: Callable[[], Any] | str) -> None:
+        """Add an entry. Raises ``UserError`` if there is another entry of this name.
+
+        Args:
+            name: What a config calls it.
+            section: Its keys.
+            load: Function that imports and returns the implementation, or its name, as ``package.module:Class``.
+        """
         self._load_built_in()
         own = section
         if name in self._entries:
@@ -72,7 +79,7 @@ class Registry:
                 section.__name__, __base__=(section, self.base), __doc__=section.__doc__, __module__=section.__module__,
                 __cls_kwargs__={"use_attribute_docstrings": False},  # there is no source: it would be searched for long
             )  # fmt: skip
-        self._entries[name] = Entry(name, own, section, load)
+        self._entries[name] = Entry(name, own, section, partial(_named, load) if isinstance(load, str) else load)
 
     def registering(self, name: str, section: type[Section]) -> Callable[[_Built], _Built]:
         """Return a decorator that registers what it decorates."""
@@ -84,14 +91,18 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Names of all entries, of installed packages too."""
+        """Return the names of all entries, of installed packages too, in the order of ``entries``."""
         self._load_built_in()
-        return list(dict.fromkeys([*self._entries, *self._installed]))
+        return sorted({*self._entries, *self._installed}, key=self._rank)
 
     def entries(self) -> list[Entry]:
-        """Entries that are registered, without those of packages that were not imported."""
+        """Return the entries that are registered, without those of packages that were not imported: the default
+        first, then by name."""
         self._load_built_in()
-        return list(self._entries.values())
+        return [self._entries[name] for name in sorted(self._entries, key=self._rank)]
+
+    def _rank(self, name: str) -> tuple[bool, str]:
+        return name != self.base.model_fields[self.key].get_default(), name
 
     def get(self, name: str) -> Entry:
         """Entry ``name``; the package that provides it is imported if need be. Raises ``UserError`` if there is
@@ -119,12 +130,18 @@ class Registry:
             ) from error
 
     def _load_built_in(self) -> None:
-        if self.built_in_package is not None:
-            package, self.built_in_package = import_module(self.built_in_package), None
-            names = [module.name for module in pkgutil.iter_modules(package.__path__)]
-            # An optimizer's class, which needs torch, is in a module beside that of its section.
-            for name in [name for name in names if name.endswith("_config")] or names:
-                import_module(f"{package.__name__}.{name}")
+        patterns, self.built_in = self.built_in, ()
+        for package_name, _, pattern in (each.rpartition(".") for each in patterns):
+            package = import_module(package_name)
+            for module in pkgutil.iter_modules(package.__path__):
+                if fnmatchcase(module.name, pattern):
+                    import_module(f"{package_name}.{module.name}")
+
+
+def _named(path: str) -> Any:
+    """Import and return the object that ``path`` names, as ``package.module:Class``."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 @functools.cache
@@ -134,56 +151,31 @@ def _entry_points() -> Any:
 
 
 optimizers = Registry(
-    "optimizer", "optim", "serried.optimizers", OptimSection, built_in_package="serried.trainer.optim.algorithms"
+    "optimizer", "optim", "serried.optimizers", OptimSection, built_in=("serried.trainer.optim.algorithms.*_config",)
 )
 schedules = Registry(
-    "schedule", "schedule", "serried.schedules", ScheduleSection, built_in_package="serried.trainer.optim.schedules"
+    "schedule", "schedule", "serried.schedules", ScheduleSection, built_in=("serried.trainer.optim.schedules.*",)
 )
-models = Registry("model family", "model", "serried.models", families.ModelSection, key="family")
-tasks = Registry("task", "task", "serried.tasks", TaskSection)
-
-
-def _of_recipes(module: str, name: str) -> Callable[[], Any]:
-    """Return a function that imports ``module`` of ``recipes/`` and returns what it calls ``name``."""
-    return lambda: getattr(import_module(f"serried.recipes.{module}"), name)
-
-
-models.register("llama", families.LlamaSection, _of_recipes("models.families.llama", "Llama"))
-models.register("mistral", families.MistralSection, _of_recipes("models.families.llama", "Llama"))
-models.register("qwen2", families.Qwen2Section, _of_recipes("models.families.llama", "Llama"))
-models.register("qwen3", families.Qwen3Section, _of_recipes("models.families.llama", "Llama"))
-models.register("olmo2", families.Olmo2Section, _of_recipes("models.families.olmo2", "Olmo2"))
-models.register("phi3", families.Phi3Section, _of_recipes("models.families.phi3", "Phi3"))
-for _family in ("gemma2", "gemma3_text"):
-    models.register(_family, families.GemmaSection, _of_recipes("models.families.gemma", "Gemma"))
-models.register("gpt2", families.GPT2Section, _of_recipes("models.families.gpt2", "GPT2"))
-for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
-    models.register(_family, families.MoESection, _of_recipes("models.families.moe", "MoE"))
-models.register("hf", families.HuggingFaceSection, _of_recipes("models.hugging_face.any_causal_lm", "HuggingFaceModel"))
-
-tasks.register("causal_lm", task_sections.CausalLMSection, _of_recipes("text.causal_lm", "CausalLM"))
-tasks.register("distillation", task_sections.DistillationSection, _of_recipes("text.distillation", "Distillation"))
-tasks.register("reward", task_sections.RewardSection, _of_recipes("text.reward", "Reward"))
-tasks.register("preference", task_sections.PreferenceSection, _of_recipes("text.preference", "Preference"))
-tasks.register(
-    "image_classification",
-    task_sections.ImageSection,
-    _of_recipes("classes.image_classification", "ImageClassification"),
-)
-tasks.register(
-    "text_classification",
-    task_sections.TextClassSection,
-    _of_recipes("classes.text_classification", "TextClassification"),
-)
-tasks.register("masked_lm", task_sections.MaskedLMSection, _of_recipes("classes.masked_lm", "MaskedLM"))
-_SERVED_AS = {"distillation": "causal_lm"}
-BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")
-"""Those with the sections model and data."""
+models = Registry(
+    "model family", "model", "serried.models", ModelSection, key="family",
+    built_in=("serried.recipes.models.families.*_config", "serried.recipes.models.hugging_face.*_config"),
+)  # fmt: skip
+tasks = Registry(
+    "task", "task", "serried.tasks", TaskSection,
+    built_in=("serried.recipes.text.*_config", "serried.recipes.classes.*_config"),
+)  # fmt: skip
 
 
 def task_of_model(name: str) -> Any:
     """Return the class of the task that opens a model which the task ``name`` has trained: one without a teacher."""
-    return tasks.get(_SERVED_AS.get(name, name)).load()
+    opened_as = getattr(tasks.get(name).own, "opened_as", None)
+    return tasks.get(opened_as or name).load()
+
+
+def is_built_in_language_task(name: str) -> bool:
+    """Return whether ``name`` is a built-in task with the sections ``model`` and ``data``."""
+    section = tasks.get(name).own if name in tasks.names() else Section
+    return issubclass(section, TaskSection) and section.__module__.startswith("serried.")
 
 
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:
@@ -208,7 +200,7 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
     return schedules.registering(name, section)
 
 
-def register_model(name: str, *, section: type[Section] = families.ModelSection) -> Callable[[_Built], _Built]:
+def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
     """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
 
     A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys,

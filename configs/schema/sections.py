@@ -780,6 +780,8 @@ class TaskSection(Section):
     """Named metrics of evaluations, beside the loss; None: only the task itself knows them."""
     has_teacher: ClassVar[bool] = False
     """Whether its model holds a frozen one, which is not saved."""
+    opened_as: ClassVar[str | None] = None
+    """Task that opens a trained model; None: the task itself."""
 
     name: str = Field(default="causal_lm", min_length=1)
     """Name of the task; a recipe sets it."""

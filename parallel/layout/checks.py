@@ -9,8 +9,7 @@ from importlib.metadata import version
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import teacher_section
-from serried.configs.schema.models import DIVIDED_MODELS, HuggingFaceSection
-from serried.configs.schema.registry import models, takes
+from serried.configs.schema.registry import takes
 from serried.configs.schema.run_config import Config
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import (
@@ -90,8 +89,10 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model = getattr(config, "model", None)
-    if isinstance(model, HuggingFaceSection):
-        _check_axes_of_any_model(layout, model)
+    if model is not None:
+        degrees = {axis: getattr(layout, axis) for axis in (*MODEL_AXES, "expert")}
+        for mistake in model.layout_mistakes(degrees, sequence=layout.sequence):
+            raise UserError(mistake)
     divisible = model.divisible() if model is not None else {}
     if layout.expert > 1 and divisible and not divisible.get("expert"):
         raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
@@ -209,27 +210,6 @@ def _check_compile(config: RunConfig, layout: Layout) -> None:
         raise UserError(
             f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring, whose messages cannot be "
             f"compiled: use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
-        )
-
-
-def _check_axes_of_any_model(layout: Layout, model: HuggingFaceSection) -> None:
-    kind = model.architecture["model_type"]
-    native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
-    for axis in (*MODEL_AXES, "expert"):
-        if getattr(layout, axis) > 1 and axis != "tensor":
-            raise UserError(
-                f"parallel.{axis}={getattr(layout, axis)} with model=hf, which runs transformers' own code: only data "
-                f"axes and parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
-            )
-    if layout.tensor > 1 and kind not in DIVIDED_MODELS:
-        raise UserError(
-            f"parallel.tensor={layout.tensor} with model=hf divides only {', '.join(DIVIDED_MODELS)}, and this model "
-            f"is a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
-        )
-    if layout.tensor > 1 and layout.sequence:
-        raise UserError(
-            f"parallel.tensor={layout.tensor} with model=hf, whose own code sees the whole stream; use "
-            f"{native}parallel.sequence=false"
         )
 
 

@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 
-from serried.configs.schema.models import GPT2Section, LlamaSection, MoESection
 from serried.planner.activations.terms import ALL_OF_IT, BlockBytes, EndBytes, Formula, Share, bytes_at
+from serried.recipes.models.families.gpt2_config import GPT2Section
+from serried.recipes.models.families.llama_config import LlamaSection
+from serried.recipes.models.families.moe_config import MoESection
 
 _CHUNK_LOGITS, _MINIMUM_CHUNK_TOKENS = 2**24, 1024
 """As in ``recipes.models.layers.lm_head``."""

@@ -7,15 +7,18 @@ from typing import Any
 from torch import nn
 
 from serried.configs.schema.data import DataSection
-from serried.configs.schema.models import GPT2Section, HuggingFaceSection, LlamaSection, MoESection
 from serried.configs.schema.sections import RunConfig, TaskSection
-from serried.configs.schema.tasks import CausalLMSection
 from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.planner.devices import Cluster, Device
 from serried.planner.time.published_rates import FAR, SEEN
 from serried.planner.time.time_model import Job, Shape
+from serried.recipes.models.families.gpt2_config import GPT2Section
+from serried.recipes.models.families.llama_config import LlamaSection
+from serried.recipes.models.families.moe_config import MoESection
+from serried.recipes.models.hugging_face.any_causal_lm_config import HuggingFaceSection
+from serried.recipes.text.causal_lm_config import CausalLMSection
 
 _OTHER_FORM = 0.05
 """A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""

@@ -1,4 +1,7 @@
-"""Base class of the families of language models."""
+"""Base class of model families.
+
+A new family is a module with its code, a module ``*_config`` beside it with its section, and a YAML preset.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

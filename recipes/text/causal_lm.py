@@ -22,7 +22,6 @@ from serried.configs.schema.data import DataSection, TextRunConfig
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models, takes
 from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, RunConfig, TrainerSection
-from serried.configs.schema.tasks import CausalLMSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.data.chat.conversations import ask, chat_template
@@ -47,6 +46,7 @@ from serried.recipes.data.tokenizers.transformers_tokenizer import difference, o
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.attention_choice import describe_attention
 from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
+from serried.recipes.text.causal_lm_config import CausalLMSection
 from serried.recipes.text.generation import TextStream, chooser, continued, until_end
 from serried.records.tensors import TensorFolder
 from serried.trainer.task import Piece, TextTask

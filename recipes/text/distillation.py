@@ -21,7 +21,6 @@ from serried.configs.hugging_face.model_folder import model_folder, teacher_sect
 from serried.configs.plain_data import read_json
 from serried.configs.schema.registry import models
 from serried.configs.schema.sections import RunConfig
-from serried.configs.schema.tasks import DistillationSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import LossTerms, ParallelPlan, Vocabulary
 from serried.recipes.data.samples.token_dataset import Batch
@@ -29,6 +28,7 @@ from serried.recipes.data.tokenizers.tokenizer import LARGEST_TOKENIZER, ids_of_
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.lm_head import Chunk, Gradients, LanguageModelHead, chunks
 from serried.recipes.text.causal_lm import CausalLM
+from serried.recipes.text.distillation_config import DistillationSection
 
 _TEACHER = "teacher"
 """Name of the teacher's submodule."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import ANY_FAMILY
 from serried.configs.schema.sections import RunConfig
-from serried.configs.schema.tasks import PreferenceSection
 from serried.parallel.lora import without_adapters
 from serried.parallel.plan import Inputs, LossTerms
 from serried.recipes.data.prepared.prepare import cache_folder
 from serried.recipes.data.samples.pair_dataset import PairBatch
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.text.pair_task import PairTask, pair_terms
+from serried.recipes.text.preference_config import PreferenceSection
 from serried.trainer.task import Reference
 
 _FOLDER = "reference"

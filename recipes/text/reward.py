@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
-from serried.configs.schema.tasks import RewardSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.samples.pair_dataset import Pair
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead
 from serried.recipes.text.pair_task import PairTask, pair_terms
+from serried.recipes.text.reward_config import RewardSection
 from serried.records.tensors import TensorFolder
 
 _HEAD, _SCORE = "lm_head", "score.weight"

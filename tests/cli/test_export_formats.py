@@ -12,12 +12,12 @@ from torch import Tensor
 
 from serried import cli
 from serried.configs.errors import UserError
-from serried.configs.schema.models import LlamaSection
 from serried.exporting import _difference, _move_all
 from serried.program import main
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.exports.gguf_file import _rope_factors, _splitting
+from serried.recipes.models.families.llama_config import LlamaSection
 from tests.runs.test_lora import lora, models  # noqa: F401 -- a fixture
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,11 @@ from torch import nn
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.models import DIVIDED_MODELS
 from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
 from serried.program import main
 from serried.recipes.models.hugging_face.any_causal_lm import HuggingFaceModel
+from serried.recipes.models.hugging_face.any_causal_lm_config import DIVIDED_MODELS
 from serried.recipes.text.causal_lm import CausalLM
 from testing import runs
 from testing.cluster import Cluster

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import serried
-from serried.configs.schema.models import GPT2Section
 from serried.recipes.models.families.gpt2 import GPT2, GPT2Model
+from serried.recipes.models.families.gpt2_config import GPT2Section
 from testing.cluster import Cluster
 from testing.runs import checkpoint, metrics, overrides
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 import serried
 from serried.configs.errors import UserError
-from serried.configs.schema.models import LlamaSection
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.axes.pipeline_stages import split
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.models.families.llama import Transformer
+from serried.recipes.models.families.llama_config import LlamaSection
 from testing.cluster import Cluster
 from testing.runs import different_tensors, metrics, overrides, weights
 from tests.support.own_task import Points

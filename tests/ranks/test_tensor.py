@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.models import LlamaSection
 from serried.parallel.axes.tensor import TENSOR, _rows_of_vocabularies, _Stream
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.shard_specs import ShardSpec
 from serried.parallel.parallelize import check_plan, parallelize
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.recipes.models.families.llama import Transformer
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers import lm_head as head
 from serried.runtime.session import open_session
 from testing.cluster import Cluster

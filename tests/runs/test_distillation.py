@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import serried
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.tasks import DistillationSection
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.distillation import Distillation, _End, distillation_sums
+from serried.recipes.text.distillation_config import DistillationSection
 from serried.records.metrics import named_metrics
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from testing import runs

@@ -21,7 +21,7 @@ from torch import Tensor
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import BUILT_IN, declaring
-from serried.configs.schema.tasks import TextClassSection
+from serried.recipes.classes.text_classification_config import TextClassSection
 from serried.recipes.models.hugging_face.classifier import build_classifier
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.trainer import Trainer

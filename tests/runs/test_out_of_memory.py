@@ -18,7 +18,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
-from serried.configs.schema.models import GPT2Section
 from serried.configs.schema.registry import models
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
@@ -28,6 +27,7 @@ from serried.planner.advice import Planned
 from serried.planner.advice import advice as plan_advice
 from serried.planner.out_of_memory import _advice, _asked_bytes, _Usage, is_out_of_memory
 from serried.recipes.models.families.gpt2 import GPT2Model
+from serried.recipes.models.families.gpt2_config import GPT2Section
 from serried.recipes.models.family import family_of
 from serried.recipes.models.layers.lm_head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.text.causal_lm import CausalLM

@@ -15,7 +15,6 @@ from torch import Tensor
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import BUILT_IN
-from serried.configs.schema.tasks import PreferenceSection
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.data.chat.preference_pairs import PairEncoder, pair_encoder
@@ -25,6 +24,7 @@ from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 from serried.recipes.models.layers import attention_choice
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.text.preference import Preference, margin_losses, orpo_losses
+from serried.recipes.text.preference_config import PreferenceSection
 from serried.records.metrics import named_metrics
 from testing import runs
 from testing.cluster import Cluster

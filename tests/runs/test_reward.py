@@ -10,10 +10,10 @@ from torch import Tensor
 
 import serried
 from serried import cli
-from serried.configs.schema.tasks import RewardSection
 from serried.program import main
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.reward import Reward
+from serried.recipes.text.reward_config import RewardSection
 from serried.records.metrics import named_metrics
 from testing import runs
 from testing.cluster import Cluster

@@ -15,9 +15,10 @@ import serried
 from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import without_code
-from serried.configs.schema.tasks import LabelledSection, TextClassSection
+from serried.configs.schema.tasks import LabelledSection
 from serried.program import main
 from serried.recipes.classes.text_classification import TextClassification
+from serried.recipes.classes.text_classification_config import TextClassSection
 from serried.recipes.data.labelled.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.hugging_face.classifier import build_classifier
 from testing.cluster import Cluster

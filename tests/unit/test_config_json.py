@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from serried.configs.compose import compose
 from serried.configs.messages.invalid_values import shown
 from serried.configs.schema import transformers_defaults as recorded
-from serried.configs.schema.models import _EXPERTS, _FORMS, LlamaSection, MistralSection, ModelSection, completed
+from serried.configs.schema.models import ModelSection, completed
 from serried.configs.schema.registry import models
+from serried.recipes.models.families.llama_config import LlamaSection, MistralSection
+from serried.recipes.models.families.moe_config import _EXPERTS, _FORMS
 from serried.recipes.models.family import family_of
 from serried.recipes.models.hugging_face.any_causal_lm import fragments_of
 from testing.cluster import ROOT

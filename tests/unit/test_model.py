@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from serried.configs.schema.models import LlamaSection, RopeScaling
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize, normal_rows
 from serried.parallel.layout.local_shards import held_parameters
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families.llama import Llama, Transformer
+from serried.recipes.models.families.llama_config import LlamaSection, RopeScaling
 from serried.recipes.models.layers import lm_head as head
 from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 

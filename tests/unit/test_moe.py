@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serried.configs.compose import compose
-from serried.configs.schema.models import MoESection
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import held_parameters
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families.moe import Experts, MixtureOfExperts, MoE, Router, can_group
+from serried.recipes.models.families.moe_config import MoESection
 
 GLM = {"shared_experts": 1, "dense_layers": 1, "qk_norm": True, "routed_scale": 1.5}
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.models import LlamaSection
 from serried.recipes.models.families.llama import Transformer
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers import attention
 from serried.recipes.models.layers.attention import (
     Rows,

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema.models import GemmaSection
 from serried.parallel.plan import Context
+from serried.recipes.models.families.gemma_config import GemmaSection
 from serried.recipes.models.families.llama import Attention, FeedForward, Llama, RMSNorm, Transformer
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache

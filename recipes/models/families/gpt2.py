@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema.models import GPT2Section
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Context, ParallelPlan
+from serried.recipes.models.families.gpt2_config import GPT2Section
 from serried.recipes.models.families.llama import Embedding
 from serried.recipes.models.family import PublishedFamily
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask

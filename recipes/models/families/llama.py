@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema.models import LlamaSection, RopeScaling
 from serried.parallel.plan import Context, ParallelPlan
+from serried.recipes.models.families.llama_config import LlamaSection, RopeScaling
 from serried.recipes.models.family import PublishedFamily
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.layers.kv_cache import Cache, LayerCache

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema.models import MoESection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.families.llama import (
@@ -28,6 +27,7 @@ from serried.recipes.models.families.llama import (
     Llama,
     Transformer,
 )
+from serried.recipes.models.families.moe_config import MoESection
 
 _GROUPED_ALIGNMENT = 16
 """Alignment of rows in bytes for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from serried.configs.schema.models import LlamaSection
 from serried.parallel.plan import ParallelPlan, Width
 from serried.recipes.models.families.llama import Attention, FeedForward, Llama, RMSNorm, Transformer
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers.kv_cache import LayerCache
 
 

@@ -6,9 +6,9 @@ are separate parameters here, so that the tensor axis can shard each.
 
 from collections.abc import Sequence
 
-from serried.configs.schema.models import Phi3Section
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.recipes.models.families.llama import Llama
+from serried.recipes.models.families.phi3_config import Phi3Section
 
 
 class Phi3(Llama):

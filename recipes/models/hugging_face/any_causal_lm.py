@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import architecture_of, without_code
-from serried.configs.schema.models import DIVIDED_MODELS, HuggingFaceSection
 from serried.configs.schema.registry import models
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.low_precision_linear import import_torchao
 from serried.recipes.models.family import LossFamily
+from serried.recipes.models.hugging_face.any_causal_lm_config import DIVIDED_MODELS, HuggingFaceSection
 from serried.recipes.models.layers.attention import causal_mask
 from serried.recipes.models.layers.lm_head import EAGER, IGNORE, compiled_passes, linear_cross_entropy_sum
 

@@ -54,7 +54,8 @@ def _check_width(model: Any, instead: str) -> None:
 
 def _refused(config: TextRunConfig, device: str) -> str:
     """Return why ``model.attention=flex`` or ``varlen`` cannot be used; empty if it can."""
-    model, is_varlen = config.model, config.model.attention == "varlen"
+    model: Any = config.model
+    is_varlen = model.attention == "varlen"
     if device == "cpu":
         return " needs a GPU (to plan for one: launch.device=cuda)"
     if torch.cuda.is_available() and not has_flex(torch.device("cuda")):

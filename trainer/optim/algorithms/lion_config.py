@@ -1,4 +1,4 @@
-"""Lion (https://arxiv.org/abs/2302.06675): the sign of a running mean of the gradient."""
+"""Section of Lion."""
 
 from typing import Any
 
@@ -16,27 +16,6 @@ class LionSection(OptimSection):
 @register_optimizer("lion", section=LionSection)
 def build(groups: list[dict[str, Any]], section: LionSection) -> Any:
     """Build Lion."""
-    import torch
-
-    class Lion(torch.optim.Optimizer):  # made here: composing a config reads the section above without torch
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            assert closure is None
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, **group)
-
-        def _update(
-            self, parameter: torch.Tensor, lr: float, weight_decay: float, betas: tuple[float, float], **_: Any
-        ) -> None:
-            state, gradient = self.state[parameter], parameter.grad
-            assert gradient is not None
-            if not state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-            mean = state["exp_avg"]
-            parameter.mul_(1 - lr * weight_decay)
-            parameter.add_(mean.lerp(gradient, 1 - betas[0]).sign_(), alpha=-lr)
-            mean.lerp_(gradient, 1 - betas[1])
+    from serried.trainer.optim.algorithms.lion import Lion
 
     return Lion(groups, {"lr": section.lr, "betas": section.betas})

@@ -1,0 +1,13 @@
+"""Section of the task ``text_classification``."""
+
+from serried.configs.schema.registry import tasks
+from serried.configs.schema.tasks import LabelledSection, TextsSection
+
+
+class TextClassSection(TextsSection, LabelledSection):
+    """Texts and their classes."""
+
+
+tasks.register(
+    "text_classification", TextClassSection, "serried.recipes.classes.text_classification:TextClassification"
+)

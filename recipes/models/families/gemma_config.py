@@ -1,0 +1,91 @@
+"""Section of Gemma 2 and Gemma 3."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from serried.configs.schema.models import completed, refuse_unless
+from serried.configs.schema.registry import models
+from serried.configs.schema.sections import Number, Size
+from serried.recipes.models.families.llama_config import LlamaSection, MistralSection
+
+
+class GemmaSection(MistralSection):
+    """Architecture of Gemma 2 and the text model of Gemma 3."""
+
+    opens_as = ("gemma2", "Gemma2ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {
+        **LlamaSection.plain,
+        **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    }
+
+    global_every: Size = 2
+    """Every n-th block attends to all tokens, the others to ``sliding_window``."""
+    local_rope_theta: Number | None = Field(default=None, gt=0)
+    """Base of the rotary frequencies in blocks with a window, for Gemma 3; ``rope_theta`` when null."""
+    query_pre_attention_scalar: Size | None = None
+    """Scores are divided by its square root; ``head_dim`` when null."""
+    score_soft_cap: Number | None = Field(default=None, gt=0)
+    """A score x becomes c tanh(x / c), for Gemma 2; null: no cap."""
+    logit_soft_cap: Number | None = Field(default=None, gt=0)
+    """A logit x becomes c tanh(x / c); null: no cap."""
+
+    def window(self, layer: int) -> int | None:
+        return None if (layer + 1) % self.global_every == 0 else self.sliding_window
+
+    def rope_base(self, layer: int) -> float:
+        return self.rope_theta if self.window(layer) is None else self.local_rope_theta or self.rope_theta
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        other = {"gemma2": ("local_rope_theta", "gemma3_text"), "gemma3_text": ("score_soft_cap", "gemma2")}
+        key, family = other.get(self.family, ("rope_scaling", "llama"))
+        for each, instead in ((key, family), ("rope_scaling", "llama")):
+            if getattr(self, each) is not None:
+                yield (
+                    f"model.{each} is set with model.family={self.family}, which does not compute it; use "
+                    f"model.{each}=null, or model.family={instead}"
+                )
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls)
+        refuse_unless(found, use_bidirectional_attention=False)
+        is_third, local = found["model_type"] == "gemma3_text", None
+        if is_third:
+            refuse_unless(found, attn_logit_softcapping=None)
+            rope = found.get("rope_parameters") or {}
+            both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
+            refuse_unless(both["sliding"], rope_type="default")
+            local = float(both["sliding"].get("rope_theta") or found["rope_local_base_freq"])
+            found["rope_parameters"] = both["full"] | (found.get("rope_scaling") or {})
+            found["rope_scaling"] = None
+        keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"]})
+        if keys["rope_scaling"]:
+            raise ValueError("has rope_type llama3; only default can be taken over")
+        return keys | {
+            "global_every": _global_every(found, keys["layers"], found["sliding_window_pattern"] if is_third else 2),
+            "local_rope_theta": local,
+            "query_pre_attention_scalar": found["query_pre_attn_scalar"],
+            "score_soft_cap": None if is_third else found["attn_logit_softcapping"],
+            "logit_soft_cap": found["final_logit_softcapping"],
+        }
+
+
+def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
+    """Return n if each n-th layer attends to all tokens: ``every``, unless ``layer_types`` says otherwise."""
+    kinds = found.get("layer_types")
+    if kinds is None:
+        return int(every)
+    first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
+    if len(kinds) != layers:
+        raise ValueError(f"has {len(kinds)} layer_types and num_hidden_layers {layers}, which must be equal")
+    expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
+    if kinds != expected:
+        raise ValueError("has layer_types of which not each n-th is full_attention; only that can be taken over")
+    return int(first)
+
+
+for _name in ("gemma2", "gemma3_text"):
+    models.register(_name, GemmaSection, "serried.recipes.models.families.gemma:Gemma")

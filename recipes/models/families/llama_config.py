@@ -1,0 +1,214 @@
+"""Sections of Llama and of the families that compute with the same code: Mistral, Qwen 2 and Qwen 3."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from serried.configs.divisors import nearest_divisors
+from serried.configs.schema.models import ModelSection, completed, keys_named, refuse_unless, use_nearest
+from serried.configs.schema.registry import models
+from serried.configs.schema.sections import Count, DerivedSize, Number, PositiveCount, Section, Size, parse_count
+
+
+class RopeScaling(Section):
+    """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
+
+    names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
+    """Keys that have another name in a ``config.json``."""
+
+    factor: Number = Field(gt=0)
+    """Ratio of the context length to the context length of the original training."""
+    low_freq_factor: Number = Field(gt=0)
+    """Wavelengths above original length / this are scaled by the whole factor."""
+    high_freq_factor: Number = Field(gt=0)
+    """Wavelengths below original length / this are unchanged."""
+    original_max_sequence_length: PositiveCount
+    """Longest sequence of the original training, in tokens."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.high_freq_factor <= self.low_freq_factor:
+            yield (
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor:g} must exceed "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
+            )
+
+
+class LlamaSection(ModelSection):
+    """Architecture of a decoder-only transformer of the Llama 3 family."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "dim": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "hidden_dim": "intermediate_size",
+        "tie_embeddings": "tie_word_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "max_sequence_length": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "padding_token": "pad_token_id",
+    }
+    opens_as = ("llama", "LlamaForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    """Keys of ``config.json`` that have one value in all models of the family."""
+    has_bias: ClassVar[bool] = False
+    """Whether queries, keys and values have one."""
+    normalizes_heads: ClassVar[bool] = False
+    """Whether queries and keys are normalized."""
+
+    dim: Size
+    """Width of the residual stream."""
+    layers: Annotated[Count, Field(ge=1, le=1000)]
+    """Number of transformer blocks."""
+    heads: Size
+    """Number of query heads per block."""
+    kv_heads: DerivedSize
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of an even
+    number of ``heads``."""
+    head_dim: Size | None = None
+    """Width of one head; ``dim / heads`` when null."""
+    hidden_dim: DerivedSize
+    """Inner width of the SwiGLU feed-forward; 8/3 of ``dim``, rounded up to a multiple of 128, when null."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output projection too."""
+    norm_eps: Number = Field(default=1e-5, gt=0)
+    """Added to the mean square inside RMSNorm."""
+    rope_theta: Number = Field(default=500000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling; null for none."""
+    padding_token: Annotated[Count, Field(ge=0, le=10**7)] | None = None
+    """Token whose row of the embedding gets no gradient where it is read, as transformers' ``pad_token_id``; null:
+    none."""
+    initializer_std: Number = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """Attention kernel: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` need no mask, on a GPU."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.dim // self.heads
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads, "model.hidden_dim": self.hidden_dim}
+        return {"tensor": sizes}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls)
+        refuse_unless(found, **cls.plain)
+        if found.get("quantization_config"):
+            raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        rope = {"rope_theta": found["rope_theta"], **rope_of(found)}
+        if rope["rope_theta"] is None:
+            raise ValueError("has rope_theta null; leave it out for the default of transformers, or set it")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
+        scaled = RopeScaling.model_fields if kind == "llama3" else ()
+        rope.setdefault("original_max_position_embeddings", found["max_position_embeddings"])
+        heads, padding = found["num_attention_heads"], found["pad_token_id"]
+        return {
+            **keys_named(cls.names, found),
+            "kv_heads": heads if found["num_key_value_heads"] is None else found["num_key_value_heads"],
+            "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+            "rope_theta": float(rope["rope_theta"]),
+            "rope_scaling": {key: rope[RopeScaling.names.get(key, key)] for key in scaled} or None,
+            # torch counts negative ones from the end.
+            "padding_token": padding if padding is None or padding >= 0 else found["vocab_size"] + padding,
+        }
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return self.attention_head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens, with itself, that a token attends to in block ``layer``; None: all up to itself."""
+        del layer
+        return None
+
+    def rope_base(self, layer: int) -> float:
+        """Base of the rotary frequencies in block ``layer``."""
+        del layer
+        return self.rope_theta
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, values: Any) -> Any:
+        """Fill in the sizes that follow from ``dim`` and ``heads``, so that a resized preset keeps its proportions."""
+        if not isinstance(values, dict):
+            return values
+        values, dim, heads = {**values}, parse_count(values.get("dim")), parse_count(values.get("heads"))
+        if "hidden_dim" in values and values["hidden_dim"] is None and isinstance(dim, int):
+            values["hidden_dim"] = min(max(1, -(-dim * 8 // (3 * 128)) * 128), 10**7)
+        if "kv_heads" in values and values["kv_heads"] is None and isinstance(heads, int):
+            values["kv_heads"] = heads // 2 if heads % 2 == 0 and heads > 0 else heads
+        return values
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.head_dim is None and self.dim % self.heads:
+            if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
+                pairs = 2 * self.heads
+                fix = f"use model.dim={max(pairs, (self.dim + self.heads) // pairs * pairs)}"
+            else:
+                fix = use_nearest("model.heads", nearest_divisors(self.dim // 2, self.heads))
+            yield f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
+        if self.heads % self.kv_heads:
+            yield (
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+                + use_nearest("model.kv_heads", nearest_divisors(self.heads, self.kv_heads))
+            )
+        width = self.attention_head_dim
+        if width % 2:
+            derived = "" if self.head_dim else f" (model.dim={self.dim} / model.heads={self.heads})"
+            yield (
+                f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
+                f"use model.head_dim={width + 1}"
+            )
+
+
+def rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a ``config.json`` says of rotary embeddings: transformers 5 has one dictionary, before it there were
+    keys beside it. transformers reads the older one first."""
+    rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    return rope
+
+
+class MistralSection(LlamaSection):
+    """Architecture of Mistral: Llama with sliding-window attention."""
+
+    names: ClassVar[Mapping[str, str]] = {**LlamaSection.names, "sliding_window": "sliding_window"}
+    opens_as = ("mistral", "MistralForCausalLM")
+
+    sliding_window: Size | None = None
+    """Number of last tokens, including itself, that a token attends to; null: all earlier tokens."""
+
+    def window(self, layer: int) -> int | None:
+        del layer
+        return self.sliding_window
+
+
+class Qwen2Section(LlamaSection):
+    """Architecture of Qwen 2 and 2.5: Llama with biases on queries, keys and values."""
+
+    opens_as = ("qwen2", "Qwen2ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {**LlamaSection.plain, "use_sliding_window": False}
+    has_bias = True
+
+
+class Qwen3Section(LlamaSection):
+    """Architecture of Qwen 3: Llama with normalized queries and keys."""
+
+    opens_as = ("qwen3", "Qwen3ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {**LlamaSection.plain, "use_sliding_window": False}
+    normalizes_heads = True
+
+
+for _name, _section in {
+    "llama": LlamaSection, "mistral": MistralSection, "qwen2": Qwen2Section, "qwen3": Qwen3Section,
+}.items():  # fmt: skip
+    models.register(_name, _section, "serried.recipes.models.families.llama:Llama")

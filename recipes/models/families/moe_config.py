@@ -1,0 +1,159 @@
+"""Section of decoder-only transformers with a mixture of experts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from serried.configs.schema.models import completed, keys_named, refuse_unless
+from serried.configs.schema.registry import models
+from serried.configs.schema.sections import Count, Number, Size
+from serried.recipes.models.families.llama_config import LlamaSection, rope_of
+
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},
+    "mixtral": {
+        "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "attention_bias": False,
+        "rotary_fraction": 1.0, "routed_scale": 1.0,
+    },
+}  # fmt: skip
+"""What the checkpoints of a family cannot express otherwise."""
+
+
+_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "glm4_moe": {
+        "experts": "n_routed_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "shared_experts": "n_shared_experts",
+        "dense_layers": "first_k_dense_replace",
+        "normalize_weights": "norm_topk_prob",
+        "qk_norm": "use_qk_norm",
+        "rotary_fraction": "partial_rotary_factor",
+        "routed_scale": "routed_scaling_factor",
+    },
+    "qwen3_moe": {
+        "experts": "num_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "normalize_weights": "norm_topk_prob",
+    },
+    "mixtral": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
+}
+"""Further ``names``, by family."""
+
+
+def _names_of_experts(family: str) -> Mapping[str, str]:
+    """Return our key -> the name in a ``config.json``; a family registered elsewhere uses those of GLM."""
+    return _EXPERTS.get(family, _EXPERTS["glm4_moe"])
+
+
+class MoESection(LlamaSection):
+    """Architecture of a decoder-only transformer with a mixture of experts in place of most feed-forwards."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        **LlamaSection.names,
+        "experts_per_token": "num_experts_per_tok",
+        "attention_bias": "attention_bias",
+    }
+    opens_as = ("glm4_moe", "Glm4MoeForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+
+    experts: Size
+    """Number of routed experts of a layer."""
+    experts_per_token: Size
+    """Number of routed experts that each token is sent to."""
+    expert_hidden_dim: Size
+    """Inner width of one expert."""
+    shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """Number of experts that every token passes through, implemented as one feed-forward of that many times
+    ``expert_hidden_dim``."""
+    dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """Number of first layers with a feed-forward of ``hidden_dim`` instead of experts."""
+    routed_scale: Number = Field(default=1.0, gt=0)
+    """Factor on the output of the routed experts."""
+    normalize_weights: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    attention_bias: bool = False
+    """Add a bias to queries, keys and values; with ``family=qwen3_moe`` to the output of attention too."""
+    qk_norm: bool = False
+    """Normalize queries and keys, per head."""
+    rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
+    """Fraction of each head that rotary embeddings apply to."""
+    balance_rate: Number = Field(default=0.001, ge=0)
+    """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
+    than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
+
+    def described(self) -> dict[str, Any]:
+        names = _names_of_experts(self.family)
+        return super().described() | {theirs: getattr(self, ours) for ours, theirs in names.items()}
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether routers score by sigmoid and are balanced by a bias, else by softmax."""
+        return self.family not in _FORMS
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.attention_bias and self.family == "qwen3_moe"
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return int(self.attention_head_dim * self.rotary_fraction)
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads}
+        if self.dense_layers:
+            sizes["model.hidden_dim"] = self.hidden_dim
+        if self.shared_experts:
+            width = self.shared_experts * self.expert_hidden_dim
+            sizes[f"model.expert_hidden_dim x {self.shared_experts} shared"] = width
+        widths = {"model.dim": self.dim, "model.expert_hidden_dim": self.expert_hidden_dim}
+        return {"tensor": sizes, "expert": {"model.experts": self.experts}, "expert_shard": widths}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls)
+        family, dense = found["model_type"], found.get("mlp_only_layers") or []
+        if family == "mixtral":
+            refuse_unless(found, sliding_window=None)
+            found["attention_bias"] = False
+        elif family == "qwen3_moe":
+            if dense != list(range(len(dense))):
+                raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
+            refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
+        else:
+            refuse_unless(found, n_group=1, topk_group=1)
+            rotary = rope_of(found).get("partial_rotary_factor", found["partial_rotary_factor"])
+            found["partial_rotary_factor"] = 1.0 if rotary is None else rotary
+        keys = super().keys_from(found) | {"dense_layers": len(dense)}
+        return keys | dict(_FORMS.get(family, {})) | keys_named(_names_of_experts(family), found)
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if self.experts_per_token > self.experts:
+            yield (
+                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
+                f"use model.experts_per_token={self.experts}"
+            )
+        if self.dense_layers > self.layers:
+            yield (
+                f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}; "
+                f"use model.dense_layers={self.layers - 1}"
+            )
+        if self.rotary_dim % 2:
+            yield (
+                f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
+                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=1"
+            )
+        for key, value in _FORMS.get(self.family, {}).items():
+            if getattr(self, key) != value:
+                fixed = str(value).lower() if isinstance(value, bool) else value
+                yield (
+                    f"model.{key}={str(getattr(self, key)).lower()} with model.family={self.family}, whose checkpoints "
+                    f"cannot express it; use model.{key}={fixed}, or model.family=glm4_moe"
+                )
+
+
+for _name in ("glm4_moe", "qwen3_moe", "mixtral"):
+    models.register(_name, MoESection, "serried.recipes.models.families.moe:MoE")

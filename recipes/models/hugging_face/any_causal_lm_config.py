@@ -1,0 +1,83 @@
+"""Section of ``model=hf``: any causal language model of transformers, with its own code."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+
+from serried.configs.schema.models import ModelSection
+from serried.configs.schema.registry import models
+
+DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
+"""Kinds of models that tensor ranks divide with ``model=hf``: those that tests compare with one process. Code between
+the layers may need the whole width, and transformers' plan does not say so."""
+
+
+class HuggingFaceSection(ModelSection):
+    """Any decoder-only language model of transformers."""
+
+    architecture: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
+    """Content of ``config.json``, from the model in ``path``: no key of its own."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if not self.architecture:
+            yield "model=hf needs a Hugging Face model: model.path=FOLDER_OR_NAME"
+        longest = _longest(self.architecture)
+        if longest and self.max_sequence_length > longest:
+            yield (
+                f"model.max_sequence_length={self.max_sequence_length} exceeds the {longest} positions that "
+                f"config.json of model.path={self.path} names; leave it out, with "
+                f"data.sequence_length={longest} or less, or change that file"
+            )
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        named = ("num_attention_heads", "num_key_value_heads")
+        sizes = {f"config.json's {key}": self.architecture.get(key) for key in named}
+        return {"tensor": {key: size for key, size in sizes.items() if isinstance(size, int)}}
+
+    def layout_mistakes(self, degrees: Mapping[str, int], *, sequence: bool) -> Iterator[str]:
+        kind = self.architecture["model_type"]
+        native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
+        for axis, degree in degrees.items():
+            if degree > 1 and axis != "tensor":
+                yield (
+                    f"parallel.{axis}={degree} with model=hf, which runs transformers' own code: only data axes and "
+                    f"parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
+                )
+        tensor = degrees["tensor"]
+        if tensor > 1 and kind not in DIVIDED_MODELS:
+            yield (
+                f"parallel.tensor={tensor} with model=hf divides only {', '.join(DIVIDED_MODELS)}, and this model "
+                f"is a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
+            )
+        if tensor > 1 and sequence:
+            yield (
+                f"parallel.tensor={tensor} with model=hf, whose own code sees the whole stream; use "
+                f"{native}parallel.sequence=false"
+            )
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        if found.get("is_encoder_decoder"):
+            raise ValueError("is of an encoder-decoder model; only decoder-only language models are trained")
+        if found.get("quantization_config"):
+            raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        if "vocab_size" not in found:
+            part = "; its text model alone can be one: save that to a folder of its own" * ("text_config" in found)
+            raise ValueError(
+                f"is of model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
+                f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
+            )
+        longest = _longest(found)
+        own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}
+        return own | ({"max_sequence_length": longest} if longest else {})
+
+
+def _longest(found: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that the model of a ``config.json`` takes; None: it has no limit."""
+    named = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    return next((int(found[key]) for key in named if found.get(key)), None)
+
+
+models.register("hf", HuggingFaceSection, "serried.recipes.models.hugging_face.any_causal_lm:HuggingFaceModel")

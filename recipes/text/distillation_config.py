@@ -1,0 +1,42 @@
+"""Section of the task ``distillation``."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from serried.configs.schema.registry import tasks
+from serried.configs.schema.sections import Number, PathText, TaskSection
+
+
+class DistillationSection(TaskSection):
+    """Training to predict tokens as a larger model does."""
+
+    metrics = ("cross_entropy", "divergence")
+    has_teacher: ClassVar[bool] = True
+    opened_as = "causal_lm"
+    by_content = ("teacher",)
+
+    teacher: PathText | None = Field(default=None, min_length=1, max_length=4096)
+    """Folder of the teacher, or its name on the Hub."""
+    weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """Weight of the divergence from the teacher in the loss; the rest is cross entropy."""
+    temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
+    """Temperature that softens both distributions before they are compared."""
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        yield from super().mistakes_with(config)
+        if config.parallel.pipeline != 1:
+            yield (
+                f"parallel.pipeline={config.parallel.pipeline} with task.name=distillation, whose teacher is not split "
+                "into stages; use parallel.pipeline=1, with parallel=fsdp or parallel.tensor for large models"
+            )
+        for name, group in config.optim.groups.items():
+            if group.frozen:
+                yield (
+                    f"optim.groups.{name}.frozen=true with task.name=distillation: what is frozen is taken for the "
+                    "teacher's and held in the type of products; leave it out, or use adapter=lora"
+                )
+
+
+tasks.register("distillation", DistillationSection, "serried.recipes.text.distillation:Distillation")

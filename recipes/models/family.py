@@ -40,6 +40,14 @@ class ModelFamily:
     Args:
         section: the family's config section.
         vocab_size: rows of the embedding.
+
+    Example::
+
+        @serried.register_model("bigram", section=BigramSection)
+        class Bigram(serried.ModelFamily):
+            def build(self):
+                width = self.section.width
+                return nn.Sequential(nn.Embedding(self.vocab_size, width), nn.Linear(width, self.vocab_size))
     """
 
     opens_in: str = ""

@@ -58,9 +58,9 @@ _OUTPUT_BIAS = ".o_proj.bias"
 class CausalLM(TextTask):
     """Causal language model on packed text: a transformer that predicts the next token.
 
-    The task of ``recipe=tiny``, ``gpt2`` and the other language-model recipes. A subclass changes the data
-    (``dataset``, ``collate_numbered``), the model (``build_model``) or the loss (``loss``, ``terms``) and inherits
-    the rest: tokenization, evaluation, generation and export to Hugging Face format.
+    The task of ``recipe=tiny``, ``llama8b`` and the other pre-training recipes. A subclass may change the data
+    (``dataset``, ``collate_numbered``), the model (``build_model``) or the loss (``loss``, ``terms``), and inherits
+    the rest: tokenization, evaluation, generation and export in Hugging Face format.
 
     Args:
         run: config of the run; None if ``configure`` is called later.

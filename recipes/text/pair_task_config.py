@@ -1,4 +1,4 @@
-"""What the sections of tasks on pairs of answers share."""
+"""Checks that the sections of tasks on pairs of answers share."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -27,12 +27,12 @@ class PreferenceSection(TaskSection):
 
     @property
     def scale(self) -> float:
-        """``beta``, or what it is by default."""
+        """``beta``, or its default if null."""
         return _BETAS[self.loss] if self.beta is None else self.beta
 
     @property
     def target_margin(self) -> float:
-        """``margin``, or what it is by default."""
+        """``margin``, or its default if null."""
         return 1.0 if self.margin is None else self.margin
 
     def _mistakes(self) -> Iterator[str]:

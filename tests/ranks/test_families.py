@@ -270,7 +270,7 @@ def test_presets_say_what_published_models_do(preset: str) -> None:
         (
             "gemma2_9b",
             {"layer_types": ["full_attention", *["sliding_attention"] * 41]},
-            "has layer_types of which not each n-th is full",
+            "has layer_types in which not each n-th is full",
         ),
         ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None can be taken"),
         ("gemma3_1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "has rope_type linear; only default"),

@@ -307,7 +307,7 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
     saved = folder / "checkpoints" / "step-00000010"
     assert f"{path} is a run; use a model that it saved: model.path={saved}" in refusal(text, run_dir, path)
     shutil.rmtree(folder / "checkpoints")
-    assert f"cannot read {folder / 'config.json'}" in refusal(text, run_dir, resume, "model.max_sequence_length=8k")
+    assert f"{folder / 'config.json'} does not exist" in refusal(text, run_dir, resume, "model.max_sequence_length=8k")
 
 
 def test_other_tensors_than_the_config_says_are_refused_and_nothing_is_moved(

@@ -74,16 +74,16 @@ class GemmaSection(MistralSection):
 
 
 def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
-    """Return n if each n-th layer attends to all tokens: ``every``, unless ``layer_types`` says otherwise."""
+    """Return n if each n-th layer attends to all tokens: ``every``, unless ``layer_types`` specifies another n."""
     kinds = found.get("layer_types")
     if kinds is None:
         return int(every)
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
     if len(kinds) != layers:
-        raise ValueError(f"has {len(kinds)} layer_types and num_hidden_layers {layers}, which must be equal")
+        raise ValueError(f"has {len(kinds)} layer_types and num_hidden_layers {layers}; both must be equal")
     expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
     if kinds != expected:
-        raise ValueError("has layer_types of which not each n-th is full_attention; only that can be taken over")
+        raise ValueError("has layer_types in which not each n-th is full_attention; other patterns are not supported")
     return int(first)
 
 

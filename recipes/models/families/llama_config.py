@@ -15,7 +15,7 @@ class RopeScaling(Section):
     """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
 
     names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
-    """Keys that have another name in a ``config.json``."""
+    """Keys with another name in a ``config.json``."""
 
     factor: Number = Field(gt=0)
     """Ratio of the context length to the context length of the original training."""
@@ -51,9 +51,9 @@ class LlamaSection(ModelSection):
     }
     opens_as = ("llama", "LlamaForCausalLM")
     plain: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    """Keys of ``config.json`` that have one value in all models of the family."""
+    """Keys of ``config.json`` that have the same value in all models of the family."""
     has_bias: ClassVar[bool] = False
-    """Whether queries, keys and values have one."""
+    """Whether queries, keys and values have a bias."""
     normalizes_heads: ClassVar[bool] = False
     """Whether queries and keys are normalized."""
 
@@ -117,22 +117,23 @@ class LlamaSection(ModelSection):
             "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
             "rope_theta": float(rope["rope_theta"]),
             "rope_scaling": {key: rope[RopeScaling.names.get(key, key)] for key in scaled} or None,
-            # torch counts negative ones from the end.
+            # torch counts negative ids from the end.
             "padding_token": padding if padding is None or padding >= 0 else found["vocab_size"] + padding,
         }
 
     @property
     def rotary_dim(self) -> int:
-        """Leading numbers of each head that rotary embeddings turn."""
+        """Number of leading dims of each head that rotary embeddings rotate."""
         return self.attention_head_dim
 
     def window(self, layer: int) -> int | None:
-        """Number of tokens, with itself, that a token attends to in block ``layer``; None: all up to itself."""
+        """Return the number of latest tokens, including itself, that a token attends to in block ``layer``; None:
+        all earlier ones."""
         del layer
         return None
 
     def rope_base(self, layer: int) -> float:
-        """Base of the rotary frequencies in block ``layer``."""
+        """Return the base of the rotary frequencies in block ``layer``."""
         del layer
         return self.rope_theta
 
@@ -142,7 +143,9 @@ class LlamaSection(ModelSection):
         """Fill in the sizes that follow from ``dim`` and ``heads``, so that a resized preset keeps its proportions."""
         if not isinstance(values, dict):
             return values
-        values, dim, heads = {**values}, parse_count(values.get("dim")), parse_count(values.get("heads"))
+        values = {**values}
+        dim = parse_count(values.get("dim"))
+        heads = parse_count(values.get("heads"))
         if "hidden_dim" in values and values["hidden_dim"] is None and isinstance(dim, int):
             values["hidden_dim"] = min(max(1, -(-dim * 8 // (3 * 128)) * 128), 10**7)
         if "kv_heads" in values and values["kv_heads"] is None and isinstance(heads, int):
@@ -151,7 +154,7 @@ class LlamaSection(ModelSection):
 
     def _mistakes(self) -> Iterator[str]:
         if self.head_dim is None and self.dim % self.heads:
-            if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
+            if self.dim % 2:  # rotary embeddings rotate pairs, so no number of heads would work
                 pairs = 2 * self.heads
                 fix = f"use model.dim={max(pairs, (self.dim + self.heads) // pairs * pairs)}"
             else:
@@ -172,8 +175,8 @@ class LlamaSection(ModelSection):
 
 
 def rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a ``config.json`` says of rotary embeddings: transformers 5 has one dictionary, before it there were
-    keys beside it. transformers reads the older one first."""
+    """Return the settings of rotary embeddings in a ``config.json``. transformers 5 has one dictionary; earlier
+    versions had separate keys. transformers reads the older ones first."""
     rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
     return rope
 

@@ -17,7 +17,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "rotary_fraction": 1.0, "routed_scale": 1.0,
     },
 }  # fmt: skip
-"""What the checkpoints of a family cannot express otherwise."""
+"""Values of keys that the checkpoints of a family cannot express, by family."""
 
 
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
@@ -42,7 +42,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
 
 
 def _names_of_experts(family: str) -> Mapping[str, str]:
-    """Return our key -> the name in a ``config.json``; a family registered elsewhere uses those of GLM."""
+    """Return the names in a ``config.json`` of our keys. A family registered elsewhere uses GLM's."""
     return _EXPERTS.get(family, _EXPERTS["glm4_moe"])
 
 
@@ -88,7 +88,7 @@ class MoESection(LlamaSection):
 
     @property
     def has_router_bias(self) -> bool:
-        """Whether routers score by sigmoid and are balanced by a bias, else by softmax."""
+        """Whether routers use sigmoid scores balanced by a bias, instead of softmax."""
         return self.family not in _FORMS
 
     @property
@@ -98,7 +98,7 @@ class MoESection(LlamaSection):
 
     @property
     def rotary_dim(self) -> int:
-        """Leading numbers of each head that rotary embeddings turn."""
+        """Number of leading dims of each head that rotary embeddings rotate."""
         return int(self.attention_head_dim * self.rotary_fraction)
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:

@@ -15,8 +15,8 @@ class Phi3Section(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        for each in (found, rope_of(found)):
-            refuse_unless(each, partial_rotary_factor=1.0)
+        for settings in (found, rope_of(found)):
+            refuse_unless(settings, partial_rotary_factor=1.0)
         keys = super().keys_from(found)
         if keys["rope_scaling"]:
             raise ValueError("has rope_type llama3; only default can be taken over")

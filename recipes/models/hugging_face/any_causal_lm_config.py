@@ -10,15 +10,15 @@ from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models
 
 DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
-"""Kinds of models that tensor ranks divide with ``model=hf``: those that tests compare with one process. Code between
-the layers may need the whole width, and transformers' plan does not say so."""
+"""Kinds of models that ``model=hf`` shards over the tensor axis: the kinds that tests compare with one process. Code
+between the layers may need the whole width, and transformers' plan does not reveal that."""
 
 
 class HuggingFaceSection(ModelSection):
     """Any decoder-only language model of transformers."""
 
     architecture: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
-    """Content of ``config.json``, from the model in ``path``: no key of its own."""
+    """Content of the ``config.json`` in ``path``. It cannot be set as a key."""
 
     def _mistakes(self) -> Iterator[str]:
         if not self.architecture:
@@ -64,7 +64,9 @@ class HuggingFaceSection(ModelSection):
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
         if "vocab_size" not in found:
-            part = "; its text model alone can be one: save that to a folder of its own" * ("text_config" in found)
+            part = (
+                "; its text model alone can be one: save that to a folder of its own" if "text_config" in found else ""
+            )
             raise ValueError(
                 f"is of model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
                 f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
@@ -75,7 +77,7 @@ class HuggingFaceSection(ModelSection):
 
 
 def _longest(found: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that the model of a ``config.json`` takes; None: it has no limit."""
+    """Return the longest sequence that the model of a ``config.json`` supports; None if there is no limit."""
     named = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     return next((int(found[key]) for key in named if found.get(key)), None)
 

@@ -58,6 +58,7 @@ def train(
         run = _Run(Context(config, task, session, console, folder, watchdog.pulse, planner), config_yaml)
         console.follow(run.activity)
         session.signals.last_words_unheard = run.stop_unheard
+        trainer: Trainer | None = None
         try:
             run.find_start()
             if run.is_over():
@@ -73,19 +74,21 @@ def train(
             session.signals.last_words = partial(_settled, console, code)
             return code
         except BaseException as error:
-            if (explained := run.fail(error)) is not error:
+            if (explained := run.fail(error, trainer)) is not error:
                 raise explained from error
             raise
 
 
 class _Run:
-    """A run on this rank: where it starts, its trainer when that is built, and its end."""
+    """Start and end of a run on this rank.
+
+    It does not hold the trainer: signals and the status line refer to it after the end, when process groups must go.
+    """
 
     def __init__(self, context: Context, config_yaml: str) -> None:
         self.context, self._config_yaml = context, config_yaml
         self.start = Start()
         self._data: Data | None = None
-        self._trainer: Trainer | None = None
 
     def _configure(self, config: RunConfig) -> None:
         """Replace the configuration by ``config``, which has a number for what was computed."""
@@ -128,7 +131,7 @@ class _Run:
         """Choose ``trainer.micro_batch=auto``, and build the trainer."""
         if self.context.config.trainer.micro_batch == AUTO:
             self._choose_micro_batch()
-        self._trainer = trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
+        trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
         if (folder := self.context.folder) is not None:
             self.context.session.signals.last_words = partial(_last_words, self.context.console, folder, trainer)
         return trainer
@@ -160,13 +163,13 @@ class _Run:
             context.console.say(f"stopped    {failure.reason}; run the same command to resume")
         return failure.exit_code
 
-    def fail(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException, trainer: Trainer | None) -> BaseException:
         """Record the end of the run with ``error``, and report the checkpoint to resume from. Returns the error to
-        raise, which may explain it."""
-        context, trainer = self.context, self._trainer
+        raise, which may explain it. ``trainer``: None if it was not built yet."""
+        context = self.context
         session, folder = context.session, context.folder
         session.shield()
-        explained = self._explained(error)
+        explained = self._explained(error, trainer)
         step = steps_done = self.start.step
         if trainer is not None:
             step, steps_done = trainer.loop.step, trainer.loop.steps_done
@@ -188,7 +191,7 @@ class _Run:
         session.signals.last_words = partial(_settled, context.console, EXIT_STOPPED if is_stopped else None)
         return explained
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explained(self, error: BaseException, trainer: Trainer | None) -> BaseException:
         """Return ``error``, or a failure that explains it."""
         context = self.context
         if isinstance(error, RuntimeError) and re.search("Double (and|but expected) Float", str(error)):
@@ -198,7 +201,7 @@ class _Run:
             )
         explained = error
         if context.planner is not None:
-            optimizer = self._trainer.state.optimizer if self._trainer else None
+            optimizer = trainer.state.optimizer if trainer else None
             explained = context.planner.explain(
                 error, context.config, context.task, context.session, context.pulse, optimizer
             )

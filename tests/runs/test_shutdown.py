@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,6 +267,20 @@ def test_the_echo_of_a_failure_is_no_request_to_stop(cluster: Cluster, text: Pat
     now = status(tmp_path / "run")
     assert (now["state"], now["step"], now["exit_code"]) == ("failed", 3, 70)
     assert now["reason"] == "ZeroDivisionError: here"
+
+
+def test_no_trainer_outlives_a_run_that_failed(text: Path, tmp_path: Path) -> None:
+    """It holds process groups, for whose end other ranks wait; the session may be held longer."""
+    held: list[Any] = []
+
+    def fail(self: Loop, *_: Any) -> None:
+        held.extend((self._context.session, self._context.console, weakref.ref(self)))
+        raise ZeroDivisionError("here")
+
+    with patch.object(Loop, "_train", fail):
+        assert run_here(arguments(text, tmp_path / "run")).code == 70
+    gc.collect()
+    assert held[-1]() is None
 
 
 def stop_beside_the_dead() -> list[object]:

@@ -39,6 +39,8 @@ def shortened(words: list[str], where: Path) -> list[str]:
         word = re.sub(r"^profile\.steps=.*", "profile.steps=[2,3]", word)
         is_glob = "*" in word and "=" not in word
         arguments += sorted(str(path.relative_to(where)) for path in where.glob(word)) if is_glob else [word]
+    if words[:2] == ["serried", "plan"]:
+        arguments.append("plan.mode=formula")
     is_plan = {"dry_run=true", "slurm.dry_run=true", "--help"} & {*arguments} or program == "serried"
     if "launch.processes=8" in arguments and not is_plan:
         return [*arguments, "dry_run=true"]

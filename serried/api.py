@@ -17,7 +17,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.runtime.command import called_from_python, remember_script
 from serried.runtime.import_signals import check_temporary_folder, end_in_one_line
 from serried.runtime.process import make_sums_repeatable
-from serried.task_class import declaration, installed, words
+from serried.task_class import declaration, make_task, words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,8 +92,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
     with declaring(declaration(task)):
         note_unread(given, [config])
-    instance: Task = task() if inspect.isclass(task) else task
-    instance.configure(config)
+    instance = make_task(config, task if inspect.isclass(task) else lambda: task)
     if config.trainer.deterministic:
         make_sums_repeatable()
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
@@ -129,9 +128,9 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     Raises:
         UserError: there is no such checkpoint, or it is of another model.
     """
-    from serried.trainer.saved_model import open_model
+    from serried.saved import open_model
 
-    return open_model(Path(path), declaration(task) if task else None, installed)
+    return open_model(Path(path), declaration(task) if task else None)
 
 
 def _read_end(config: RunConfig) -> dict[str, Any]:

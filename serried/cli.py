@@ -19,14 +19,25 @@ from serried.configs.plain_data import read_if_there
 from serried.configs.schema.data import DataSection
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.sections import AUTO, RunConfig
-from serried.opening import opened, task_of_text, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.records.metrics import METRICS
-from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.command import check_surroundings, typed_command
 from serried.runtime.exit import leave, note_repeated, report_mistake
 from serried.runtime.import_signals import check_temporary_folder, print_any_text
 from serried.runtime.process import is_started, say
+from serried.saved import (
+    as_saved,
+    existing_runs,
+    find_run,
+    find_saved,
+    is_run,
+    open_saved,
+    run_folder,
+    runs_of_a_sweep,
+    similar_runs,
+    task_of_text,
+    task_that_trained,
+)
 
 if TYPE_CHECKING:
     from serried.trainer.evaluation.generation import Writer
@@ -400,7 +411,6 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
     """Return what writes text as ``given`` says, ``tokens`` at most by default, with the model loaded. ``prompt``: what
     it will be asked first, if that is known."""
     from serried.configs.formats import printable
-    from serried.recipes.saved import as_saved
     from serried.runtime.process import choose_device, torchrun_says
     from serried.runtime.session import Session
     from serried.trainer.checkpoint.read_while_training import reading, with_chosen
@@ -417,7 +427,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
     if torchrun_says()[2] > 1:
         raise UserError(f"serried {command} runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    saved, _, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command, task_of_text)
+    saved, _, new_task = open_saved(given, [*overrides, *device], _GENERATE_READS, command, task_of_text)
     session = Session((0, 0, 1, 1), choose_device(saved.launch, 0, 1), saved.launch)
     shown = printable if sys.stdout.isatty() else str
 
@@ -449,7 +459,6 @@ def evaluate(words: list[str]) -> int:
     parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
     json=true              print one line of JSON per set
     """
-    from serried.recipes.saved import as_saved
     from serried.runtime.process import torchrun_says
     from serried.runtime.session import Session, run_in_session
     from serried.trainer.checkpoint.read_while_training import read_by_all, with_chosen
@@ -459,7 +468,7 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint, new_task = opened(given, overrides, _EVALUATE_READS, "evaluate", task_that_trained)
+    config, checkpoint, new_task = open_saved(given, overrides, _EVALUATE_READS, "evaluate", task_that_trained)
     is_other_data = any(
         key in ("data", "task.path") or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields)
         for key in keys

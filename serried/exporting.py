@@ -18,9 +18,19 @@ from serried.configs.hugging_face.model_folder import architecture_of
 from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import RunConfig, parse_count
-from serried.opening import config_of_model, opened_run, task_of_text, task_that_trained
-from serried.runs import Saved, checkpoints_of, choose_checkpoint, find_run, find_saved
 from serried.runtime.process import say
+from serried.saved import (
+    Saved,
+    as_saved,
+    checkpoints_of,
+    choose_checkpoint,
+    config_of_model,
+    find_run,
+    find_saved,
+    open_run,
+    task_of_text,
+    task_that_trained,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -137,7 +147,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
     from serried.trainer.checkpoint.merge_tensors import Built
     from serried.trainer.model import build_model
 
-    config, new_task = opened_run(run, task_that_trained(run, "export merge=true"))
+    config, _, new_task = open_run(run, task_that_trained(run, "export merge=true"))
     task = new_task(config)
     task.open_saved(checkpoint)
 
@@ -262,7 +272,6 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
 
     from serried.parallel.layout.mesh import Layout
     from serried.recipes.exports.formats import Source
-    from serried.recipes.saved import as_saved
     from serried.recipes.text.causal_lm import CausalLM
     from serried.trainer.checkpoint.export import export as write
     from serried.trainer.evaluation.evaluate import check_weights, load_model

@@ -9,10 +9,9 @@ from serried.configs.command_line import config_dirs
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema.declaration import declared, declaring
 from serried.configs.schema.sections import RunConfig
-from serried.opening import task_that_trained
 from serried.records.files import output_file
-from serried.runs import existing_runs, is_run, run_folder
 from serried.runtime.process import is_started, say
+from serried.saved import existing_runs, is_run, run_folder, task_that_trained
 
 
 def calibrate(words: list[str]) -> int:

@@ -37,7 +37,7 @@ from serried.runtime.process import (
 )
 from serried.runtime.session import Session, run_in_session
 from serried.runtime.signals import SWEEP
-from serried.task_class import installed
+from serried.task_class import installed, make_task
 
 if TYPE_CHECKING:
     from serried.planner.compare import Figures
@@ -180,8 +180,7 @@ def comparison_text(config: RunConfig, ran: "Figures") -> str:
 
 def task_of(config: RunConfig) -> "Task":
     """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
-    task: Task = (declared().task or tasks.get(config.task.name).load())()
-    task.configure(config)
+    task = make_task(config, declared().task or tasks.get(config.task.name).load())
     _check_text(config, task)
     return task
 

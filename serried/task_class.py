@@ -3,7 +3,8 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -12,7 +13,7 @@ from serried.configs.errors import UserError
 from serried.configs.messages.keys import check_fields
 from serried.configs.schema.declaration import BUILT_IN, Declaration
 from serried.configs.schema.registry import is_built_in_language_task, tasks
-from serried.configs.schema.sections import Section
+from serried.configs.schema.sections import RunConfig, Section
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task
@@ -39,6 +40,16 @@ def installed(name: str) -> Declaration:
     """Return the declaration of the task ``name``, of an installed package or built in. Raises ``UserError`` if there
     is none."""
     return BUILT_IN if is_built_in_language_task(name) else declaration(tasks.get(name).load())
+
+
+def make_task(config: RunConfig, make: "Callable[[], Task]") -> "Task":
+    """Return the task that ``make`` returns, configured for a run of ``config``."""
+    from serried.trainer.checkpoint.resume import resumed_checkpoints
+
+    task = make()
+    task.configure(config)
+    task.resumed = partial(resumed_checkpoints, config)
+    return task
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

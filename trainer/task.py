@@ -86,6 +86,8 @@ class Task:
     """The values of ``Config`` in this run. Set before any method is called."""
     run: RunConfig
     """The configuration of the run."""
+    resumed: Callable[[], Sequence[Path]] = staticmethod(tuple)
+    """Returns the checkpoints that the run resumes from, newest first. Set before any method is called."""
 
     @classmethod
     def task_name(cls) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
@@ -17,7 +17,7 @@ from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
 from serried.configs.schema.models import READ_EARLIER
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import parse_count
+from serried.configs.schema.sections import Size, parse_count
 from serried.configs.similar_names import nearest
 
 CONFIG = "config.json"
@@ -38,6 +38,7 @@ _COUNTS = {
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
+_SHOWN_CHARACTERS = 60
 _MODEL, _TEACHER = "model.path", "task.teacher"
 """Keys that name a model."""
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
@@ -81,6 +82,20 @@ def architecture_of(found: Mapping[str, Any]) -> str:
     """Return the class of transformers that the content of a ``config.json`` names first; empty if it names none."""
     named = found.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def embedded_tokens(folder: Path) -> int:
+    """Return the number of tokens that the saved model in ``folder`` has embeddings for. Raises ``UserError`` if its
+    ``config.json`` does not name it."""
+    file = folder / CONFIG
+    try:
+        return TypeAdapter[int](Size).validate_python(read_json(file)["vocab_size"], strict=True)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        given = f"{first['input']!r}"[:_SHOWN_CHARACTERS]
+        raise UserError(f"{file}: vocab_size {given}: {first['msg']}; use another checkpoint") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file} cannot be read: {error}; use another checkpoint") from None
 
 
 def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

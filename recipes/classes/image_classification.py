@@ -30,7 +30,6 @@ from serried.recipes.models.hugging_face.image_models import (
     exported_config,
     normalization,
 )
-from serried.recipes.saved import resumed_checkpoints
 
 
 class ImageClassification(Classification):
@@ -51,7 +50,7 @@ class ImageClassification(Classification):
 
     def open_samples(self) -> LabelledData:
         # A run that began before images of folders were rotated keeps its pixels.
-        newest = resumed_checkpoints(self.run)[:1]
+        newest = self.resumed()[:1]
         began = [
             str(read_if_there(checkpoint / "state.json").get("data_fingerprint", UPRIGHT)) for checkpoint in newest
         ]
@@ -111,7 +110,7 @@ class ImageClassification(Classification):
     @functools.cached_property
     def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
         # Weights need the normalization with which they were trained. A saved model (task.model) has it in its folder.
-        return normalization(self.config, resumed_checkpoints(self.run) if self._classes is None else ())
+        return normalization(self.config, self.resumed() if self._classes is None else ())
 
     def export_files(self, folder: Path) -> None:
         super().export_files(folder)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.model_folder import CONFIG
+from serried.configs.hugging_face.model_folder import CONFIG, embedded_tokens
 from serried.recipes.exports.formats import Source
 from serried.recipes.models.families.llama import rope_frequencies
-from serried.recipes.saved import embedded_tokens
 from serried.records.tensors import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

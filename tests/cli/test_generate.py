@@ -332,7 +332,7 @@ def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
 
 @pytest.mark.parametrize("rows", ['"many"', "-1", "1.5", "null", "[]", "{}", "1" + "0" * 30, "1" * 5000, "NaN"])
 def test_saved_model_whose_number_of_tokens_is_none_is_refused(run_dir: Path, tmp_path: Path, rows: str) -> None:
-    from serried.recipes.saved import embedded_tokens
+    from serried.configs.hugging_face.model_folder import embedded_tokens
 
     saved = next((run_dir / "checkpoints").iterdir())
     keys = json.loads((saved / "config.json").read_text())

@@ -25,8 +25,8 @@ from serried.recipes.data.labelled.labelled_images import (
     open_images,
 )
 from serried.recipes.models.hugging_face.image_models import IMAGENET, normalization
-from serried.recipes.saved import resumed_checkpoints
-from serried.trainer.checkpoint.manifest import read_manifest, write_manifest
+from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
+from serried.trainer.checkpoint.resume import resumed_checkpoints
 from testing.cluster import Cluster
 from testing.runs import checkpoint, different_tensors, kept_batches, losses, metrics, weights
 
@@ -339,8 +339,10 @@ def test_checkpoints_whose_colours_are_kept_are_those_that_the_run_continues(tmp
     ):
         place = tmp_path / run / "checkpoints" / f"step-{step:08d}"
         place.mkdir(parents=True)
-        (place / "state.json").write_text(json.dumps({"origin": origin and str(origin)}))
-        (place / "MANIFEST.json").touch()
+        state = {"version": 1, "step": step, "samples": step, "config": {}, "progress": {}, "step_state": {}}
+        state |= {"data_fingerprint": "", "origin": origin and str(origin)}
+        (place / "state.json").write_text(json.dumps(state))
+        write_manifest(place, {"state.json": record_of(place / "state.json")})
     both = ["other/checkpoints/step-100000000", "other/checkpoints/step-99999999"]
     assert found("other", "auto") == found("new", str(other)) == found("new", str(other / "checkpoints")) == both
     assert found("new", str(other / "checkpoints/step-99999999")) == both[1:]

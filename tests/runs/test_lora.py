@@ -16,13 +16,13 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import described_adapters
 from serried.configs.schema.sections import AdapterSection
-from serried.opening import config_of_model
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.nf4 import _LEVELS, pack, unpack
 from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.data.samples.token_dataset import Batch
 from serried.recipes.text.causal_lm import CausalLM
+from serried.saved import config_of_model
 from serried.trainer.adapters import Adapters
 from serried.trainer.evaluation.evaluate import load_model
 from serried.trainer.model import build_model

@@ -99,7 +99,7 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
     """Return the checkpoints to try, newest first, or a folder of weights. Called on one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
-        own = [str(path) for path in reversed(named(own_folder))]
+        own = [str(path) for path in _newest_first(own_folder)]
         if resume == "must" and not own:
             raise UserError(f"checkpoint.resume=must but {own_folder} holds no checkpoint; use checkpoint.resume=auto")
         if resume in ("auto", "must", "never"):
@@ -116,12 +116,15 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
         return {"origin": origin, "notes": [], **_open(given, config)}
     except OSError as error:
-        raise UserError(f"cannot read {error.filename or own_folder}: {error.strerror}") from None
+        raise _not_read(error, own_folder) from None
+
+
+def _not_read(error: OSError, folder: Path) -> UserError:
+    return UserError(f"cannot read {error.filename or folder}: {error.strerror}")
 
 
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
-    found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS) or named(path)))
-    if found:
+    if found := _checkpoints_in(path):
         own_folder = config.run.dir / CHECKPOINTS
         if found[0].resolve().parent == own_folder.resolve():  # by the path that the run uses for it
             found = [own_folder / checkpoint.resolve().name for checkpoint in found]
@@ -143,6 +146,31 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     raise UserError(
         f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor an existing folder; {hint}"
     )
+
+
+def _newest_first(checkpoints: Path) -> list[Path]:
+    return named(checkpoints)[::-1]
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """Return the checkpoints that ``path`` names, newest first: itself, or those of a run folder or of its folder of
+    checkpoints."""
+    return [path] if (path / MANIFEST).is_file() else _newest_first(path / CHECKPOINTS) or _newest_first(path)
+
+
+def resumed_checkpoints(config: RunConfig) -> list[Path]:
+    """Return the checkpoints that ``find_start`` would try, newest first, before it looks for damage; none if the run
+    starts from scratch or with weights alone. Raises ``UserError`` if the folder cannot be read."""
+    resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
+    try:
+        own = _newest_first(own_folder)
+        if resume in ("auto", "must", "never"):
+            return [] if resume == "never" else own
+        given = expanded(resume).absolute()
+        is_continued = own and _origin(list(map(str, own))) == os.path.normpath(given)
+        return own if is_continued else _checkpoints_in(given)
+    except OSError as error:
+        raise _not_read(error, own_folder) from None
 
 
 def _origin(own: list[str]) -> str | None:

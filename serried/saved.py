@@ -1,0 +1,392 @@
+"""Saved models: find the one that a command names, compose the config that it is opened with, and build its task and
+model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+
+from serried.configs.errors import UserError
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters, described_adapters
+from serried.configs.hugging_face.model_folder import CONFIG, embedded_tokens, family_of_any, keys_of_model
+from serried.configs.messages.suggestions import nearest
+from serried.configs.plain_data import NotPlainData, read_if_there, value_at
+from serried.configs.renamed_keys import read_saved_config
+from serried.configs.schema.data import TextRunConfig
+from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.schema.registry import task_of_model, tasks
+from serried.configs.schema.run_config import check
+from serried.configs.schema.sections import ParallelSection, RunConfig, parse_count
+from serried.records.metrics import METRICS
+from serried.records.status import STATUS
+from serried.runtime.command import typed_command
+from serried.task_class import installed, make_task, words
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from serried.trainer.task import Task
+
+IsTaken = Callable[[Path], bool]
+"""Whether a command can use the run in a folder."""
+_Config = TypeVar("_Config", bound=RunConfig)
+
+# finding --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model."""
+
+    folder: Path
+    """A checkpoint, or a folder that transformers opens."""
+    run: Path | None
+    """Folder of the run that trained it; None if it lies in no run folder."""
+
+
+def find_saved(given: Mapping[str, str], command: str) -> Saved:
+    """The checkpoint or model folder that ``given`` names: a run with or without ``checkpoint=STEP``, a checkpoint, an
+    exported model or another Hugging Face folder. Raises ``UserError`` if there is none."""
+    from serried.trainer.checkpoint.manifest import MANIFEST
+
+    folder = Path(given.get("run.dir", ""))
+    is_model = any((folder / name).is_file() for name in (CONFIG, ADAPTER_CONFIG))
+    if "run.dir" in given and is_model and not (folder / "config.yaml").is_file():
+        if "checkpoint" in given:
+            raise UserError(
+                f"{folder} is a saved model, so checkpoint={given['checkpoint']} has no meaning; leave it out"
+            )
+        run = folder.absolute().parent.parent
+        is_checkpoint = (folder / MANIFEST).is_file() and (run / "config.yaml").is_file()
+        return Saved(folder, run if is_checkpoint else None)
+    run = find_run(given, command)
+    return Saved(choose_checkpoint(checkpoints_of(run), given), run)
+
+
+def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = None) -> Path:
+    """Return the folder of the run that ``given`` names; without a name, of the run of recipe tiny if it exists.
+
+    ``is_taken``: which runs ``command`` can use; by default those with a checkpoint.
+
+    Raises ``UserError`` if there is no such run; names those that ``command`` can use.
+    """
+    if "run.dir" in given and "run.name" in given:
+        raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
+    run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    if run.name == "checkpoints" and is_run(run.parent):
+        run = run.parent
+    if (run / "checkpoints").is_dir() or (is_taken is not None and is_taken(run)):
+        return run
+    is_taken = is_taken or has_saved
+    if "run.dir" in given or "run.name" in given:
+        return run_folder(str(run), is_taken)
+    raise UserError(f"serried {command} needs a run: serried {command} RUN; {existing_runs(Path('runs'), is_taken)}")
+
+
+def run_folder(word: str, is_taken: IsTaken) -> Path:
+    """Return the run folder that ``word`` names. Raises ``UserError`` if it holds no run; names similar ones that the
+    command can use."""
+    folder = Path(word)
+    if is_run(folder):
+        return folder
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {word}; {similar_runs(folder, is_taken)}")
+    if runs := [run for run in runs_of_a_sweep(folder) if is_taken(run)]:
+        raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
+    hint = existing_runs(folder, is_taken)
+    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {hint}")
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The checkpoints of ``run`` by step, the newest last. Raises ``UserError`` if there is none."""
+    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.retention import committed, step_of
+
+    try:
+        found = {step: path for path in committed(run / CHECKPOINTS) if (step := step_of(path)) is not None}
+    except OSError as error:
+        raise UserError(f"cannot read {run / CHECKPOINTS}: {error.strerror}; use run.dir=FOLDER") from None
+    if not found:
+        raise UserError(f"the run in {run} has no checkpoint yet: {run / CHECKPOINTS} is empty; use run.dir=OTHER")
+    return found
+
+
+def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Path:
+    """Return the checkpoint among ``found`` that ``given`` names, or the newest. Raises ``UserError`` if it is not
+    among them."""
+    typed = given.get("checkpoint", str(max(found)))
+    step = parse_count(typed)
+    if not isinstance(step, int):
+        raise UserError(f"checkpoint={typed} is not a step; give the number in its name, e.g. checkpoint=100")
+    if step not in found:
+        steps = " or ".join(f"checkpoint={each}" for each in [*found][-4:])
+        raise UserError(f"checkpoint={typed}: {next(iter(found.values())).parent} has no step {step}; use {steps}")
+    return found[step]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has left records in ``folder``."""
+    return any((folder / name).is_file() for name in (METRICS, STATUS, "config.yaml"))
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether a checkpoint of the run in ``folder`` can be opened."""
+    with suppress(UserError):
+        return (folder / "config.yaml").is_file() and bool(checkpoints_of(folder))
+    return False
+
+
+def runs_of_a_sweep(folder: Path) -> list[Path]:
+    """The run folders of the sweep in ``folder``; empty if it is none."""
+    from serried.launch.sweep.summary import read_summary
+
+    return [outcome.run_dir for outcome in read_summary(folder)[1]]
+
+
+def similar_runs(missing: Path, is_taken: IsTaken) -> str:
+    """Return what to type instead of a ``missing`` folder: a run with a similar name, or all existing runs."""
+    if (Path("runs") / missing).is_dir():
+        return f"did you mean {Path('runs') / missing}?"
+    folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
+    with suppress(OSError):
+        names = [path.name for path in folder.iterdir() if is_taken(path)]
+        if close := nearest(missing.name, names):
+            return f"did you mean {folder / close[0]}?"
+        if names:
+            return existing_runs(folder, is_taken)
+    return existing_runs(Path("runs"), is_taken)
+
+
+def existing_runs(folder: Path, is_taken: IsTaken) -> str:
+    """Return what to type: the runs in ``folder`` that the command can use, and the runs of sweeps in it."""
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        inside = []
+    deeper = [run for path in inside for run in runs_of_a_sweep(path)]
+    runs = [run for run in dict.fromkeys([*inside, *deeper]) if is_taken(run)]
+    if runs:
+        return f"{folder} holds: {_listed(runs)}"
+    hint = f"; python {typed_command()} makes runs/tiny" if folder == Path("runs") else ""
+    return f"{folder} holds none{' with a checkpoint' if is_taken is has_saved else ''}{hint}"
+
+
+def _listed(runs: list[Path]) -> str:
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    return f"{' '.join(str(run) for run in runs[:8])}{more}"
+
+
+# config and task ------------------------------------------------------------------------------------------------------
+
+
+class Opened(NamedTuple):
+    """A saved model whose config is composed."""
+
+    config: Any
+    folder: Path
+    """A checkpoint, or a folder that transformers opens."""
+    new_task: Callable[[Any], Any]
+    """Builds the task for a config, which may differ from ``config``."""
+
+
+def open_saved(
+    given: Mapping[str, str],
+    overrides: list[str],
+    reads: tuple[str, ...],
+    command: str,
+    task_of: Callable[[Path, str], Declaration],
+) -> Opened:
+    """Open the saved model that ``given`` names.
+
+    ``overrides`` may have keys that begin with one of ``reads``. ``task_of`` returns the task of a run folder for
+    ``command``.
+
+    Raises ``UserError`` if there is no such model, ``task_of`` refuses its task, or an override is wrong.
+    """
+    from serried.configs.compose import refuse_misread
+    from serried.recipes.text.causal_lm import CausalLM
+
+    saved = find_saved(given, command)
+    if saved.run is None:
+        refuse_misread(overrides, reads)
+        return Opened(config_of_model(saved.folder, overrides), saved.folder, CausalLM)
+    return open_run(saved.run, task_of(saved.run, command), overrides, reads)._replace(folder=saved.folder)
+
+
+def open_run(run: Path, declaration: Declaration, overrides: Sequence[str] = (), reads: tuple[str, ...] = ()) -> Opened:
+    """Compose the config of the run in folder ``run``, which the declared task trained; ``reads`` as in
+    ``open_saved``."""
+    from serried.configs.compose import compose_saved
+
+    with declaring(declaration._replace(config_dirs=declared().config_dirs)):
+        config = compose_saved(run / "config.yaml", overrides, reads)
+    return Opened(config, run, lambda config: _task_of(config, declaration))
+
+
+def _task_of(config: RunConfig, declaration: Declaration) -> "Task":
+    return make_task(config, declaration.task or task_of_model(config.task.name))
+
+
+def task_of_text(run: Path, command: str) -> Declaration:
+    """Return the declaration of the task that trained ``run``. Raises ``UserError`` if it is a script's, or has no
+    text."""
+    from serried.trainer.task import TextTask
+
+    found = task_that_trained(run, command)
+    if found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections):
+        return found
+    why = "which trains no language model (a serried.TextTask with the sections model and data)"
+    raise UserError(f'{_cannot_open(run, found.name, why, command)}: serried.load_model("{run}")')
+
+
+def task_that_trained(run: Path, command: str) -> Declaration:
+    """Return the declaration of the task that trained ``run``, of any kind. Raises ``UserError`` if it is a
+    script's."""
+    name = _recorded_task(run)
+    if name is None:
+        return BUILT_IN
+    if name in tasks.names():
+        return installed(name)
+    why = "which is not installed"
+    if command == "plan":
+        instead = "plan it in its script: python SCRIPT dry_run=true plan.mode=trace"
+        raise UserError(f"{run} was trained by the task {name}, {why}; {instead}")
+    raise UserError(f'{_cannot_open(run, name, why, command)}: serried.load_model("{run}", task=CLASS)')
+
+
+def _cannot_open(run: Path, name: str, why: str, command: str) -> str:
+    other = "use format=hf, or in Python" if command.startswith("export format") else "in Python"
+    return f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; {other}"
+
+
+def _recorded_task(run: Path) -> str | None:
+    """Return the name of the task in the config of ``run``; None: a mistake in it, which composing reports."""
+    name = value_at("task.name", read_if_there(run / "config.yaml"))
+    return None if name is None else str(name)
+
+
+def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
+    """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens. Raises
+    ``UserError`` if it holds a model of another family, or cannot be read."""
+    from serried.configs.compose import compose
+
+    keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
+    if not (folder / CONFIG).is_file():
+        keys = _keys_of_adapters(folder)
+    path = str(keys["model"]["path"])
+    family = family_of_any(path)
+    longest = keys_of_model(path, family).get("max_sequence_length", 2048)
+    choice = [f"model={family}"] if family else []
+    config = compose([*choice, *words(keys), f"data.sequence_length={longest}", *overrides])
+    is_chosen = any(word.startswith("data.format=") for word in overrides)
+    if (folder / "chat_template.jinja").is_file() and not is_chosen:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
+    return config
+
+
+def _keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
+    if they cannot be read, or are of a kind that is not trained here."""
+    from serried.records.tensors import TensorFolder
+
+    specs = TensorFolder(folder, "adapter_model").specs
+    return {"model": {"path": base_of_adapters(folder)}, "adapter": described_adapters(folder, specs)}
+
+
+def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:
+    """Return the ``config`` of a run, changed to open the model in ``checkpoint``: its vocabulary is the model's.
+
+    Args:
+        world_size: processes of this start.
+        is_resharded: choose the layout for these processes in place of the run's.
+        is_other_data: use other data than the run's, tokenized with the model's tokenizer, since the run's tokenizer
+            may be learned from its data.
+
+    Raises:
+        UserError: the checkpoint lacks its config.
+    """
+    if is_resharded:
+        config = config.model_copy(update={"parallel": _for_processes(config.parallel, world_size)})
+    if not isinstance(config, TextRunConfig):
+        return config
+    rows = config.model.vocab_size
+    if (checkpoint / CONFIG).exists() or not (checkpoint / ADAPTER_CONFIG).exists():
+        rows = embedded_tokens(checkpoint)
+    model, data = config.model.model_copy(update={"vocab_size": rows}), config.data
+    if is_other_data:
+        update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
+        has_tokenizer = (checkpoint / "tokenizer.json").exists() or not (checkpoint / ADAPTER_CONFIG).exists()
+        if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
+            update["tokenizer"] = str(checkpoint.absolute())
+        if (template := checkpoint / "chat_template.jinja").exists():
+            text = template.read_text("utf-8")  # read now: the checkpoint may be deleted while its model generates text
+            update["chat_template"] = text if "{" in text else str(template)
+        data = data.model_copy(update=update)
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _for_processes(before: ParallelSection, world_size: int) -> ParallelSection:
+    strategy = "single" if world_size == 1 else "ddp" if before.strategy in ("single", "ddp") else "fsdp"
+    degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
+    return ParallelSection.model_validate({"strategy": strategy, **degrees})
+
+
+# model ----------------------------------------------------------------------------------------------------------------
+
+
+def open_model(path: Path, declaration: Declaration | None) -> "nn.Module":
+    """Return the model of a run folder (its newest checkpoint) or of a checkpoint, on the CPU, in evaluation mode.
+
+    ``declaration`` names the task that trained it; None: a built-in task, or one of an installed package.
+
+    Raises ``UserError`` if there is no checkpoint, it is damaged, or it is of another model or task.
+    """
+    from serried.trainer.checkpoint.read_while_training import with_chosen
+    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.retention import committed
+
+    if not path.exists():
+        raise UserError(f"{path} does not exist (looked in {Path.cwd()}); give a run folder or a checkpoint in one")
+    return with_chosen(lambda: (committed(path / CHECKPOINTS) or [path])[-1], partial(_open, path, declaration))
+
+
+def _open(path: Path, declaration: Declaration | None, checkpoint: Path) -> "nn.Module":
+    """Open the model in ``checkpoint``, which the user named by ``path``."""
+    import torch
+
+    from serried.parallel.layout.checks import with_values
+    from serried.parallel.layout.mesh import Layout
+    from serried.trainer.checkpoint.read_while_training import reading
+    from serried.trainer.evaluation.evaluate import check_weights, load_model
+
+    saved = checkpoint.parent.parent / "config.yaml"
+    try:
+        plain = read_saved_config(saved)
+    except (OSError, NotPlainData) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is neither a run folder nor a checkpoint in one: {saved}: {reason}") from None
+    name = value_at("task.name", plain)
+    if declaration is None:
+        if name not in tasks.names():
+            raise UserError(
+                f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)"
+            )
+        declaration = installed(name)
+    try:
+        with declaring(declaration):
+            config = check(plain)
+    except ValidationError as error:
+        first, given = error.errors()[0], declaration.name or name
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
+    # Frozen weights below adapters are then fp32 too, and the model needs no autocast.
+    config = with_values(config, {"precision.name": "fp32"})
+    task = _task_of(config, declaration)
+    with reading(checkpoint):
+        task.open_saved(checkpoint)
+        check_weights(checkpoint)
+        return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

@@ -1,70 +1,88 @@
-"""``serried plan RUN``, ``serried plan compare RUN`` and ``serried plan calibrate``."""
+"""The layout and plan of a configuration, before anything runs."""
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from serried.configs.addresses import is_address, not_a_path
-from serried.configs.command_arguments import run_key
-from serried.configs.command_line import config_dirs
-from serried.configs.errors import EXIT_FINISHED, UserError
-from serried.configs.schema.declaration import declared, declaring
-from serried.configs.schema.sections import RunConfig
-from serried.records.files import output_file
-from serried.runtime.process import is_started, say
-from serried.saved import existing_runs, is_run, run_folder, task_that_trained
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import AUTO, RunConfig
+from serried.launch.sweep.points import Sweep
+from serried.parallel.layout.checks import allowed_micro_batches, checked_layout, with_micro_batch
+from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.runtime.import_signals import importing
+from serried.runtime.process import planned_processes
+from serried.task_class import task_of
 
-
-def calibrate(words: list[str]) -> int:
-    """Measure rates with the processes that train.py would have, here or in a job, and write them."""
-    from serried.configs.compose import compose
-    from serried.launch.local.launcher import run_local
-    from serried.launch.slurm.batch_script import measure_by_job
-    from serried.program import planned_layout, traced_products
-
-    given = [word for word in words if word.startswith("out=")]
-    overrides, folders = config_dirs([word for word in words if word not in given])
-    typed = given[-1].partition("=")[2] if given else "rates.json"
-    if is_address(typed):
-        raise UserError(not_a_path("out", typed))
-    out = Path(typed)
-    if not out.name or out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"out={out} is not a file in an existing folder; use out=rates.json")
-    out = output_file(out)
-    with declaring(declared()._replace(config_dirs=folders)):
-        config = compose(overrides)
-        if config.precision.name not in ("fp32", "bf16", "fp16"):
-            raise UserError(f"precision={config.precision.name} is not measured; use precision=bf16")
-        planned_layout(config.model_copy(update={"dry_run": True}))  # before processes start or a job waits
-        if config.launch.name == "slurm" and not is_started():
-            return measure_by_job("plan calibrate", words, config)
-        if (config.launch.processes or 1) > 1 and not is_started():
-            with TemporaryDirectory() as folder:
-                there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
-                return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
-        from serried.planner.time.calibrate import calibrate as measure  # with torch, which a login node need not have
-
-        shapes = traced_products(config)  # before the session: the trace has a process group of its own
-        return measure(config.launch, out, config.precision.name, shapes)
+if TYPE_CHECKING:
+    from serried.planner.compare import Figures
+    from serried.trainer.task import Task
 
 
-def plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
-    """Print the plan of the run that ``word`` names, or what it measured beside that."""
-    from serried.configs.compose import compose_saved
-    from serried.planner.compare import as_it_ran, figures_of
-    from serried.program import comparison_text, plan_text
+def planned_layout(config: RunConfig) -> tuple[Layout, int]:
+    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates. Raises ``UserError`` if
+    they do not go together."""
+    processes = planned_processes(config.launch, config.dry_run)
+    if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
+        layout = resolve_layout(config.parallel, processes)
+        config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
+    return checked_layout(config, processes)
 
-    if word is None:
-        raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")
-    run = run_folder(f"runs/{word}" if run_key(word) == "run.name" else word, is_run)
-    overrides, folders = config_dirs(overrides)
-    with declaring(task_that_trained(run, "plan")._replace(config_dirs=folders)):
-        reads = ("plan", "dry_run") if is_compared else ("",)
-        config: RunConfig = compose_saved(run / "config.yaml", [*overrides, "dry_run=true"], reads)
-        ran = figures_of(run)
-        if ran is not None:
-            config = as_it_ran(config, ran, overrides)
-        if not is_compared:
-            return say(plan_text(config))
-        if ran is None or not ran.steps:
-            raise UserError(f"the run in {run} has logged no step to compare with; see serried status {run}")
-        return say(comparison_text(config, ran))
+
+def plan_text(config: RunConfig) -> str:
+    """Return the plan of a run of ``config``, or the layouts that it might have."""
+    with importing():
+        from serried.planner.overview import dry_run
+        from serried.planner.search import search
+
+    if config.plan.search:
+        return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
+    return dry_run(*_step(config))
+
+
+def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
+    """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
+    number if it was chosen."""
+    from serried.planner.overview import chosen
+
+    task, (layout, accumulation), why = task_of(config), planned_layout(config), ""
+    if config.trainer.micro_batch == AUTO:
+        config, why = chosen(config, task, layout)
+        accumulation = gradient_accumulation(config.trainer, layout)
+    return config, task, layout, accumulation, why
+
+
+def with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig, Sweep | None]:
+    """Return ``config`` and the points of ``sweep`` with a ``slurm.signal_seconds`` that leaves time to stop, by the
+    plan of ``config``."""
+    is_known = config.launch.device != "cpu" and getattr(getattr(config, "model", None), "vocab_size", None) is not None
+    if config.slurm.signal_seconds is not None or not is_known:
+        return config, sweep
+    needed = None
+    with suppress(Exception), importing():  # a login node need not have what a plan needs, nor torch
+        from serried.planner.overview import planned_stop_seconds
+
+        needed = planned_stop_seconds(*_step(config)[:4])
+    changed = {"slurm": config.slurm.model_copy(update={"signal_seconds": config.slurm.signals_before(needed or 0.0)})}
+    if sweep is not None:
+        points = tuple(replace(each, config=each.config.model_copy(update=changed)) for each in sweep.points)
+        sweep = replace(sweep, points=points)
+    return config.model_copy(update=changed), sweep
+
+
+def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
+    """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
+    from serried.planner.trace.traced_step import CannotTrace, products_of, trace_step
+
+    try:
+        return products_of(trace_step(*_step(config)[:4]))
+    except CannotTrace as error:
+        raise UserError(
+            f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
+        ) from None
+
+
+def comparison_text(config: RunConfig, ran: "Figures") -> str:
+    """Return the plan of ``config`` against what a run of it measured."""
+    from serried.planner.compare import compared
+
+    return compared(*_step(config)[:4], ran)

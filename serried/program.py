@@ -5,9 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import serried.runtime.import_signals  # noqa: F401 -- first: from here on a signal ends this program in one line
 from serried.configs.command_line import Action, config_dirs, parse_arguments
@@ -17,12 +15,10 @@ from serried.configs.help import help_text
 from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.run_config import config_yaml
-from serried.configs.schema.sections import AUTO, RunConfig
+from serried.configs.schema.sections import RunConfig
 from serried.configs.unused_keys import Run
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from serried.launch.sweep.points import Sweep
-from serried.parallel.layout.checks import allowed_micro_batches, checked_layout, with_micro_batch
-from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.planning import plan_text, planned_layout, with_time_to_stop
 from serried.records.report import write_report
 from serried.runtime.command import check_surroundings, remember_flags, remember_script, remember_words, typed_command
 from serried.runtime.exit import leave, note_idle, note_repeated, report_mistake
@@ -31,17 +27,18 @@ from serried.runtime.process import (
     is_started,
     make_sums_repeatable,
     may_use_gpus,
-    planned_processes,
     say,
     sleep_while_waiting,
 )
 from serried.runtime.session import Session, run_in_session
 from serried.runtime.signals import SWEEP
-from serried.task_class import installed, make_task
+from serried.task_class import installed, task_of
 
-if TYPE_CHECKING:
-    from serried.planner.compare import Figures
-    from serried.trainer.task import Task
+
+def run() -> None:
+    """Train as the command line of this process says, and end the process."""
+    remember_script()
+    leave(main(sys.argv[1:]))
 
 
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
@@ -84,7 +81,7 @@ def _do(action: Action, overrides: list[str]) -> int | RunConfig:
         note_unread(overrides, configs, is_sweep=sweep is not None)
         config = configs[0]
         if config.launch.name == "slurm" and not config.dry_run and action != "config" and not is_started():
-            config, sweep = _with_time_to_stop(config, sweep)
+            config, sweep = with_time_to_stop(config, sweep)
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
@@ -106,98 +103,6 @@ def _is_on_cpu(config: RunConfig) -> bool:
     is_for_gpus = config.dry_run and (config.plan.model_fields_set or config.parallel.strategy in ("fsdp", "hsdp"))
     is_elsewhere = config.launch.name == "slurm" or is_for_gpus
     return config.launch.device == "cpu" or not (is_elsewhere or may_use_gpus(config.launch))
-
-
-def planned_layout(config: RunConfig) -> tuple[Layout, int]:
-    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates. Raises ``UserError`` if
-    they do not go together."""
-    processes = planned_processes(config.launch, config.dry_run)
-    if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
-        layout = resolve_layout(config.parallel, processes)
-        config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
-    return checked_layout(config, processes)
-
-
-def plan_text(config: RunConfig) -> str:
-    """Return the plan of a run of ``config``, or the layouts that it might have."""
-    with importing():
-        from serried.planner.overview import dry_run
-        from serried.planner.search import search
-
-    if config.plan.search:
-        return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
-    return dry_run(*_step(config))
-
-
-def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
-    """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
-    number if it was chosen."""
-    from serried.planner.overview import chosen
-
-    task, (layout, accumulation), why = task_of(config), planned_layout(config), ""
-    if config.trainer.micro_batch == AUTO:
-        config, why = chosen(config, task, layout)
-        accumulation = gradient_accumulation(config.trainer, layout)
-    return config, task, layout, accumulation, why
-
-
-def _with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig, Sweep | None]:
-    """Return ``config`` and the points of ``sweep`` with a ``slurm.signal_seconds`` that leaves time to stop, by the
-    plan of ``config``."""
-    is_known = config.launch.device != "cpu" and getattr(getattr(config, "model", None), "vocab_size", None) is not None
-    if config.slurm.signal_seconds is not None or not is_known:
-        return config, sweep
-    needed = None
-    with suppress(Exception), importing():  # a login node need not have what a plan needs, nor torch
-        from serried.planner.overview import planned_stop_seconds
-
-        needed = planned_stop_seconds(*_step(config)[:4])
-    changed = {"slurm": config.slurm.model_copy(update={"signal_seconds": config.slurm.signals_before(needed or 0.0)})}
-    if sweep is not None:
-        points = tuple(replace(each, config=each.config.model_copy(update=changed)) for each in sweep.points)
-        sweep = replace(sweep, points=points)
-    return config.model_copy(update=changed), sweep
-
-
-def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
-    """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
-    from serried.planner.trace.traced_step import CannotTrace, products_of, trace_step
-
-    try:
-        return products_of(trace_step(*_step(config)[:4]))
-    except CannotTrace as error:
-        raise UserError(
-            f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
-        ) from None
-
-
-def comparison_text(config: RunConfig, ran: "Figures") -> str:
-    """Return the plan of ``config`` against what a run of it measured."""
-    from serried.planner.compare import compared
-
-    return compared(*_step(config)[:4], ran)
-
-
-def task_of(config: RunConfig) -> "Task":
-    """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
-    task = make_task(config, declared().task or tasks.get(config.task.name).load())
-    _check_text(config, task)
-    return task
-
-
-def _check_text(config: RunConfig, task: "Task") -> None:
-    """Refuse keys that only a model of text has a use for."""
-    from serried.trainer.task import TextTask
-
-    trainer, name = config.trainer, type(task).__name__
-    if isinstance(task, TextTask) or hasattr(config, "model"):
-        return
-    if trainer.sample_tokens:
-        raise UserError(
-            f"trainer.sample_tokens={trainer.sample_tokens} with {name}, which writes no text; leave it out"
-        )
-    if trainer.evaluate:
-        raise UserError(f"trainer.evaluate needs a model of text, and {name} is not a serried.TextTask; leave it out")
 
 
 def _load(config: RunConfig) -> None:
@@ -222,12 +127,6 @@ def _train(config: RunConfig, session: Session) -> int:
 
     session.same_everywhere("the config", text := config_yaml(config))
     return train(config, task_of(config), session, text, RunPlanner())
-
-
-def run() -> None:
-    """Train as the command line of this process says, and end the process."""
-    remember_script()
-    leave(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From a task class, and overrides as Python has them, to what composing a configuration takes."""
+"""Task classes: what composing a configuration needs to know of one, and the task of a run."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from serried.configs.errors import UserError
 from serried.configs.messages.keys import check_fields
-from serried.configs.schema.declaration import BUILT_IN, Declaration
+from serried.configs.schema.declaration import BUILT_IN, Declaration, declared
 from serried.configs.schema.registry import is_built_in_language_task, tasks
 from serried.configs.schema.sections import RunConfig, Section
 
@@ -50,6 +50,28 @@ def make_task(config: RunConfig, make: "Callable[[], Task]") -> "Task":
     task.configure(config)
     task.resumed = partial(resumed_checkpoints, config)
     return task
+
+
+def task_of(config: RunConfig) -> "Task":
+    """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
+    task = make_task(config, declared().task or tasks.get(config.task.name).load())
+    _check_text(config, task)
+    return task
+
+
+def _check_text(config: RunConfig, task: "Task") -> None:
+    """Refuse keys that only a model of text has a use for."""
+    from serried.trainer.task import TextTask
+
+    trainer, name = config.trainer, type(task).__name__
+    if isinstance(task, TextTask) or hasattr(config, "model"):
+        return
+    if trainer.sample_tokens:
+        raise UserError(
+            f"trainer.sample_tokens={trainer.sample_tokens} with {name}, which writes no text; leave it out"
+        )
+    if trainer.evaluate:
+        raise UserError(f"trainer.evaluate needs a model of text, and {name} is not a serried.TextTask; leave it out")
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

@@ -50,7 +50,7 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
 
 def evaluate_here(words: list[str]) -> int:
     """What a rank does, without leaving: the process goes on to other tests."""
-    from serried.cli import evaluate
+    from serried.commands.evaluate_model import evaluate
 
     return evaluate(words)
 

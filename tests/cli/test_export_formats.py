@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from serried import cli
+from serried.commands.export_models import _difference, _move_all
 from serried.configs.errors import UserError
-from serried.exporting import _difference, _move_all
 from serried.program import main
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files

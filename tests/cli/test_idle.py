@@ -10,7 +10,8 @@ from serried.configs.errors import UserError
 from serried.configs.messages.keys import all_keys, readers
 from serried.configs.unused_keys import READERS, Run, notes
 from serried.launch.start import planned_sweep
-from serried.program import note_unread, planned_layout
+from serried.planning import planned_layout
+from serried.program import note_unread
 
 SITUATIONS = {
     "parallel=fsdp": "",

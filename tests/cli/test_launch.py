@@ -15,6 +15,7 @@ import numpy
 import pytest
 
 from serried import cli
+from serried.commands import slurm_jobs
 from serried.configs.errors import EXIT_MISTAKE
 from serried.launch.local.launcher import _exit_code
 from serried.launch.slurm.batch_script import script
@@ -460,7 +461,7 @@ def test_type_of_gpus_and_further_options_are_in_the_script() -> None:
 
 def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch=slurm", "launch.nodes=4", "slurm.gpus_per_node=8", "slurm.time_minutes=2000", "run.name=big"]
-    assert cli.preflight([*words, "slurm.dry_run=true"]) == 0
+    assert slurm_jobs.preflight([*words, "slurm.dry_run=true"]) == 0
     text = capsys.readouterr().out
     lines = set(text.splitlines())
     assert {"#SBATCH --nodes=4", "#SBATCH --time=10", "#SBATCH --no-requeue", "program=(-m serried)"} <= lines

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from serried.cli import checkpoints_bytes
+from serried.commands.slurm_jobs import checkpoints_bytes
 from serried.configs.compose import compose
 from serried.configs.schema.sections import LaunchSection
 from serried.launch import probes

@@ -102,7 +102,7 @@ def evaluate_while_deleted(words: list[str], run: str, rank: int) -> int:
     """As the command does it; the checkpoint is deleted when ``rank`` reads values."""
     import os
 
-    from serried.cli import evaluate
+    from serried.commands.evaluate_model import evaluate
 
     if int(os.environ.get("RANK", "0")) != rank:
         return evaluate(words)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as pillow
 
-from serried import cli
+from serried.commands import evaluate_model, export_models
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import CheckpointSection, RunConfig, RunSection
 from serried.configs.schema.tasks import ImageSection
@@ -116,7 +116,7 @@ def test_training_is_that_of_transformers_and_sharding_changes_nothing(
     (evaluated,) = metrics(tmp_path / "run", "eval")
     assert evaluated["accuracy"] > 0.5
     capfd.readouterr()
-    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), "json=true"]) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == evaluated["accuracy"]
     cluster.run(2, "tests.data.test_images:train", argv=images(folder, tmp_path / "fsdp", *more, "parallel=fsdp"))
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
@@ -292,7 +292,7 @@ def test_classifier_of_transformers_opens_there_with_the_colours_it_was_trained_
         pillow.open(path).resize((64, 64)).save(other)
     words = ["task.image_size=56", "trainer.steps=2", "trainer.eval_every=2", f"task.model={tmp_path / 'vit'}"]
     train(images(tmp_path, tmp_path / "run", *words))
-    assert cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"]) == 0
+    assert export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"]) == 0
     processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
     assert {key: list(getattr(processor, key)) for key in colours} == colours
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")

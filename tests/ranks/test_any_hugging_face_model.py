@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from serried import cli
+from serried.commands import export_models, generate_text
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.layout.checks import check_layout
@@ -152,10 +152,10 @@ def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, fold
 
     import transformers
 
-    cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"])
+    export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'model'}"])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    cli.generate([str(tmp_path / "model"), "prompt=Hello", "tokens=2"])
+    generate_text.generate([str(tmp_path / "model"), "prompt=Hello", "tokens=2"])
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_adapters_of_linear_layers_train_sharded_and_merge(cluster: Cluster, fol
     adapters = runs.weights(tmp_path / "fsdp", "adapter_model")
     assert "base_model.model.model.decoder.layers.0.self_attn.q_proj.lora_B.weight" in adapters
     assert len(adapters) == 2 * 2 * 3
-    cli.export([f"run.dir={tmp_path / 'fsdp'}", f"out={tmp_path / 'model'}", "merge=true"])
+    export_models.export([f"run.dir={tmp_path / 'fsdp'}", f"out={tmp_path / 'model'}", "merge=true"])
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 

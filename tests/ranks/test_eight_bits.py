@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from benchmarks.parity import CUTS, Curve, Cut, compare, run
-from serried.cli import evaluate
+from serried.commands.evaluate_model import evaluate
 from serried.configs.errors import UserError
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.compile import compile_blocks

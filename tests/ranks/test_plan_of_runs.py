@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from serried import cli
+from serried.commands.plan_runs import _calibrate as calibrate
 from serried.configs.compose import compose, compose_saved, config_yaml
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import declaring
 from serried.planner.time.measured_rates import read_rates
-from serried.planning import calibrate
-from serried.program import traced_products
+from serried.planning import traced_products
 from serried.task_class import installed
 from testing.cluster import Cluster
 from testing.runs import overrides

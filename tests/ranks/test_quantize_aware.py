@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.parity import CUTS, Curve, Cut, compare, run
 from serried import cli
+from serried.commands import evaluate_model
 from serried.configs.errors import UserError
 from serried.parallel.compile import compile_blocks
 from serried.parallel.plan import ParallelPlan
@@ -84,7 +85,7 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
     trained = tmp_path / "run"
     old = ("optim.groups.old.parameters=*.mlp.*", "optim.groups.old.frozen=true", "trainer.eval_every=6")
     assert run_here(tiny_overrides(text, trained, *WIDE, *old, f"precision.quantize_aware={how}")).code == 0
-    assert cli.evaluate([str(trained), "json=true"]) == 0
+    assert evaluate_model.evaluate([str(trained), "json=true"]) == 0
     (found,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
     assert found["loss"] == pytest.approx(metrics(trained, "eval")[-1]["loss"], rel=1e-6)
     assert cli.main(["export", str(trained), "format=torchao", f"out={tmp_path / 'quantized'}"]) == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import serried
-from serried import cli
+from serried.commands import evaluate_model, export_models
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import described_adapters
@@ -140,8 +140,8 @@ def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
     saved = runs.checkpoint(tmp_path / "run")
     names = set(peft.get_peft_model_state_dict(theirs))
     assert set(runs.weights(tmp_path / "run", "adapter_model")) == names
-    cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'adapters'}"])
-    cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'merged'}", "merge=true"])
+    export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'adapters'}"])
+    export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'merged'}", "merge=true"])
     with torch.no_grad():
         want = theirs.eval()(TOKENS).logits
         for folder in (saved, tmp_path / "adapters"):
@@ -160,7 +160,7 @@ def evaluate_here(folder: Path, models: Path, capfd: pytest.CaptureFixture[str])
     words = [f"data.path={models / 'chats.jsonl'}", "data.packing=best_fit", f"data.cache_dir={models / 'cache'}"]
     own = [] if folder.name == "run" else ["data.sequence_length=128"]
     how = ["launch.device=cpu", "json=true", "precision=fp32"]
-    assert cli.evaluate([f"run.dir={folder}", "data=text", *words, *own, *how]) == 0
+    assert evaluate_model.evaluate([f"run.dir={folder}", "data=text", *words, *own, *how]) == 0
     return float(json.loads(capfd.readouterr().out.splitlines()[-1])["loss"])
 
 
@@ -237,7 +237,7 @@ def test_another_base_model_is_refused(models: Path, tmp_path: Path) -> None:
 def exported(single: tuple[Path, list[float]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The adapters of a run, in PEFT's format."""
     folder = tmp_path_factory.mktemp("exported") / "adapters"
-    assert cli.export([f"run.dir={single[0]}", f"out={folder}"]) == 0
+    assert export_models.export([f"run.dir={single[0]}", f"out={folder}"]) == 0
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from serried import cli
+from serried.commands import evaluate_model
 from serried.program import main
 from serried.recipes.classes.masked_lm import MaskedLM, Masking
 from serried.recipes.data.labelled.labelled_texts import open_encoder
@@ -90,7 +90,7 @@ def test_training_is_that_of_transformers_sharded_too_and_after_a_resume(
         torch.testing.assert_close(saved.get_parameter(name), parameter, atol=1e-5, rtol=0)
     (evaluated,) = metrics(tmp_path / "run", "eval")
     capfd.readouterr()
-    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), "json=true"]) == 0
     again = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (again["loss"], again["accuracy"]) == pytest.approx((evaluated["loss"], evaluated["accuracy"]), rel=1e-5)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import serried
 from serried import cli
+from serried.commands import evaluate_model
 from serried.program import main
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.reward import Reward
@@ -99,4 +100,4 @@ def test_adapters_and_the_score_open_in_peft_and_merge(cluster: Cluster, model: 
         torch.testing.assert_close(opened(some).logits, merged(some).logits, atol=1e-5, rtol=0)
         scores = serried.load_model(tmp_path / "run")(some)
     torch.testing.assert_close(scores[:, -1:], merged(some).logits, atol=1e-5, rtol=0)
-    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), "json=true"]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serried import cli
+from serried.commands import export_models
 from serried.recipes.data.prepared.summary import marked_lines
 from serried.recipes.data.readers.json_parquet_rows import Column, units_of_file
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
@@ -36,7 +36,7 @@ def model(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder, as anybody's would be."""
     folder = tmp_path_factory.mktemp("model")
     assert runs.run_here(runs.tiny_overrides(text, folder / "run", "trainer.steps=1")).code == 0
-    cli.export([f"run.dir={folder / 'run'}", f"out={folder / 'model'}"])
+    export_models.export([f"run.dir={folder / 'run'}", f"out={folder / 'model'}"])
     return folder / "model"
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import serried
 from serried import cli
+from serried.commands import evaluate_model
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import without_code
 from serried.configs.schema.tasks import LabelledSection
@@ -195,21 +196,21 @@ def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(
     (evaluated,) = metrics(tmp_path / "run", "eval")
     shutil.rmtree(tmp_path / "here" / "bert")  # the checkpoint has all of the model
     capfd.readouterr()
-    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), "json=true"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (found["loss"], found["accuracy"]) == pytest.approx((evaluated["loss"], evaluated["accuracy"]), rel=1e-5)
     assert (found["texts"], found["all_texts"]) == (12, 12)
     other = tmp_path / "other.csv"
     other.write_text("text,label\ngood film,pos\nfine book,pos\n")
-    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 0
     assert "over 2 texts" in capfd.readouterr().out
     model = serried.load_model(tmp_path / "run").eval()
     with torch.no_grad():
         right = sum(int(model(input_ids=torch.tensor([ids])).logits.argmax()) for ids in ([2, 6], [3, 7]))
-    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}", "json=true"]) == 0
+    assert evaluate_model.evaluate([str(tmp_path / "run"), f"task.path={other}", "json=true"]) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == right / 2
     other.write_text("text,label\ngood film,new\n")
-    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 78
+    assert evaluate_model.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 78
     assert "has the class new, but the model only knows neg, pos" in capfd.readouterr().err
 
 

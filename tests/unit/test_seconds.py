@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import pipelining
 
 from serried import cli
+from serried.commands import plan_runs
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.layout.mesh import Layout
 from serried.planner.devices import DEVICES, Cluster
@@ -246,7 +247,7 @@ def test_config_of_a_run_holds_nothing_of_its_plan():
 )
 def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, capsys, tmp_path):
     words, page = [*words, "plan.device=h100"], tmp_path / "layouts.html"
-    assert cli.plan(["search", *words, f"out={page}"]) == 0
+    assert plan_runs.plan(["search", *words, f"out={page}"]) == 0
     printed = capsys.readouterr().out
     listed = re.findall(r"^\d +([\d.]+ m?s) +[\d,]+ +[\d.]+[GM]iB +(.*)", printed, re.MULTILINE)
     assert len(listed) == 8
@@ -261,7 +262,10 @@ def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, cap
 
 
 def test_a_search_lists_nothing_that_the_compiler_refuses(capsys):
-    assert cli.plan(["search", "model=moe_tiny", "trainer.compile=true", "launch.processes=4", "plan.device=h100"]) == 0
+    assert (
+        plan_runs.plan(["search", "model=moe_tiny", "trainer.compile=true", "launch.processes=4", "plan.device=h100"])
+        == 0
+    )
     listed = capsys.readouterr().out
     assert "parallel." in listed
     assert "activation_checkpoint" not in listed, "recomputation of compiled blocks with experts"

@@ -1,0 +1,24 @@
+"""``serried prepare``."""
+
+from serried.configs.errors import UserError
+from serried.runtime.process import say
+
+
+def prepare(words: list[str]) -> int:
+    """Tokenize the data once, before training or on another machine.
+
+    data.workers    threads; one per core by default
+    data.cache_dir  where to write; give the same to train.py
+    """
+    from serried.configs.compose import compose
+    from serried.recipes.text.causal_lm import CausalLM
+    from serried.runtime.console import Console
+
+    config = compose(words)
+    threads = config.data.workers if "workers" in config.data.model_fields_set else None
+    if threads == 0:
+        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
+    recipe = CausalLM(config)
+    recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
+    recipe.vocab_size()  # refuses a model that is too small for the tokenizer
+    return say(recipe.summary())

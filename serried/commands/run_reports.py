@@ -1,0 +1,69 @@
+"""``serried report`` and ``serried send``."""
+
+from pathlib import Path
+
+from serried.configs.command_arguments import pairs
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, UserError
+from serried.configs.plain_data import read_if_there
+from serried.records.files import output_file
+from serried.records.metrics import METRICS
+from serried.runtime.process import say
+from serried.saved import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep
+
+
+def report(words: list[str]) -> int:
+    """Write one HTML page with the curves of one run, or of several compared.
+
+    RUN          run folders: runs/tiny, or runs/sweep/*; a sweep's own folder among them is skipped
+    out          file to write; RUN/report.html by default, or report.html here for several runs
+    """
+    from serried.configs.formats import size
+    from serried.records.report import write_report
+
+    # A word with "=" is a key, unless there is a folder of that name.
+    folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
+    given, _ = pairs([word for word in words if word not in folders], "report", ("run.dir", "run.name", "out"))
+    if len(folders) > 1:  # runs/sweep-* matches the sweep's own folder too
+        folders = [folder for folder in folders if is_run(Path(folder)) or not runs_of_a_sweep(Path(folder))] or folders
+    folders += [given["run.dir"]] if "run.dir" in given else []
+    folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
+    if not folders:
+        raise UserError(f"serried report needs a run folder: serried report RUN; {existing_runs(Path('runs'), is_run)}")
+    runs = list({run.resolve(): run for run in (run_folder(folder, is_run) for folder in folders)}.values())
+    out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
+    try:
+        write_report(runs, output_file(out) if "out" in given else out)
+    except OSError as error:
+        raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that exists") from None
+    what = f"{len(runs)} runs compared" if len(runs) > 1 else str(runs[0])
+    return say(f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser")
+
+
+def send(words: list[str]) -> int:
+    """Send the records of a run that has ended to its trackers again."""
+    from serried.configs.compose import saved_trackers
+    from serried.configs.requirements.tracker_packages import asked_for, missing_trackers
+    from serried.records.run_folder import RunFolder
+    from serried.records.trackers.processes import Trackers
+    from serried.runtime.console import Console
+
+    given, _ = pairs(words, "send", ("run.dir", "run.name"))
+    run = find_run(given, "send", is_run)
+    track = saved_trackers(run / "config.yaml")
+    if not asked_for(track):
+        raise UserError(f"the run in {run} has no trackers: its config.yaml names none")
+    missing, advice = missing_trackers(track)
+    if missing:
+        raise UserError(advice)
+    if not (run / METRICS).is_file():
+        raise UserError(f"the run in {run} has not started: it has no metrics.jsonl, so there is nothing to send")
+    began_in = Path(str(read_if_there(run / "environment.json").get("working_directory", "")))
+    claimed = RunFolder(run)  # a run that is being trained has tracker processes already
+    try:
+        trackers = Trackers(run, track, Console(speaks=True, rank=0).say)
+        has_sent = trackers.send(began_in if began_in.is_dir() else None)
+        return EXIT_FINISHED if has_sent else EXIT_FAILED
+    finally:
+        claimed.close()

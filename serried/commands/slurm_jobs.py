@@ -1,0 +1,75 @@
+"""``serried preflight``, ``serried submit`` and ``serried status``."""
+
+from pathlib import Path
+
+from serried.configs.command_arguments import run_key
+from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.schema.sections import RunConfig
+from serried.runtime.process import is_started, say
+from serried.saved import is_run, similar_runs
+
+
+def preflight(words: list[str]) -> int:
+    """Test one node, or all nodes of a run under torchrun or in a Slurm job.
+
+    torchrun --nnodes=2 --nproc_per_node=8 ... -m serried preflight run.dir=RUN
+    serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    submits a job, waits for it and prints its table
+    """
+    from serried.configs.compose import compose
+    from serried.launch.slurm.batch_script import measure_by_job
+
+    config = compose(words)
+    if config.launch.name == "slurm" and not is_started():
+        return measure_by_job("preflight", words, config)
+    if (config.launch.nodes or 1) > 1 and not is_started():
+        raise UserError(
+            f"launch.nodes={config.launch.nodes}, but this is one process on one node; use launch=slurm to test them "
+            "in a job, torchrun on each of them, or leave launch.nodes out to test this node alone"
+        )
+    return _preflight_here(config)
+
+
+def _preflight_here(config: RunConfig) -> int:
+    from serried.launch.preflight import preflight as examine
+    from serried.trainer.metrics.peak_flops import PEAK_FLOPS
+
+    peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
+    return examine(config.launch, config.run.dir, checkpoints_bytes(config), peaks, config.slurm.exclude)
+
+
+def checkpoints_bytes(config: RunConfig) -> int:
+    """Return the bytes of the checkpoints that a run keeps, and of one being written."""
+    from serried.recipes.text.causal_lm import CausalLM
+    from serried.trainer.checkpoint.checkpoint_size import saved_bytes
+    from serried.trainer.model import build_model
+
+    built = build_model(config, CausalLM(config))
+    return (config.checkpoint.keep + 1) * saved_bytes(config, built.module, built.plan)
+
+
+def submit(words: list[str]) -> int:
+    """Submit a run to Slurm; same as python train.py launch=slurm."""
+    from serried.program import main as train
+
+    return train([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+
+
+def status(words: list[str]) -> int:
+    """Show the state of a run or sweep and of its job; by default, of all in runs/."""
+    from serried.configs.compose import compose
+    from serried.launch.status import describe_run, runs_in
+    from serried.launch.sweep.train_sweep import update_summary
+    from serried.records.report import write_report
+
+    words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
+    if words:
+        run_dir = compose(words).run.dir
+        if not run_dir.is_dir():
+            raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
+        say(describe_run(run_dir))
+        update_summary(run_dir, write_report)
+        return EXIT_FINISHED
+    folders = runs_in(Path("runs"))
+    if not folders:
+        raise UserError("there is no run in runs; use run.dir=FOLDER")
+    return say("\n\n".join(describe_run(folder) for folder in folders))

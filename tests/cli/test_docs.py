@@ -119,3 +119,16 @@ def test_site_has_every_page() -> None:
     """mkdocs checks links and anchors: ``make docs``."""
     named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8"))
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
+    def anchors(path: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.*)", path.read_text("utf-8"), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    links = re.findall(r"\]\(([^):#]+)(?:#([^)]*))?\)", (ROOT / page).read_text("utf-8"))
+    assert len(links) > 3
+    for name, anchor in links:
+        assert (ROOT / name).exists(), name
+        assert not anchor or anchor in anchors(ROOT / name), f"{name}#{anchor}"

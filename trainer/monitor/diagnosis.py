@@ -180,9 +180,9 @@ def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
 def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
     """Find the ranks that are furthest behind, except ranks that report that they wait."""
     working = [beat for beat in beats if beat.waits_for is None] or beats
-    order = {phase: place for place, phase in enumerate(PHASES)}
-    behind = min((beat.step, order[beat.phase]) for beat in working)
-    culprits = [beat for beat in working if (beat.step, order[beat.phase]) == behind]
+    order = {phase: place for place, phase in enumerate(PHASES)}  # the others wait for a callback: it comes first
+    behind = min((beat.step, order.get(beat.phase, -1)) for beat in working)
+    culprits = [beat for beat in working if (beat.step, order.get(beat.phase, -1)) == behind]
     return _beside(culprits, beats)
 
 

@@ -1,5 +1,7 @@
 """Current phase of a rank, and its time limit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from serried.configs.formats import duration, short
@@ -12,6 +14,8 @@ SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "the end of the run",
 )  # fmt: skip
 """Phases of a rank, in the order of a step."""
+CALLBACK = "callback "
+"""Start of the name of a phase in which a callback runs, within one of the others."""
 
 _WORDS = {
     DATA: "waiting for the data of step {step}",
@@ -52,6 +56,16 @@ class Pulse:
         self._seen.add(phase)
         self.phases.enter(phase)
 
+    @contextmanager
+    def during_callback(self, name: str) -> Iterator[None]:
+        """Inside this context, the phase is that of the callback ``name``."""
+        before = self.now
+        self.enter(f"{CALLBACK}{name}", before.step)
+        try:
+            yield
+        finally:
+            self.enter(before.phase, before.step)
+
 
 class Patience:
     """Time limit of a phase: short in a step, long for phases that happen once, and at least twice the first
@@ -76,9 +90,10 @@ class Patience:
                     self._first[phase] = self._age_seconds
             self._moment, self._age_seconds = moment, 0.0
         self._age_seconds += elapsed_seconds
-        if moment.phase in _PATIENT and self._is_alone:
+        may_take_long = moment.phase in _PATIENT or moment.phase.startswith(CALLBACK)
+        if may_take_long and self._is_alone:
             return self._age_seconds, None, 0.0
-        is_patient = moment.phase in _PATIENT or moment.is_first
+        is_patient = may_take_long or moment.is_first
         limit = self._section.start_timeout_seconds if is_patient else self._section.step_timeout_seconds
         limit = max(limit, _END_AT_TIMES_FIRST * self._first.get(moment.phase, 0.0))
         warn = max(_WARN_AT * limit, _WARN_AT_TIMES_LONGEST * self._longest.get(moment.phase, 0.0))
@@ -96,7 +111,8 @@ def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, An
     moment = pulse.now
     if moment.phase == SET_UP:
         return Doing(f"waiting for {waits_for}", waits_for) if waits_for else None
-    what, key = _WORDS[moment.phase].format(step=moment.step), (moment.phase, moment.step)
+    is_callback, key = moment.phase.startswith(CALLBACK), (moment.phase, moment.step)
+    what = f"{moment.phase}, step {moment.step}" if is_callback else _WORDS[moment.phase].format(step=moment.step)
     if moment.is_first:
         more = ", the first of this start, which takes longer than others" if moment.phase == TRAIN else ""
         return Doing(what + more, key)

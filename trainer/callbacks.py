@@ -1,0 +1,320 @@
+"""Callbacks: code of the user that follows a run on rank 0."""
+
+import json
+import math
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serried.configs.errors import TrainingFailed, UserError
+from serried.configs.plain_data import is_number
+from serried.configs.schema.sections import RunConfig
+from serried.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from serried.trainer.monitor.heartbeat import Pulse
+    from serried.trainer.task import Task
+
+_STATE = "callbacks"
+"""Key of the callbacks' state in the plain data of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """The argument of a task's hooks."""
+
+    step: int
+    """Optimizer steps done."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """``on_step`` and ``on_evaluate``: loss and named metrics, means over the whole global batch or data set."""
+    split: str = ""
+    """``on_evaluate``: name of the data set."""
+    path: Path | None = None
+    """``on_save``: the checkpoint; ``on_start`` and ``on_end``: the run folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run at one of its events: the argument of every hook of a callback.
+
+    Example:
+        >>> class Slowest(serried.Callback):
+        ...     def on_save(self, run):
+        ...         started = time.perf_counter()
+        ...         upload(run.checkpoint)
+        ...         run.log({"upload_seconds": time.perf_counter() - started})
+    """
+
+    step: int
+    """Optimizer steps done; in ``on_save`` the step of the checkpoint."""
+    config: RunConfig
+    """The configuration of the run."""
+    folder: Path
+    """The run folder."""
+    metrics: Mapping[str, float]
+    """Loss and named metrics by name. ``on_step``: means over the global batch; ``on_evaluate``: means over the data
+    set; ``on_end``: the last evaluation on the validation set. Empty in ``on_start`` and ``on_save``."""
+    split: str
+    """``on_evaluate``: name of the data set, such as ``validation``."""
+    checkpoint: Path | None
+    """``on_save``: folder of the finished checkpoint."""
+    records: RunFolder
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run, ``trainer.steps``."""
+        return self.config.trainer.steps
+
+    def log(self, values: Mapping[str, float | str]) -> None:
+        """Record numbers and texts in ``metrics.jsonl``. The report and the trackers show them.
+
+        Args:
+            values: Numbers (also tensors and arrays of one element) and texts by name.
+
+        Raises:
+            TypeError: A value is neither a number nor a text.
+
+        Example:
+            >>> run.log({"upload_seconds": 3.2, "sample": "Once upon a time"})
+        """
+        metrics: dict[str, float | None] = {}
+        texts: dict[str, str] = {}
+        for name, value in values.items():
+            if isinstance(value, str):
+                texts[str(name)] = value
+            else:
+                number = _number(name, value)
+                metrics[str(name)] = number if math.isfinite(number) else None
+        more: dict[str, Any] = {"nonfinite": True} if None in metrics.values() else {}
+        self.records.record("log", step=self.step, metrics=metrics, texts=texts, **more)
+
+    def log_images(self, name: str, images: Iterable[bytes | Path | str]) -> None:
+        """Copy PNG images into the folder ``images`` of the run. The report and the trackers show them.
+
+        Args:
+            name: Name of the series, for example ``samples``.
+            images: Contents or paths of PNG files.
+
+        Raises:
+            ValueError: An image is not PNG.
+            OSError: A file cannot be read.
+
+        Example:
+            >>> figure.savefig("attention.png")
+            >>> run.log_images("attention", ["attention.png"])
+        """
+        if isinstance(images, bytes | str | Path):
+            images = [images]
+        contents = [image if isinstance(image, bytes) else Path(image).read_bytes() for image in images]
+        paths = self.records.add_images(name, self.step, contents)
+        self.records.record("log", step=self.step, images={name: paths})
+
+
+class Callback:
+    """Base class of callbacks. Override the hooks that you need.
+
+    Hooks are called on rank 0 alone, so they must not use collectives, and the other ranks wait while a hook runs. An
+    exception in a hook ends the run as failed, after the checkpoint that is due in that step is complete; the same
+    command resumes it.
+
+    Example:
+        >>> class Upload(serried.Callback):
+        ...     def __init__(self):
+        ...         self.uploaded = 0
+        ...
+        ...     def on_save(self, run):
+        ...         subprocess.run(["rclone", "copy", run.checkpoint, "remote:runs"], check=True)
+        ...         self.uploaded += 1
+        ...         run.log({"uploaded": self.uploaded})
+        ...
+        ...     def state_dict(self):
+        ...         return {"uploaded": self.uploaded}
+        ...
+        ...     def load_state_dict(self, state):
+        ...         self.uploaded = state["uploaded"]
+        >>> serried.main(MyTask, callbacks=[Upload])
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in messages and checkpoints; two callbacks of a run must differ in it. The class name by default."""
+        return type(self).__name__
+
+    def on_start(self, run: Run) -> None:
+        """Called before the first step, also of a resumed run."""
+
+    def on_step(self, run: Run) -> None:
+        """Called after each logged step (``trainer.log_every``)."""
+
+    def on_evaluate(self, run: Run) -> None:
+        """Called after each evaluation of a data set."""
+
+    def on_save(self, run: Run) -> None:
+        """Called after each checkpoint, when all of its files are complete.
+
+        Training continues while a checkpoint is written, so later steps may be done by then.
+        """
+
+    def on_end(self, run: Run) -> None:
+        """Called once, after the last step or a requested stop. Not called if the run fails."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a resumed run needs, as plain data: dicts, lists, texts, numbers. Saved in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned for the checkpoint that the run resumes from.
+
+        Called before ``on_start``, and after a rollback. Not called if the checkpoint has no state of this callback.
+        """
+
+
+class _TaskHooks(Callback):
+    """The hooks of a task as a callback."""
+
+    def __init__(self, task: "Task") -> None:
+        self._task = task
+
+    @property
+    def name(self) -> str:
+        return type(self._task).__name__
+
+    def on_start(self, run: Run) -> None:
+        self._task.on_start(Event(run.step, path=run.folder))
+
+    def on_step(self, run: Run) -> None:
+        self._task.on_step(Event(run.step, run.metrics))
+
+    def on_evaluate(self, run: Run) -> None:
+        self._task.on_evaluate(Event(run.step, run.metrics, split=run.split))
+
+    def on_save(self, run: Run) -> None:
+        self._task.on_save(Event(run.step, path=run.checkpoint))
+
+    def on_end(self, run: Run) -> None:
+        self._task.on_end(Event(run.step, run.metrics, path=run.folder))
+
+
+class Callbacks:
+    """The callbacks of a run. Has none except on rank 0."""
+
+    def __init__(
+        self, task: "Task", given: Sequence[Callback | type[Callback]], config: RunConfig, folder: RunFolder | None,
+        pulse: "Pulse",
+    ) -> None:  # fmt: skip
+        """Make the callbacks. ``folder``: None except on rank 0.
+
+        Raises:
+            UserError: A callback is none, cannot be made, or shares its name with another one.
+        """
+        self.config = config
+        self._folder, self._pulse = folder, pulse
+        self._failure: Exception | None = None
+        self._callbacks: list[Callback] = []
+        if folder is not None:
+            self._callbacks = [_TaskHooks(task), *map(_made, given)]
+        names = [callback.name for callback in self._callbacks[1:]]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"two callbacks are named {repeated[0]}; define name in one of the classes")
+
+    def call(
+        self, hook: str, step: int, metrics: Mapping[str, float] | None = None, *, split: str = "",
+        checkpoint: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Call ``hook`` of all callbacks. An exception is kept for ``raise_failure``."""
+        if self._folder is None:
+            return
+        run = Run(step, self.config, self.config.run.dir, metrics or {}, split, checkpoint, self._folder)
+        for callback in self._callbacks:
+            with self._entered(callback, hook):
+                getattr(callback, hook)(run)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure of a hook, if there was one.
+
+        Raises:
+            TrainingFailed: A hook raised an exception.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``raise_failure`` will raise."""
+        return self._failure is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entry of a checkpoint's plain data with the state of all callbacks that have some."""
+        states: dict[str, Any] = {}
+        for callback in self._callbacks:
+            with self._entered(callback, "state_dict"):
+                state = dict(callback.state_dict())
+                json.dumps(state, allow_nan=False)
+                if state:
+                    states[callback.name] = state
+        return {_STATE: states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore the callbacks from a checkpoint's plain data. Returns the names of those that are missing here.
+
+        Raises:
+            TrainingFailed: A callback cannot use its state.
+        """
+        states = state.get(_STATE, {}) if self._folder is not None else {}
+        for callback in self._callbacks:
+            if callback.name in states:
+                with self._entered(callback, "load_state_dict"):
+                    callback.load_state_dict(states[callback.name])
+        self.raise_failure()
+        return sorted(states.keys() - {callback.name for callback in self._callbacks})
+
+    @contextmanager
+    def _entered(self, callback: Callback, hook: str) -> Iterator[None]:
+        """Name the hook in the heartbeat; keep an exception for ``raise_failure``."""
+        try:
+            with self._pulse.during_callback(f"{callback.name}.{hook}"):
+                yield
+        except Exception as error:
+            self._failure = self._failure or _failure(callback, hook, error)
+
+
+def _made(given: Any) -> Callback:
+    """Return the callback ``given``, or an instance of the class ``given``."""
+    is_class = isinstance(given, type)
+    name = given.__name__ if is_class else type(given).__name__
+    if not (issubclass(given, Callback) if is_class else isinstance(given, Callback)):
+        raise UserError(f"{name} is not a callback; give a subclass of serried.Callback, or an instance of one")
+    try:
+        return given() if is_class else given
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"callback {name} cannot be made: {_in_a_line(error)}") from error
+
+
+def _failure(callback: Callback, hook: str, error: Exception) -> Exception:
+    """Return the exception with which the run ends because ``hook`` raised ``error``."""
+    if isinstance(error, TrainingFailed | UserError):
+        return error
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    where = f" ({theirs[0].filename}, line {theirs[0].lineno})" if theirs else ""
+    failure = TrainingFailed(f"callback {callback.name}.{hook}: {_in_a_line(error)}{where}")
+    failure.__cause__ = error
+    return failure
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _number(name: str, value: Any) -> float:
+    if is_number(value) or isinstance(value, float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {type(value).__name__}; log numbers and texts") from None

@@ -41,6 +41,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
+from serried.trainer.callbacks import Callbacks
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, SampleOrder
@@ -125,7 +126,8 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
 def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer:
     folder = RunFolder(config.run.dir) if session.is_main else None
     console = Console(False, session.rank)
-    return Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
+    hooks = Callbacks(config, folder, pulse := Pulse())
+    return Trainer(Context(config, recipe, session, console, folder, pulse, hooks), config_yaml(config), Start())
 
 
 def hand_written(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Generator[None]:

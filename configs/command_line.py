@@ -153,8 +153,8 @@ class CommandLine:
             self.mistakes.append(f"{shown(word)}: {rule}; write {' or '.join(overrides)}")
         elif is_flag:
             self.mistakes.append(
-                f"no flag {shown(word)}; the flags are --help, --cfg job, --config-dir FOLDER and -m; "
-                "all else is key=value without dashes"
+                f"no flag {shown(word)}; the flags are --help, --cfg job, --config-dir FOLDER, --callback NAME and "
+                "-m; all else is key=value without dashes"
             )
         else:
             example = "--help" if word == "help" else "recipe=tiny" if "recipe" in self.groups else "trainer.steps=1000"

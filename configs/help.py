@@ -71,6 +71,7 @@ def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
             f"       torchrun --nproc_per_node=N {program} [key=value ...]",
             f"       python {program} [key=value ...] --cfg job      print the config and stop",
             f"       python {program} --config-dir FOLDER ...        YAML presets of your own: FOLDER/recipe/NAME.yaml",
+            f"       python {program} --callback MODULE:CLASS ...    a serried.Callback of your own",
             "",
             *([f"recipes: {recipes}", recipes_text(), ""] if has_recipes else []),
             "groups: each chooses a set of keys",

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,9 +18,10 @@ from serried.records.metrics import METRICS, parse_event
 from serried.records.status import STATUS, Status, read_status, write_status
 
 PROFILES = "profile"
+IMAGES = "images"
 RECORDS = (
     "config.yaml", "environment.json", METRICS, "lost.jsonl", STATUS, "report.html", "log", "checkpoints", "wandb",
-    "tensorboard", PROFILES,
+    "tensorboard", PROFILES, IMAGES,
 )  # fmt: skip
 """Files and folders of a run, which are set aside when another run starts in the same folder."""
 
@@ -167,6 +169,27 @@ class RunFolder:
         self._unwritten += line.encode() + b"\n"
         self._unless_it_fails(METRICS, self._write)
 
+    def add_images(self, name: str, step: int, contents: Iterable[bytes]) -> list[str]:
+        """Write PNG images of the series ``name``. Returns their paths within the folder. A full disk ends no run.
+
+        Raises:
+            ValueError: One of them is not PNG.
+        """
+        contents, paths = list(contents), []
+        if not all(is_png(content) for content in contents):
+            raise ValueError(f"an image of {name} is not PNG")
+        series = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"
+        for number, content in enumerate(contents):
+            path = f"{IMAGES}/step-{step:08}/{series}-{number}.png"
+
+            def write(path: str = path, content: bytes = content) -> None:
+                (self.path / path).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.path / path, content, survives_power_loss=False)
+
+            self._unless_it_fails(path, write)
+            paths.append(path)
+        return paths
+
     def _write(self) -> None:
         assert self._metrics is not None
         while self._unwritten:
@@ -226,7 +249,7 @@ class RunFolder:
 def refuse_links(path: Path) -> None:
     """Refuse links at files that are appended to and folders that files are moved into: a folder from another person
     may contain links to any file of the user. Other files are replaced as a whole."""
-    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output")]
+    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output", IMAGES)]
     found: list[Path] = []
     with suppress(OSError):  # such as a name that is too long: the code that creates the folder reports it
         for pattern in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"):
@@ -244,6 +267,11 @@ def _is_of(line: bytes, step: int) -> bool:
     kept as history."""
     event = parse_event(line)
     return event is not None and (event["event"] in ("start", "stop") or event.get("step", step + 1) <= step)
+
+
+def is_png(content: bytes) -> bool:
+    """Return whether ``content`` begins as a PNG file does."""
+    return content.startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def _non_finite(value: Any) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 _HOMES = {
     "Task": "serried.trainer.task",
     "TextTask": "serried.trainer.task",
-    "Event": "serried.trainer.task",
+    "Callback": "serried.trainer.callbacks",
+    "Run": "serried.trainer.callbacks",
+    "Event": "serried.trainer.callbacks",
     "Inputs": "serried.parallel.plan",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",

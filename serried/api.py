@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from serried.task_class import declaration, make_task, words
 if TYPE_CHECKING:
     from torch import nn
 
+    from serried.trainer.callbacks import Callback
     from serried.trainer.task import Task
 
 
@@ -48,11 +49,25 @@ class Result:
     """Its ``checkpoint.best_metric``."""
 
 
-def main(task: "Task | type[Task] | None" = None, arguments: list[str] | None = None) -> NoReturn:
+def main(
+    task: "Task | type[Task] | None" = None,
+    arguments: list[str] | None = None,
+    *,
+    callbacks: "Sequence[Callback | type[Callback]]" = (),
+) -> NoReturn:
     """Train ``task``, or without one a built-in language model, as the command line says and end the process.
 
     The script that calls this has every feature of ``train.py``: overrides, ``--help``, ``dry_run=true``, sweeps with
     ``-m``, ``launch=local|slurm``, torchrun, resume.
+
+    Args:
+        task: The task, or its class. None: a built-in language model.
+        arguments: Words of the command line. None: those of this process.
+        callbacks: Callbacks of the run, or their classes.
+
+    Example:
+        >>> if __name__ == "__main__":
+        ...     serried.main(MyTask, callbacks=[Upload])
     """
     end_in_one_line()
     remember_script()
@@ -60,16 +75,31 @@ def main(task: "Task | type[Task] | None" = None, arguments: list[str] | None = 
     from serried.runtime.exit import leave, report_mistake
 
     try:
-        declared = BUILT_IN if task is None else declaration(task)
+        declared = (BUILT_IN if task is None else declaration(task))._replace(callbacks=tuple(callbacks))
     except UserError as error:
         leave(report_mistake(error))
     leave(train(sys.argv[1:] if arguments is None else arguments, declared))
 
 
-def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] = ()) -> Result:
-    """Train ``task`` in this process, for example in a notebook, and return how the run ended.
+def fit(
+    task: "Task | type[Task]",
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    callbacks: "Sequence[Callback | type[Callback]]" = (),
+) -> Result:
+    """Train ``task`` in this process, for example in a notebook. Under torchrun, every process must call this.
 
-    ``overrides`` are ``key=value`` strings or a nested dict. Under torchrun, every process must call this.
+    Args:
+        task: The task, or its class.
+        overrides: ``key=value`` strings, or a nested dict.
+        callbacks: Callbacks of the run, or their classes.
+
+    Returns:
+        How the run ended.
+
+    Example:
+        >>> result = serried.fit(MyTask, ["trainer.steps=100"], callbacks=[Upload()])
+        >>> result.state, result.loss
+        ('finished', 0.25)
 
     Raises:
         UserError: the overrides, the task or its data are wrong.
@@ -97,7 +127,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         make_sums_repeatable()
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
-        train(config, instance, session, text, RunPlanner())
+        train(config, instance, session, text, RunPlanner(), callbacks)
         ended = session.once(lambda: _read_end(config))  # by the rank that wrote it
     paths = {name: Path(ended[name]) if ended[name] else None for name in ("checkpoint", "best")}
     return Result(**ended | paths, run_dir=config.run.dir)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 import serried.runtime.import_signals  # noqa: F401 -- first: from here on a signal ends this program in one line
+from serried.callback_flag import callback_names, load_callback
 from serried.configs.command_line import Action, config_dirs, parse_arguments
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -47,7 +48,8 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
         sleep_while_waiting(os.getloadavg()[0])
     try:
         check_surroundings(arguments)
-        words, folders = config_dirs(arguments)
+        words, callbacks = callback_names(arguments)
+        words, folders = config_dirs(words)
         action, overrides = parse_arguments(words)
         chosen = [] if declaration.task else [word for word in overrides if word.startswith("task=")]
         if chosen:
@@ -56,9 +58,11 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
             overrides += [f"task.name={name}"] * (declaration is BUILT_IN)
     except UserError as error:
         return report_mistake(error)
-    remember_flags([*chosen, *(f"--config-dir={folder}" for folder in folders)])
+    flags = [*(f"--config-dir={folder}" for folder in folders), *(f"--callback={name}" for name in callbacks)]
+    remember_flags([*chosen, *flags])
     remember_words(overrides)
-    with declaring(declaration._replace(config_dirs=folders)):
+    all_callbacks = (*declaration.callbacks, *callbacks)
+    with declaring(declaration._replace(config_dirs=folders, callbacks=all_callbacks)):
         config = _do(action, overrides)
         if isinstance(config, int):
             return config
@@ -126,7 +130,8 @@ def _train(config: RunConfig, session: Session) -> int:
     from serried.trainer.run import train
 
     session.same_everywhere("the config", text := config_yaml(config))
-    return train(config, task_of(config), session, text, RunPlanner())
+    callbacks = [load_callback(given) if isinstance(given, str) else given for given in declared().callbacks]
+    return train(config, task_of(config), session, text, RunPlanner(), callbacks)
 
 
 if __name__ == "__main__":

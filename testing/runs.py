@@ -30,6 +30,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
+from serried.trainer.callbacks import Callbacks
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.checkpoint.retention import committed
 from serried.trainer.monitor.heartbeat import Pulse
@@ -124,7 +125,8 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        trainer = Trainer(Context(copied, recipe, session, console, folder, Pulse()), config_yaml(config), start)
+        hooks = Callbacks(copied, folder, pulse := Pulse())
+        trainer = Trainer(Context(copied, recipe, session, console, folder, pulse, hooks), config_yaml(config), start)
         trainer.saver.checkpointer.save(start.step, start.state)
         saved = trainer.saver.checkpointer.wait()
         assert saved is not None

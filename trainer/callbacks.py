@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serried.configs.errors import TrainingFailed, UserError
 from serried.configs.plain_data import is_number
@@ -16,7 +16,6 @@ from serried.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from serried.trainer.monitor.heartbeat import Pulse
-    from serried.trainer.task import Task
 
 _STATE = "callbacks"
 """Key of the callbacks' state in the plain data of a checkpoint."""
@@ -172,10 +171,20 @@ class Callback:
         """
 
 
+class HasHooks(Protocol):
+    """The hooks of a task."""
+
+    def on_start(self, event: Event) -> None: ...
+    def on_step(self, event: Event) -> None: ...
+    def on_evaluate(self, event: Event) -> None: ...
+    def on_save(self, event: Event) -> None: ...
+    def on_end(self, event: Event) -> None: ...
+
+
 class _TaskHooks(Callback):
     """The hooks of a task as a callback."""
 
-    def __init__(self, task: "Task") -> None:
+    def __init__(self, task: HasHooks) -> None:
         self._task = task
 
     @property
@@ -201,21 +210,20 @@ class _TaskHooks(Callback):
 class Callbacks:
     """The callbacks of a run. Has none except on rank 0."""
 
-    def __init__(
-        self, task: "Task", given: Sequence[Callback | type[Callback]], config: RunConfig, folder: RunFolder | None,
-        pulse: "Pulse",
-    ) -> None:  # fmt: skip
-        """Make the callbacks. ``folder``: None except on rank 0.
-
-        Raises:
-            UserError: A callback is none, cannot be made, or shares its name with another one.
-        """
+    def __init__(self, config: RunConfig, folder: RunFolder | None, pulse: "Pulse") -> None:
+        """``folder``: None except on rank 0."""
         self.config = config
         self._folder, self._pulse = folder, pulse
         self._failure: Exception | None = None
         self._callbacks: list[Callback] = []
-        if folder is not None:
-            self._callbacks = [_TaskHooks(task), *map(_made, given)]
+
+    def make(self, task: HasHooks, given: Sequence[Callback | type[Callback]]) -> None:
+        """Make the callbacks of the run: the hooks of ``task``, and those ``given``. Called on rank 0.
+
+        Raises:
+            UserError: One of them is no callback, cannot be made, or shares its name with another one.
+        """
+        self._callbacks = [_TaskHooks(task), *map(_made, given)]
         names = [callback.name for callback in self._callbacks[1:]]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise UserError(f"two callbacks are named {repeated[0]}; define name in one of the classes")
@@ -223,17 +231,19 @@ class Callbacks:
     def call(
         self, hook: str, step: int, metrics: Mapping[str, float] | None = None, *, split: str = "",
         checkpoint: Path | None = None,
-    ) -> None:  # fmt: skip
-        """Call ``hook`` of all callbacks. An exception is kept for ``raise_failure``."""
+    ) -> bool:  # fmt: skip
+        """Call ``hook`` of all callbacks. Returns whether all succeeded; an exception is kept for ``raise_failure``."""
         if self._folder is None:
-            return
+            return True
+        failure = self._failure
         run = Run(step, self.config, self.config.run.dir, metrics or {}, split, checkpoint, self._folder)
         for callback in self._callbacks:
             with self._entered(callback, hook):
                 getattr(callback, hook)(run)
+        return self._failure is failure
 
     def raise_failure(self) -> None:
-        """Raise the first failure of a hook, if there was one.
+        """Raise the last failure of a hook, if there was one.
 
         Raises:
             TrainingFailed: A hook raised an exception.
@@ -279,7 +289,7 @@ class Callbacks:
             with self._pulse.during_callback(f"{callback.name}.{hook}"):
                 yield
         except Exception as error:
-            self._failure = self._failure or _failure(callback, hook, error)
+            self._failure = _failure(callback, hook, error)
 
 
 def _made(given: Any) -> Callback:

@@ -72,6 +72,7 @@ class Loop:
                             self._save(ends=failure is not None)
                             if failure is not None:
                                 raise failure
+                            self._raise_failure_of_callback()
                             collect_garbage(step)
                             self._state.report_compilation(step)
                             yield step
@@ -143,6 +144,13 @@ class Loop:
         waited = self._saver.wait()
         self._log_results.read_all(self.step)
         self._saver.save(self.step, waited_seconds=waited, is_last=is_last)
+
+    def _raise_failure_of_callback(self) -> None:
+        """End the run if a callback has failed, once the save under way is complete."""
+        if self._context.callbacks.has_failed:
+            self._context.pulse.enter(SAVE, self.step)
+            self._saver.wait()
+            self._context.callbacks.raise_failure()
 
     def _steps_to_save(self, step: int) -> int:
         """Return the number of steps from ``step`` to the next that is saved because of its number."""

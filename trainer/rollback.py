@@ -51,6 +51,7 @@ class Rollback:
         self._state.parallel.reshard()
         self._state.restore(start)
         self._progress.resume(start)
+        context.callbacks.load_state_dict(start.state)
         self._count += 1
         self._data.skip(start.step, samples)
         context.pulse.phases.take()  # of a step that is undone

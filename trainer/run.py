@@ -3,6 +3,7 @@
 import re
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from serried.runtime.exit import Failure
 from serried.runtime.session import Session
 from serried.runtime.status_line import Doing
 from serried.trainer import compilation
+from serried.trainer.callbacks import Callback, Callbacks
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
 from serried.trainer.model import build_model
@@ -32,11 +34,13 @@ from serried.trainer.trainer import Trainer
 
 
 def train(
-    config: RunConfig, task: Task, session: Session, config_yaml: str, planner: Planner | None = None
+    config: RunConfig, task: Task, session: Session, config_yaml: str, planner: Planner | None = None,
+    callbacks: Sequence[Callback | type[Callback]] = (),
 ) -> int:  # fmt: skip
     """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
 
-    Without a ``planner`` no plan is printed, and ``trainer.micro_batch`` must be a number.
+    Without a ``planner`` no plan is printed, and ``trainer.micro_batch`` must be a number. ``callbacks``: classes or
+    instances, in the order in which their hooks are called, after the task's.
 
     Raises:
         UserError: something the user can fix; the same on every rank.
@@ -55,11 +59,13 @@ def train(
         at_end.callback(trackers.finish)
         watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
         at_end.callback(watchdog.close)
-        run = _Run(Context(config, task, session, console, folder, watchdog.pulse, planner), config_yaml)
+        hooks = Callbacks(config, folder, watchdog.pulse)
+        run = _Run(Context(config, task, session, console, folder, watchdog.pulse, hooks, planner), config_yaml)
         console.follow(run.activity)
         session.signals.last_words_unheard = run.stop_unheard
         trainer: Trainer | None = None
         try:
+            session.once(partial(hooks.make, task, callbacks))
             run.find_start()
             if run.is_over():
                 return run.nothing_to_do()
@@ -94,6 +100,7 @@ class _Run:
         """Replace the configuration by ``config``, which has a number for what was computed."""
         self.context.task.run, self._config_yaml = config, run_config.config_yaml(config)
         self.context = replace(self.context, config=config)
+        self.context.callbacks.config = config
 
     def _open_data(self) -> Data:
         if self._data is None:

@@ -10,6 +10,7 @@ from serried.parallel.activation_checkpoint import Mix
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.callbacks import Callbacks
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.model import Model
 from serried.trainer.monitor.heartbeat import Pulse
@@ -68,5 +69,6 @@ class Context:
     """The run folder; None except on rank 0."""
     pulse: Pulse
     """What the training thread is doing, for the watchdog."""
+    callbacks: Callbacks
     planner: Planner | None = None
     """None: the run prints no plan."""

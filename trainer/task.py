@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig, Section
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.trainer.callbacks import Event
 
 
 class Dataset(Protocol):
@@ -50,20 +51,6 @@ class Reference:
     use: Callable[[str, np.ndarray], None]
     """Takes the name of a data set and the numbers of all its samples, [samples, columns]; NaN where they were not
     asked for."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a hook of a task receives."""
-
-    step: int
-    """Optimizer steps done."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """``on_step`` and ``on_evaluate``: loss and named metrics, means over the whole global batch or data set."""
-    split: str = ""
-    """``on_evaluate``: name of the data set."""
-    path: Path | None = None
-    """``on_save``: the checkpoint; ``on_start`` and ``on_end``: the run folder."""
 
 
 class Task:

@@ -85,6 +85,8 @@ class Trainer:
         console.open(config.run.dir)
         self.progress = progress = Progress()
         progress.resume(start)
+        for name in context.callbacks.load_state_dict(start.state):
+            console.say(f"WARNING    {start.checkpoint} holds the state of the callback {name}, which is not given")
         self._log = log = RunLog(context, start, progress)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
         self._unchanging = {
@@ -176,6 +178,7 @@ class Trainer:
             **self._rollback.state_dict(),
             "validation_loss": progress.validation_loss if progress.validated_step == step else None,
             "progress": progress.state_dict(),
+            **self.context.callbacks.state_dict(),
             "step_state": self.state.state_dict(),
             **self._data.state_dict(),
             **self._unchanging,

@@ -28,6 +28,8 @@ class Declaration(NamedTuple):
     names."""
     config_dirs: tuple[Path, ...] = ()
     """Folders of the user's own YAML files."""
+    callbacks: tuple[Any, ...] = ()
+    """Callbacks of the run: classes, instances, or names given by ``--callback``."""
     shipped: Path = FOLDER
     """Folder of the YAML files that composition starts from."""
 

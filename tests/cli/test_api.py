@@ -34,8 +34,8 @@ from testing.forked_runs import typed
 from testing.runs import different_tensors, losses, metrics, status, steps_saved
 
 PUBLIC = [
-    "Task", "TextTask", "Event", "Inputs", "LossTerms", "ParallelPlan", "Section", "main", "fit", "load_model",
-    "Result", "UserError", "TrainingFailed", "TrainingStopped", "register_model", "register_optimizer",
+    "Task", "TextTask", "Callback", "Run", "Event", "Inputs", "LossTerms", "ParallelPlan", "Section", "main", "fit",
+    "load_model", "Result", "UserError", "TrainingFailed", "TrainingStopped", "register_model", "register_optimizer",
     "register_schedule", "register_source", "ModelFamily", "CausalLM",
 ]  # fmt: skip
 

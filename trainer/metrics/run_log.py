@@ -16,7 +16,6 @@ from serried.trainer.metrics.peak_flops import device_name
 from serried.trainer.progress import MANY_SKIPPED, Progress
 from serried.trainer.run_context import Context
 from serried.trainer.step import StepResult
-from serried.trainer.task import Event
 
 _IDS_SHOWN = 8
 
@@ -40,6 +39,7 @@ class RunLog:
         config = context.config
         self._config, self._session, self._folder = config, context.session, context.folder
         self._console, self._task = context.console, context.task
+        self._callbacks = context.callbacks
         self._first_step = start.step
         self._progress = progress
 
@@ -69,8 +69,8 @@ class RunLog:
             memory_bytes=peak_memory_bytes(self._session.device)[0],
             tracker_run_id=tracker_run_id,
         )
-        if self._session.is_main:
-            self._task.on_start(Event(start.step, path=self._config.run.dir))
+        self._callbacks.call("on_start", start.step)
+        self._callbacks.raise_failure()
 
     def step(
         self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any],
@@ -100,8 +100,7 @@ class RunLog:
         self._console.say(step_line(values, metrics, self._config.trainer.steps, self._task.unit))
         if step == self._first_step + 1:
             self._expect_best_metric(metrics)
-        if self._session.is_main:
-            self._task.on_step(Event(step, {"loss": result.loss, **metrics}))
+        self._callbacks.call("on_step", step, {"loss": result.loss, **metrics})
 
     def _expect_best_metric(self, metrics: Mapping[str, float]) -> None:
         """Warn now about a metric that may be missing in the first evaluation, which may have others."""
@@ -161,8 +160,8 @@ class RunLog:
             f"{loss:.4f}{f' ({parts})' if parts else ''}{_named(means)}  over {short(weight)} {self._task.unit} in "
             f"{duration(seconds)}"
         )
-        if self._session.is_main:
-            self._task.on_evaluate(Event(step, dict(means), split=name))
+        if not self._callbacks.call("on_evaluate", step, dict(means), split=name):
+            self._callbacks.raise_failure()  # all ranks save this step, and repeat the evaluation on resume
 
     def not_evaluated(self, step: int, name: str) -> None:
         """Report an evaluation on the set ``name`` without targets, which has no loss."""
@@ -185,8 +184,7 @@ class RunLog:
             "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
             stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
         )  # fmt: skip
-        if self._session.is_main:
-            self._task.on_save(Event(saved.step, path=saved.path))
+        self._callbacks.call("on_save", saved.step, checkpoint=saved.path)
 
     def not_saved(self, step: int, problem: str, newest: str) -> None:
         """Report a save that failed. ``newest``: a clause on the newest checkpoint."""
@@ -242,11 +240,11 @@ class RunLog:
                 f"WARNING    {progress.skipped:,} of {step:,} steps ({progress.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
             )
+        self._callbacks.call("on_end", step, progress.validation)
+        self._callbacks.raise_failure()
         if self._folder is not None:
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
-        if self._session.is_main:
-            self._task.on_end(Event(step, progress.validation, path=config.run.dir))
 
     def _next(self, step: int, request: str | None) -> str:
         config = self._config

@@ -1,0 +1,81 @@
+"""The flag ``--callback``, which adds callbacks to a run of ``train.py`` or of a user's script."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.similar_names import nearest
+
+_FLAG = "--callback"
+_GROUP = "serried.callbacks"
+"""Entry points of installed packages. An installed callback runs only if it is named."""
+
+
+def callback_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split each ``--callback NAME`` from ``argv``. Returns the other words, and the names.
+
+    Raises:
+        UserError: There is no such module, or no installed callback of that name.
+    """
+    words: list[str] = []
+    names: list[str] = []
+    left = list(argv)
+    while left:
+        word = left.pop(0)
+        if word == _FLAG:
+            if not left:
+                raise UserError(f"{_FLAG} needs a class after it: {_FLAG} package.module:Class")
+            names.append(left.pop(0))
+        elif word.startswith(f"{_FLAG}="):
+            names.append(word.removeprefix(f"{_FLAG}="))
+        else:
+            words.append(word)
+    for name in names:
+        _check(name)
+    return words, names
+
+
+def load_callback(name: str) -> Any:
+    """Return what ``name`` names: ``package.module:Class``, or an entry point of the group ``serried.callbacks``.
+
+    Raises:
+        UserError: It cannot be imported, or the module has no such class.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute) if attribute else _installed()[name].load()
+    except AttributeError:
+        raise UserError(f"{_FLAG} {name}: module {module} has no {attribute}") from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{_FLAG} {name} cannot be imported: {reason}") from error
+
+
+def _check(name: str) -> None:
+    """Raise ``UserError`` if ``name`` names no module and no installed callback. Does not import the module."""
+    module, _, attribute = name.partition(":")
+    if attribute:
+        if (here := str(Path.cwd())) not in sys.path:  # train.py in a checkout, callbacks.py in the current folder
+            sys.path.append(here)
+        try:
+            is_there = find_spec(module) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        if not is_there:
+            raise UserError(f"{_FLAG} {name}: there is no module {module}; run it where {module} can be imported")
+    elif name not in (installed := _installed()):
+        near = nearest(name, list(installed))
+        hint = f"did you mean {_FLAG} {near[0]}? " if near else ""
+        raise UserError(
+            f"{_FLAG} {name}: {hint}use {_FLAG} package.module:Class, or the name of an installed callback "
+            f"({', '.join(installed) or 'there are none'})"
+        )
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=_GROUP)}

@@ -69,6 +69,17 @@ def last_of_each_kind(path: Path) -> dict[str, dict[str, Any]]:
     return {event["event"]: event for event in usual}
 
 
+def logged_images(run_dir: Path, images: Any) -> dict[str, list[Path]]:
+    """Return the files of ``images`` of an event ``log`` by name. Files that are missing or outside ``run_dir`` are
+    left out."""
+    found: dict[str, list[Path]] = {}
+    for name, paths in images.items() if isinstance(images, Mapping) else ():
+        parts = [Path(path) for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
+        inside = [run_dir / path for path in parts if not path.is_absolute() and ".." not in path.parts]
+        found[str(name)] = [path for path in inside if path.is_file()]
+    return found
+
+
 class GrowingFile:
     """A ``metrics.jsonl`` that is read while a run writes it. A rollback replaces it by another file.
 

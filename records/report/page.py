@@ -1,11 +1,13 @@
 """Conversion of run records to the data of a report."""
 
+import base64
 import json
 import math
 import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from serried.records.files import write_atomically
 from serried.records.report.html import html_page
 from serried.records.report.run_records import Curve, Mark, Records, read_records
 from serried.records.report.thinning import means, thinned
+from serried.records.run_folder import is_png
 
 _SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _POINTS = 60_000
@@ -32,6 +35,10 @@ _MOST_BUCKETS, _FEWEST_BUCKETS = 1500, 10
 """Buckets of a curve of weight 1. If there are too many runs for the fewest, only their main curves are drawn; if
 there are still too many, only the best runs are drawn."""
 _MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
+_TEXT_SHOWN = 4000
+"""Characters of a text that a callback logged."""
+_IMAGE_BYTES = 4 * 2**20
+"""Size of all images of a run that callbacks logged."""
 _MARKS = 3000
 """Largest number of marks of each kind on a page."""
 
@@ -155,6 +162,8 @@ def _summary(run: Records) -> dict[str, Any]:
         "counts": {**run.counts, "undone": run.undone_lines},
         "sources": _sources(run),
         "metrics": _metrics(run),
+        "texts": [{"name": name, "step": step, "text": text[:_TEXT_SHOWN]} for name, (step, text) in run.texts.items()],
+        "images": _images(run),
         "logged": len(run.steps),
     }
 
@@ -184,10 +193,27 @@ def _metrics(run: Records) -> list[dict[str, Any]]:
     names = sorted({chart for chart, _ in run.curves if chart.startswith("metric:")})
     found = []
     for chart in names:
-        for part in (DEFAULT_VALIDATION, "training"):
+        for part in (DEFAULT_VALIDATION, "training", "logged"):
             if (last := _at(_of(run, chart, part), -1)) is not None:
                 found.append({"name": chart.removeprefix("metric:"), "set": part, **last})
                 break
+    return found
+
+
+def _images(run: Records) -> list[dict[str, Any]]:
+    """Return the last images of each name, as far as they fit on the page."""
+    found: list[dict[str, Any]] = []
+    left = _IMAGE_BYTES
+    for name, (step, paths) in run.images.items():
+        sources = []
+        for path in paths:
+            with suppress(OSError):
+                content = path.read_bytes()
+                if is_png(content) and len(content) <= left:
+                    left -= len(content)
+                    sources.append(f"data:image/png;base64,{base64.b64encode(content).decode()}")
+        if sources:
+            found.append({"name": name, "step": step, "sources": sources})
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from serried.configs.plain_data import flatten, is_count, is_number, read_if_there
 from serried.configs.renamed_keys import read_saved_config_if_there
-from serried.records.metrics import METRICS, named_metrics, read_events
+from serried.records.metrics import METRICS, logged_images, named_metrics, read_events
 from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
@@ -70,6 +70,10 @@ class Records:
     """Time of the last line, in Unix seconds."""
     evaluated: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Last event ``eval`` of each validation set."""
+    texts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Last text of each name that a callback logged, with its step."""
+    images: dict[str, tuple[int, list[Path]]] = field(default_factory=dict)
+    """Last images of each name that a callback logged, with their step."""
     waited_seconds: float = 0.0
     """Time spent waiting for data, within ``timed_seconds``."""
     timed_seconds: float = 0.0
@@ -135,6 +139,8 @@ def _add(records: Records, event: dict[str, Any]) -> None:
         _add_step(records, step, event)
     elif kind == "eval":
         _add_evaluation(records, step, event)
+    elif kind == "log":
+        _add_logged(records, step, event)
     elif kind == "checkpoint":
         _mark(records, "checkpoint", step, f"checkpoint of step {step}")
     elif kind == "spike":
@@ -182,6 +188,19 @@ def _add_evaluation(records: Records, step: int, event: dict[str, Any]) -> None:
         _add_point(records, step, f"metric:{metric}", name, value)
     for source, value in _items(event.get("source_losses")):
         _add_point(records, step, "source_loss", f"{name}: {source}", value)
+
+
+def _add_logged(records: Records, step: int, event: dict[str, Any]) -> None:
+    """Add values that a callback logged. A number of no later step than the last one of its name is left out."""
+    for name, value in _items(event.get("metrics")):
+        curve = records.curves.get((f"metric:{name}", "logged"))
+        if curve is None or step > curve.steps[-1]:
+            _add_point(records, step, f"metric:{name}", "logged", value)
+    texts = event.get("texts")
+    for name, text in texts.items() if isinstance(texts, dict) else ():
+        records.texts[str(name)] = (step, str(text))
+    for name, paths in logged_images(records.path, event.get("images")).items():
+        records.images[name] = (step, paths)
 
 
 def _add_point(records: Records, step: int, chart: str, name: str, value: float) -> None:

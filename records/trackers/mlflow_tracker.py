@@ -61,6 +61,8 @@ class MlflowTracker:
                 client.delete_run(existing_run.info.run_id)
 
     def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._write_files(row)
         points = [
             Metric(_NOT_IN_KEYS.sub("_", key), float(value), round(row.time * 1000), row.step)
             for row in rows
@@ -68,6 +70,14 @@ class MlflowTracker:
         ]
         for metrics in _chunks(points, _METRICS_AT_A_TIME):
             self._client.log_batch(self._run_id, metrics=metrics)
+
+    def _write_files(self, row: Row) -> None:
+        """Write texts and images as artifacts."""
+        for key, text in row.texts.items():
+            self._client.log_text(self._run_id, text, f"{_folder(key)}/step-{row.step:08}.txt")
+        for key, paths in row.images.items():
+            for path in paths:
+                self._client.log_artifact(self._run_id, str(path), f"{_folder(key)}/step-{row.step:08}")
 
     def close(self, summary: Mapping[str, Any]) -> None:
         tags = [RunTag(f"summary.{key}", _text(value)) for key, value in summary.items()]
@@ -77,6 +87,10 @@ class MlflowTracker:
 
 def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
     return (values[first : first + size] for first in range(0, len(values), size))
+
+
+def _folder(key: str) -> str:
+    return re.sub(r"[^\w\-/]", "_", key)
 
 
 def _text(value: Any) -> str:

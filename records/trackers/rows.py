@@ -1,10 +1,14 @@
-"""Input of trackers: the run, and the events of ``metrics.jsonl`` as one row of numbers per step."""
+"""Input of trackers: the run, and the events of ``metrics.jsonl`` as one row per step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from serried.records.metrics import logged_images
+
 _SECTIONS = {"step": "train", "eval": "validation", "spike": "spike"}
+_LOGGED = "log"
+"""Event with the values that a callback logged, and the section in which trackers show them."""
 _NOT_NUMBERS = ("event", "time", "step", "set")
 _SPEED = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
@@ -29,11 +33,13 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All numbers of one step."""
+    """Numbers, texts and images of one step."""
 
     step: int
     time: float  # time of the first of them, in Unix seconds
     values: dict[str, float]
+    texts: dict[str, str]
+    images: dict[str, list[Path]]  # PNG files
 
 
 class Tracker(Protocol):
@@ -56,23 +62,32 @@ class Rows:
 
     def __init__(self, run_dir: Path) -> None:
         self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html")}
+        self._run_dir = run_dir
         self._row: Row | None = None
 
     def feed(self, event: Mapping[str, Any]) -> Iterator[Row]:
         """Process an event; yield the row of the previous step if the event belongs to a later step."""
         self._sum_up(event)
-        if not (values := dict(_numbers(event))):
+        values, texts, images = dict(_numbers(event)), _texts(event), self._images(event)
+        if not (values or texts or images):
             return
         if self._row is not None and event["step"] > self._row.step:
             yield from self.rest()
-        self._row = self._row or Row(event["step"], event["time"], {})
+        self._row = self._row or Row(event["step"], event["time"], {}, {}, {})
         self._row.values.update(values)
+        self._row.texts.update(texts)
+        self._row.images.update(images)
 
     def rest(self) -> Iterator[Row]:
         """Yield the row that is not complete yet, if there is one."""
         row, self._row = self._row, None
         if row is not None:
             yield row
+
+    def _images(self, event: Mapping[str, Any]) -> dict[str, list[Path]]:
+        """Return the image files of an event by name."""
+        images = logged_images(self._run_dir, event.get("images") if event["event"] == _LOGGED else None)
+        return {f"{_LOGGED}/{name}": paths for name, paths in images.items()}
 
     def _sum_up(self, event: Mapping[str, Any]) -> None:
         kind, summary = event["event"], self.summary
@@ -88,11 +103,20 @@ class Rows:
 
 def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield every number of an event that belongs to a step, named after the section in which trackers show it."""
+    if event["event"] == _LOGGED:
+        yield from _named(_LOGGED, event.get("metrics"))
+        return
     section = _SECTIONS.get(event["event"])
     further = "" if event.get("set", "validation") == "validation" else f"/{event['set']}"
     for key, value in event.items() if section else ():
         if key not in _NOT_NUMBERS:
             yield from _named(f"{'speed' if key in _SPEED else section}{further}/{key}", value)
+
+
+def _texts(event: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of an event by name."""
+    texts = event.get("texts") if event["event"] == _LOGGED else None
+    return {f"{_LOGGED}/{name}": str(text) for name, text in texts.items()} if isinstance(texts, Mapping) else {}
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -1,5 +1,6 @@
 """TensorBoard event files, written without torch or TensorFlow."""
 
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,8 +37,7 @@ class TensorBoardTracker:
         # An open TensorBoard forgets the content of the previous file.
         self._add(session_log=SessionLog(status=SessionLog.START))
         config = "\n".join(f"    {line}" for line in yaml.safe_dump(dict(run.config)).splitlines())
-        text = TensorProto(dtype=DT_STRING, string_val=[config.encode()])
-        self._add(summary=Summary(value=[Summary.Value(tag="config", metadata=_TEXT, tensor=text)]))
+        self._add(summary=Summary(value=[_text("config", config)]))
         self._file.flush()
         for path in previous:
             path.unlink()
@@ -45,6 +45,12 @@ class TensorBoardTracker:
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.values.items()]
+            values += [_text(tag, text) for tag, text in row.texts.items()]
+            values += [
+                Summary.Value(tag=f"{tag}/{number}", image=_image(path.read_bytes()))
+                for tag, paths in row.images.items()
+                for number, path in enumerate(paths)
+            ]
             self._add(wall_time=row.time, step=row.step, summary=Summary(value=values))
         self._file.flush()
 
@@ -53,3 +59,13 @@ class TensorBoardTracker:
 
     def _add(self, **values: Any) -> None:
         self._records.write(Event(**{"wall_time": time.time(), **values}).SerializeToString())
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    return Summary.Value(tag=tag, metadata=_TEXT, tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()]))
+
+
+def _image(png: bytes) -> Summary.Image:
+    """Return the content of a PNG file, in which width and height follow the first 16 bytes, for TensorBoard."""
+    width, height = struct.unpack(">II", png[16:24])
+    return Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class WandbTracker:
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._run.log({_STEP: row.step, "_timestamp": row.time, **row.values})
+            shown = row.images if find_spec("PIL") else {}  # without it W&B cannot read an image
+            images = {name: [wandb.Image(str(path)) for path in paths] for name, paths in shown.items()}
+            self._run.log({_STEP: row.step, "_timestamp": row.time, **row.values, **row.texts, **images})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))

@@ -183,7 +183,23 @@ function runToggle(run, index) {
 // ---- below the curves
 
 function sections() {
-  return [differences(), endings(), starts(), sources(), meshes(), environments(), configuration()].filter(Boolean);
+  return [logged(), differences(), endings(), starts(), sources(), meshes(), environments(), configuration()].filter(Boolean);
+}
+
+/** The last text and images of each name that callbacks logged. */
+function logged() {
+  const shown = runs.flatMap((run) => [
+    ...run.texts.map(({ name, step, text }) => logItem(run, name, step, make("pre", text))),
+    ...run.images.map(({ name, step, sources }) =>
+      logItem(run, name, step, ...sources.map((src) => make("img", { src, alt: name }))),
+    ),
+  ]);
+  return shown.length ? wideCard("Logged by callbacks", ...shown) : null;
+}
+
+function logItem(run, name, step, ...content) {
+  const of = several ? ` of ${run.name}` : "";
+  return make("figure.logged", make("figcaption", `${name}${of}, step ${exact(step)}`), ...content);
 }
 
 /** Folded where it is long. */

@@ -27,7 +27,7 @@ const SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30]
 const ratio = (number) => `${trimmed(number, 4)}x`;
 const isMetric = (curve) => curve.chart.startsWith("metric:");
 const isEvaluated = (curve) =>
-  curve.chart === "validation" || curve.chart === "source_loss" || (isMetric(curve) && curve.name !== "training");
+  curve.chart === "validation" || curve.chart === "source_loss" || (isMetric(curve) && !["training", "logged"].includes(curve.name));
 const isMain = (curve) => curve.chart === "validation" && curve.name === "validation";
 
 /** `has`: the curves it shows. `log`: may be drawn so, `startsLog`: is at first. `zero`: its scale begins at 0. `clips`: it

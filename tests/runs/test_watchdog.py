@@ -56,6 +56,11 @@ def test_rank_missing_from_the_collective_of_the_others_is_named() -> None:
     )
 
 
+def test_callback_of_rank_0_is_named_if_the_others_wait_for_it() -> None:
+    beats = [beat(0, "callback Upload.on_save", 811, age=70), beat(1, LOG, 811, waits_for="rank 0"), beat(2)]
+    assert str(diagnose(beats)).startswith("rank 0 on n0 in callback Upload.on_save of step 811 for 70 s; the others")
+
+
 def test_rank_in_another_collective_than_most_is_named_although_it_is_ahead() -> None:
     beats = [beat(0, LOG, 811, collectives=[BEFORE, BARRIER]), beat(1, collectives=[BEFORE, SUM])]
     beats += [beat(2, LOG, 811, collectives=[BEFORE, BARRIER])]

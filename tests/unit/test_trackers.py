@@ -21,6 +21,10 @@ from testing.runs import metrics, tiny_overrides
 from tests.support.tracked import Records, await_trackers, scalars, trackers, wait_for, wandb_run
 from tests.support.wandb_server import WandbServer, serving
 
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d4944415478da63f8cfc0f01f000505"
+    "0101a55fe6c50000000049454e44ae426082"
+)
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -86,6 +90,8 @@ def test_trackers_get_names_config_summary_and_named_metrics_of_a_run(text: Path
     records = Records(text, run_dir, "track.wandb=offline", "track.tensorboard=true", "run.name=mine", *named)
     records.steps(1, 3)
     records.folder.record("checkpoint", step=2, path="checkpoints/step-00000002", seconds=0.1)
+    image = Path(records.folder.add_images("mean", 3, [PNG])[0])
+    records.folder.record("log", step=3, metrics={"a b": 0.5}, texts={"said": "hello"}, images={"mean": [str(image)]})
     records.end()
     assert not records.warnings()
     run = wandb_run(run_dir)
@@ -100,8 +106,18 @@ def test_trackers_get_names_config_summary_and_named_metrics_of_a_run(text: Path
         "validation/accuracy": 0.75,
         "train/accuracy": 0.25,
         "train/source_tokens/web": 3,
+        "log/a b": 0.5,
+        "log/said": "hello",
     }
     assert run["history"][2].items() >= {**numbers, "speed/tokens_per_second": 1280.0, "step": 3}.items()
+    (shown,) = (run["folder"] / "files").glob("media/images/log/mean_*.png")
+    assert shown.read_bytes() == PNG
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert board.Images("log/mean/0")[0].encoded_image_string == PNG
+    assert board.Tensors("log/said")[0].tensor_proto.string_val[0] == b"hello"
+    assert scalars(run_dir, "log/a b") == [(3, 0.5)]
     assert scalars(run_dir, "validation/accuracy") == [(3, 0.75)]
     assert scalars(run_dir, "train/accuracy") == [(1, 0.25), (2, 0.25), (3, 0.25)]
 

@@ -320,7 +320,7 @@ class CausalLM(TextTask):
 
     def describe_kernels(self, device: str) -> str:
         assert isinstance(self.run, TextRunConfig)
-        return describe_attention(self.run, device)
+        return describe_attention(self.run, device, self.sample_split.context)
 
     def _vocabulary(self) -> str:
         rows, ids = self.vocab_size(), self._tokenizer_size()
@@ -364,9 +364,7 @@ class CausalLM(TextTask):
     def _cached_layers(self) -> int | None:
         """Return the number of layers of a cache for generation; None if the model has no cache, or ranks share the
         work on a sample."""
-        parallel = self.run.parallel
-        is_divided = not parallel.pipeline == parallel.context == parallel.tensor == 1
-        return None if is_divided else self._family().cached_layers
+        return self._family().cached_layers if self.sample_split.is_whole else None
 
     def lengths(self) -> tuple[int, int]:
         return self._data.sequence_length, self._model.max_sequence_length

@@ -85,7 +85,7 @@ class Preference(PairTask):
     @property
     def _compares_with_base(self) -> bool:
         """Whether the reference is the base model of adapters, computed in each step."""
-        return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.run.parallel.pipeline == 1
+        return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.sample_split.pipeline == 1
 
     def reference_numbers(self) -> Reference | None:
         if self.config.loss != "dpo" or self._compares_with_base:

@@ -257,7 +257,8 @@ APART, BF16, WINDOW = "data.isolate_documents=true", "precision=bf16", "model.sl
 )
 def test_the_plan_names_the_attention_or_refuses_it_in_one_line(device: str, words: list[str], expected: str) -> None:
     try:
-        found = describe_attention(compose(words), device)
+        config = compose(words)
+        found = describe_attention(config, device, config.parallel.context)
     except UserError as error:
         found = f"error: {error}"
         assert found.endswith(("use model.attention=auto", "or model.attention=sdpa"))

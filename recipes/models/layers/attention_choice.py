@@ -15,18 +15,18 @@ _LEAST_WIDTH = 16
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
-def describe_attention(config: TextRunConfig, device: str) -> str:
+def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
     """Return a description of a run's attention on a device of this type, for the plan; empty if the model chooses
     it. Raises ``UserError`` if the kernel ``model.attention`` cannot compute it."""
     model = config.model
     kernel = getattr(model, "attention", None)
     if kernel is None:
         return ""
-    if kernel in ("flex", "varlen") and (reason := _refused(config, device)):
+    if kernel in ("flex", "varlen") and (reason := _refused(config, device, context)):
         raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
     window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
     is_masked = config.data.isolate_documents or cap or (window and window < config.data.sequence_length)
-    is_cpu, is_divided = device == "cpu", config.parallel.context != 1  # -1: what is left
+    is_cpu, is_divided = device == "cpu", context != 1  # -1: what is left
     if not is_masked and not is_divided:
         is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")
         return _ROWS if is_by_rows else _SDPA
@@ -52,7 +52,7 @@ def _check_width(model: Any, instead: str) -> None:
         )
 
 
-def _refused(config: TextRunConfig, device: str) -> str:
+def _refused(config: TextRunConfig, device: str, context: int) -> str:
     """Return why ``model.attention=flex`` or ``varlen`` cannot be used; empty if it can."""
     model: Any = config.model
     is_varlen = model.attention == "varlen"
@@ -64,8 +64,8 @@ def _refused(config: TextRunConfig, device: str) -> str:
         return " with precision=fp32, which FlashAttention does not take, as it does precision=bf16"
     if is_varlen and (cap := getattr(model, "score_soft_cap", None)):
         return f" with model.score_soft_cap={cap:g}, which only FlexAttention computes"
-    if is_varlen and config.parallel.context != 1:
-        return f" with parallel.context={config.parallel.context}, whose ranks have parts of documents"
+    if is_varlen and context != 1:
+        return f" with parallel.context={context}, whose ranks have parts of documents"
     is_grouped = getattr(model, "kv_heads", model.heads) != model.heads
     if is_varlen and is_grouped and not _takes_groups():
         return f" with model.kv_heads={model.kv_heads} of model.heads={model.heads} needs torch 2.12 or newer"

@@ -1,0 +1,12 @@
+"""What is trained: the class that users subclass, its capabilities, and tasks of text."""
+
+from serried.trainer.callbacks import Event
+from serried.trainer.task.batches import map_tensors, to_device
+from serried.trainer.task.capabilities import Reference
+from serried.trainer.task.task import Dataset, Task, fingerprint, needs_data_for_example
+from serried.trainer.task.text_task import Piece, TextTask
+
+__all__ = [
+    "Dataset", "Event", "Piece", "Reference", "Task", "TextTask", "fingerprint", "map_tensors",
+    "needs_data_for_example", "to_device",
+]  # fmt: skip

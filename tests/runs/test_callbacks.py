@@ -22,7 +22,7 @@ PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d4944415478da63f8cfc0f01f000505"
     "0101a55fe6c50000000049454e44ae426082"
 )
-OVERRIDES = ["launch.device=cpu", "checkpoint.keep=9"]
+OVERRIDES = ["launch.device=cpu", "checkpoint.keep=9", "checkpoint.mode=sync"]
 
 
 class Following(serried.Callback):
@@ -83,7 +83,8 @@ def test_callback_follows_a_run_and_its_state_resumes(tmp_path: Path) -> None:
     first = serried.fit(Points, [*OVERRIDES, f"run.dir={tmp_path}", "trainer.stop_at=6"], [callback])
     assert first.state == "stopped"
     assert callback.calls == [
-        ("start", 0, 8, 0), ("evaluate", 4, "validation"), ("save", 4), ("save", 6), ("end", 6, tmp_path.name),
+        ("start", 0, 8, 0), ("evaluate", 4, "validation"), ("save", 4), ("evaluate", 6, "validation"), ("save", 6),
+        ("end", 6, tmp_path.name),
     ]  # fmt: skip
     again = Following()
     serried.fit(Points, [*OVERRIDES, f"run.dir={tmp_path}"], [again])
@@ -138,7 +139,7 @@ def test_checkpoint_of_two_ranks_is_complete_if_a_callback_on_one_of_them_raises
     cluster: Cluster, tmp_path: Path
 ) -> None:
     def run(name: str, callbacks: list[Any]) -> set[int]:
-        argv = [f"run.dir={tmp_path / name}", "parallel=fsdp", *OVERRIDES]
+        argv = [f"run.dir={tmp_path / name}", "parallel=fsdp", *OVERRIDES[:2]]
         answers = cluster.run(2, "tests.runs.test_callbacks:train", argv=argv, callbacks=callbacks)
         return {answer.value for answer in answers}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 _HOMES = {
-    "Task": "serried.trainer.task",
-    "TextTask": "serried.trainer.task",
+    "Task": "serried.trainer.task.task",
+    "TextTask": "serried.trainer.task.text_task",
     "Callback": "serried.trainer.callbacks",
     "Run": "serried.trainer.callbacks",
     "Event": "serried.trainer.callbacks",

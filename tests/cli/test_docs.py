@@ -23,12 +23,16 @@ def scripts() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("names", "printed"),
-    [(["my_task.py"], "finished   3 steps"), (["make_houses.py", "houses.py", "fit_houses.py"], "finished")],
+    [
+        (["my_task.py"], "finished   3 steps"),
+        (["make_houses.py", "houses.py", "fit_houses.py"], "finished"),
+        (["make_houses.py", "copies.py"], "finished   3 steps"),
+    ],
 )
 def test_script_of_the_documentation_trains(names: list[str], printed: str, tmp_path: Path) -> None:
     found = scripts()
-    for name in names:
-        (tmp_path / name).write_text(found[name], "utf-8")
+    for name, code in found.items():
+        (tmp_path / name).write_text(code, "utf-8")
     for name in names:
         short = ["trainer.steps=3", "launch.device=cpu"] if "serried.main(" in found[name] else []
         done = typed(name, *short, cwd=tmp_path)

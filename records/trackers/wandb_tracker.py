@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,19 @@ class WandbTracker:
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            shown = row.images if find_spec("PIL") else {}  # without it W&B cannot read an image
-            images = {name: [wandb.Image(str(path)) for path in paths] for name, paths in shown.items()}
+            images = {name: _images(paths) for name, paths in row.images.items()}
             self._run.log({_STEP: row.step, "_timestamp": row.time, **row.values, **row.texts, **images})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=1 if summary["state"] in ("failed", "killed") else 0)
         wandb.teardown()  # waits for its service process, which closes the file last
+
+
+def _images(paths: Sequence[Path]) -> list[Any]:
+    """Return the images that W&B can read: it needs Pillow, and refuses a broken file."""
+    found = []
+    for path in paths if find_spec("PIL") else ():
+        with suppress(Exception):
+            found.append(wandb.Image(str(path)))
+    return found

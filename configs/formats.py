@@ -1,5 +1,7 @@
 """Formatting of bytes, durations, counts, tables and foreign text."""
 
+import os
+import sys
 from collections.abc import Sequence
 
 
@@ -39,3 +41,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def printable(text: str) -> str:
     """Return ``text`` without characters that a terminal would obey; lines and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def is_terminal() -> bool:
+    """Return whether standard output is a terminal that can redraw a line."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

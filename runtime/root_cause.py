@@ -8,7 +8,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, Stop
 from serried.configs.schema.sections import LaunchSection
 from serried.runtime.exit import Failure, exit_code_of, in_one_line
 from serried.runtime.signals import Signals
-from serried.runtime.store_exchange import Exchange
+from serried.runtime.store import Exchange
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
 _MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05

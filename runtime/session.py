@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema.sections import LaunchSection
 from serried.runtime.command import is_called_from_python, typed_command, typed_words
+from serried.runtime.console import announced
 from serried.runtime.exit import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
 from serried.runtime.import_signals import importing
 from serried.runtime.network import INTERFACE, check_interface, choose_interface, describe_interface
@@ -24,11 +25,9 @@ from serried.runtime.process import (
     threads_per_process,
     torchrun_says,
 )
-from serried.runtime.rendezvous import connect, meet
 from serried.runtime.root_cause import CONNECTIONS_CLOSE_SECONDS, Cause, is_end_of_another
 from serried.runtime.signals import Signals, end_with_torchrun
-from serried.runtime.status_line import announced
-from serried.runtime.store_exchange import Exchange
+from serried.runtime.store import Exchange, connect, meet
 
 if TYPE_CHECKING:
     import torch

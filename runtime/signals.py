@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
-from serried.runtime.deadline import deadline_of_job
 from serried.runtime.exit import STATUS_DECIDES, code_for_agent, tell_launcher
 from serried.runtime.import_signals import ASKING, LAUNCHER
 
@@ -27,7 +27,41 @@ _UNHEARD_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
 _ACKNOWLEDGED_SECONDS = 0.5
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
+_SPARE_SECONDS = 60.0
+_FAR_SECONDS = 3e8  # ten years: no limit
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Time limit that cannot be extended."""
+
+    at: float
+    """Time in Unix seconds."""
+    spare_seconds: float
+    """Seconds before the limit at which the run must have stopped, for the work after the last save; fewer for a
+    short job."""
+
+    def __str__(self) -> str:
+        return f"Slurm ends this job at {time.strftime('%H:%M', time.localtime(self.at))}"
+
+    def left_seconds(self) -> float:
+        """Return the seconds until the run must have stopped; negative after that."""
+        return self.at - self.spare_seconds - time.time()
+
+    def is_near(self, needed_seconds: float) -> bool:
+        """Return whether the run must stop now if stopping takes ``needed_seconds``."""
+        return self.left_seconds() <= needed_seconds
+
+
+def deadline_of_job() -> Deadline | None:
+    """Return the time limit of this Slurm job; None if there is none, or it belongs to a job that has ended."""
+    try:
+        at = float(os.environ["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None
+    left = at - time.time()
+    return Deadline(at, min(_SPARE_SECONDS, left / 4)) if 0 < left < _FAR_SECONDS else None
 
 
 class _Phase(Enum):

@@ -15,10 +15,9 @@ from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.records.trackers.processes import Trackers
-from serried.runtime.console import Console
+from serried.runtime.console import Console, Doing
 from serried.runtime.exit import Failure
 from serried.runtime.session import Session
-from serried.runtime.status_line import Doing
 from serried.trainer import compilation
 from serried.trainer.callbacks import Callback, Callbacks
 from serried.trainer.checkpoint.resume import Start, check_data, find_start

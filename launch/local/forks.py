@@ -11,8 +11,8 @@ from pathlib import Path
 
 from serried.configs.schema.sections import LaunchSection
 from serried.launch.local.processes import NotedSignals, held_back
+from serried.runtime.console import announced
 from serried.runtime.process import may_use_gpus
-from serried.runtime.status_line import announced
 
 _OPENBLAS = "libscipy_openblas"  # in the wheels of numpy and scipy; it has started its threads when it was imported
 _THREAD_ENDS_SECONDS = 1.0  # the system still lists a thread that was joined

@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
+from serried.configs.formats import is_terminal
 from serried.launch.local.processes import NotedSignals, killed_by, wait_for_all
 from serried.launch.sweep.points import Point
 from serried.launch.sweep.summary import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
 from serried.runtime.command import training_command
+from serried.runtime.console import Doing, Live
 from serried.runtime.process import say
 from serried.runtime.signals import SWEEP
-from serried.runtime.status_line import Doing, Live, is_terminal
 
 CONSOLE = "console.log"
 """File in the run folder that holds the run's output."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from serried.runtime.status_line import Doing, Live
+from serried.runtime.console import Doing, Live
 from serried.trainer.monitor.heartbeat import DATA, LOG, TRAIN, Pulse, activity
 from testing.cluster import ROOT
 from testing.runs import run_here, tiny_overrides

@@ -34,7 +34,7 @@ from serried.runtime.process import (
 from serried.runtime.root_cause import Cause, is_consequence
 from serried.runtime.session import open_session, run_in_session
 from serried.runtime.signals import Signals
-from serried.runtime.store_exchange import Exchange
+from serried.runtime.store import Exchange
 from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
 from tests.support.own_task import Points

@@ -28,7 +28,7 @@ from serried.runtime.import_signals import ASKING
 from serried.runtime.root_cause import Cause
 from serried.runtime.session import open_session
 from serried.runtime.signals import Signals
-from serried.runtime.store_exchange import Exchange
+from serried.runtime.store import Exchange
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.monitor.straggler import SlowRank

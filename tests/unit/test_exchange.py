@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from serried.configs.schema.sections import LaunchSection
 from serried.runtime.session import Session
-from serried.runtime.store_exchange import Exchange
+from serried.runtime.store import Exchange
 
 
 class Counting:

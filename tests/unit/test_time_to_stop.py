@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from serried.configs.schema.sections import CheckpointSection
-from serried.runtime.deadline import Deadline
+from serried.runtime.signals import Deadline
 from serried.trainer.monitor import shutdown
 from serried.trainer.monitor.shutdown import Action, Shutdown
 from serried.trainer.monitor.time_to_stop import seconds_to_stop
@@ -162,7 +162,7 @@ class _Run:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     monkeypatch.setattr("serried.trainer.monitor.shutdown.time", CLOCK)
-    monkeypatch.setattr("serried.runtime.deadline.time", CLOCK)
+    monkeypatch.setattr("serried.runtime.signals.time", CLOCK)
     monkeypatch.setattr(shutdown, "_Votes", _Vote)
     CLOCK.now = 0.0
     return CLOCK

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from serried.configs.formats import duration, short
 from serried.configs.schema.sections import LaunchSection
 from serried.parallel.step_phases import Phases
-from serried.runtime.status_line import Doing
+from serried.runtime.console import Doing
 
 SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",

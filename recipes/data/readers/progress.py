@@ -1,7 +1,6 @@
 """Progress and threads of a preparation."""
 
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from serried.configs.formats import duration, size
+from serried.configs.formats import duration, is_terminal, size
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -38,8 +37,7 @@ class Progress:
         self._done_bytes = 0
         self._skipped_bytes = 0
         self._started = self._shown = time.monotonic()
-        is_live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._every = _EVERY_SECONDS_LIVE if is_live else _EVERY_SECONDS
+        self._every = _EVERY_SECONDS_LIVE if is_terminal() else _EVERY_SECONDS
         self._has_shown = False
 
     def phase(self, what: str) -> "Progress":

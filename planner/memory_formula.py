@@ -20,12 +20,16 @@ from serried.parallel.nf4 import is_packed
 from serried.parallel.optim.matrix_exchange import matrix_names, sent_elements
 from serried.parallel.parallelize import gathered_type
 from serried.parallel.plan import ParallelPlan
-from serried.planner.activations.estimate import activation_estimate, planned_mix, share_of_blocks
+from serried.planner.activations.estimate import (
+    activation_estimate,
+    number_of_firsts,
+    planned_mix,
+    share_of_blocks,
+)
 from serried.planner.activations.terms import Share
 from serried.planner.memory_peaks import How, Moment, Part, Parts, moments
 from serried.planner.plan_terms import IN_HOST_MEMORY, Memory
 from serried.planner.traffic import Exchanges, Flow, Unit, fsdp_flows
-from serried.trainer.memory.activation_budget import number_of_firsts
 from serried.trainer.optim.optimizer_state import state_bytes_by_name
 from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float8, trained_type
 from serried.trainer.task import Task

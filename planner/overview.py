@@ -16,7 +16,7 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.nf4 import whole_numel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_int8 import is_eight_bits
-from serried.planner.activations.estimate import planned_mix
+from serried.planner.activations.estimate import number_of_firsts, planned_mix
 from serried.planner.advice import Planned, fitting
 from serried.planner.auto_micro_batch import choose
 from serried.planner.devices import DEVICES
@@ -28,7 +28,6 @@ from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.sampler import passes
-from serried.trainer.memory.activation_budget import number_of_firsts
 from serried.trainer.memory.host_memory import tensor_bytes
 from serried.trainer.model import check_model, model_to_train
 from serried.trainer.monitor.time_to_stop import estimated_save_seconds, seconds_to_stop

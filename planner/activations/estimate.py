@@ -1,6 +1,6 @@
 """Memory of activations by formula: what the blocks and the end of a model hold at a moment of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -108,3 +108,8 @@ def _kept_by_blocks(
         once, twice = (estimate(share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
         kept[mode] = twice - once
     return kept
+
+
+def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int]) -> int:
+    """Return how many of the model's ``blocks`` in ``stages`` are the first ones of ``mix``."""
+    return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)

@@ -2,7 +2,7 @@
 mode keeps."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import ceil
@@ -61,11 +61,6 @@ def chosen_mix(
             f"needs, take more; use trainer.activation_memory_budget={least:g}"
         )
     return mix
-
-
-def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int]) -> int:
-    """Return how many of the model's ``blocks`` in ``stages`` are the first ones of ``mix``."""
-    return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
 
 
 def _measured(

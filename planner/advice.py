@@ -1,4 +1,4 @@
-"""Overrides that save memory, each with what it saves, and those with which a run fits: by planning it with them."""
+"""Overrides that save memory or let a run fit, found by planning the run with them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -19,12 +19,12 @@ from serried.trainer.optim.optimizer import can_offload
 from serried.trainer.task import Task
 
 KEEPS_LESS = {"none": ("selective", "full"), "selective": ("full",)}
-"""Modes of activation checkpointing that keep less than another."""
+"""Modes of activation checkpointing that keep less, by mode."""
 _WORTH_A_LINE_SHARE = 0.005
 _DEGREES = (1, 2, 4, 8)
 _CONTEXT_DEGREES = (*_DEGREES, 16, 32)
 _PER_NODE = 8
-"""Tensor ranks exchange much: they stay within a node, with the context ranks that are beside them."""
+"""Tensor and context ranks exchange much, so together they stay within a node."""
 
 
 class Advice(NamedTuple):
@@ -34,11 +34,11 @@ class Advice(NamedTuple):
     saved: int
     """Bytes."""
     note: str
-    """What it costs."""
+    """Its cost."""
 
 
 class Planned:
-    """Memory that a run of a config needs, and that it would need with other values."""
+    """Memory of a run, as configured and with other values."""
 
     def __init__(self, config: RunConfig, task: Task, world_size: int, device: str | None = None) -> None:
         self.config, self.world_size = config, world_size
@@ -54,14 +54,14 @@ class Planned:
         return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
 
     def saved_by(self, values: Mapping[str, object], ranks: int = 1) -> int:
-        """Bytes that other ``values``, by key, would save, on ``ranks`` times as many ranks; 0: none."""
+        """Return the bytes that other ``values``, by key, save on ``ranks`` times as many ranks; 0: none."""
         try:
             return self.memory.total - self.of(with_values(self.config, values), ranks * self.world_size).total
         except UserError:
             return 0
 
     def advice(self, key: str, value: object, note: str) -> Advice:
-        """Return the override of one value, with what it saves."""
+        """Return the override of one value, with the bytes that it saves."""
         shown = f"{value:g}" if isinstance(value, float) else str(value).lower()
         return Advice(f"{key}={shown}", self.saved_by({key: value}), note)
 

@@ -1,4 +1,4 @@
-"""The plan of a step against what a run measured, term by term."""
+"""Comparison of the plan of a step with the measurements of a run, term by term."""
 
 import gzip
 import json
@@ -34,38 +34,38 @@ _CLOSE = 0.1
 _EXCHANGES = ("data", "tensor", "context", "expert")
 _TRACE = re.compile(r"steps-\d+-\d+-rank-0\.json\.gz")
 _MOST_BYTES = 2**30
-"""That are read of a trace."""
+"""Most bytes of a profile that are read."""
 _MESSAGES = ("send", "recv", "gloo:send", "gloo:recv")
-"""Of a pipeline, which waits for them in a phase of its own."""
+"""Messages of a pipeline. Waiting for them is a phase of its own."""
 
 
 class Exchanged(NamedTuple):
     """Collectives of rank 0, in seconds of a step."""
 
     steps: tuple[int, int]
-    """First and last that were profiled."""
+    """First and last profiled step."""
     seconds: float
-    """While at least one was under way: those that wait for a rank that is late are long."""
+    """Time with at least one collective under way. Waiting for a late rank counts."""
     exposed: float
-    """Of these, while nothing was computed."""
+    """Part of it in which nothing was computed."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run measured since its last start."""
+    """Measurements of a run since its last start."""
 
     device: str
-    """As its driver calls it; ``cpu``."""
+    """Name by its driver, or ``cpu``."""
     processes: int
     nodes: int
     steps: list[int]
-    """Those of the log lines, but of the first."""
+    """Steps of the log lines, without the first line."""
     step_seconds: float
     """Median of the log lines."""
     phases: dict[str, float]
     """Seconds of each in a step, medians; empty: not recorded."""
     memory_bytes: int | None
-    """Peak of the rank that needed the most; on a CPU without what it had at the start; None: not recorded."""
+    """Peak of the rank that needed the most; on a CPU less the memory at the start; None: not recorded."""
     reserved_bytes: int | None
     exchanged: Exchanged | None
     """None: no steps were profiled."""
@@ -76,7 +76,7 @@ class Figures:
 
 
 def figures_of(run: Path) -> Figures | None:
-    """Return what the run in folder ``run`` measured since its last start; None if it has not started."""
+    """Return the measurements of the run in folder ``run`` since its last start; None if it has not started."""
     start: dict[str, Any] = {}
     steps: list[dict[str, Any]] = []
     for event in read_events(run / METRICS):
@@ -87,28 +87,28 @@ def figures_of(run: Path) -> Figures | None:
     if not is_count(start.get("world_size")) or not isinstance(start.get("device"), str):
         return None
     used = steps[1:] or steps  # the first line has what happens once
-    splits = [split for each in used if isinstance(split := each.get("time_split"), dict)]
+    splits = [split for step in used if isinstance(split := step.get("time_split"), dict)]
     memory, reserved = (_last(steps, name) for name in ("memory_bytes", "memory_reserved_bytes"))
     before = start.get("memory_bytes")
     if memory is not None and start["device"] == "cpu":
         memory = memory - before if is_count(before) else None
     return Figures(
-        start["device"], start["world_size"], len({*start.get("hosts", ["one"])}), [each["step"] for each in used],
-        statistics.median([each["step_seconds"] for each in used] or [0.0]),
+        start["device"], start["world_size"], len({*start.get("hosts", ["one"])}), [step["step"] for step in used],
+        statistics.median([step["step_seconds"] for step in used] or [0.0]),
         {name: statistics.median(split.get(name, 0.0) for split in splits) for name in {*chain(*splits)}},
         memory, reserved, exchanged(run),
     )  # fmt: skip
 
 
 def _last(steps: list[dict[str, Any]], name: str) -> int | None:
-    return next((each[name] for each in reversed(steps) if is_count(each.get(name))), None)
+    return next((step[name] for step in reversed(steps) if is_count(step.get(name))), None)
 
 
 def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
-    """Return ``config`` for the processes and the device that the run had, where the words ``given`` say no other.
+    """Return ``config`` for the processes and the device of the run, unless the words ``given`` choose others.
 
     Raises:
-        UserError: rates are those of another device.
+        UserError: the rates are of another device.
     """
     values: dict[str, Any] = {}
     if not any(word.startswith("launch.") for word in given):
@@ -181,7 +181,7 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
 
 
 def _exchanges(planned: float | None, ran: Figures) -> tuple[str, ...]:
-    """What is not hidden: it is a part of the phases."""
+    """Return the row of the exchanges that nothing hides: they are a part of the phases."""
     if (found := ran.exchanged) is None:
         how = "a run with 'profile.steps=[3,4]' shows them"
         return "  of it exchanges", "-" if planned is None else seconds_text(planned), "-", "", how
@@ -216,28 +216,28 @@ def _row(term: str, planned: float, ran: float, shown: Any, says: str) -> tuple[
 
 
 def exchanged(run: Path) -> Exchanged | None:
-    """Return what the newest profile in the folder of a run shows; None: there is none that can be read."""
+    """Return the exchanges in the newest readable profile of a run folder; None: there is none."""
     found = [path for path in (run / PROFILES).glob("*.json.gz") if _TRACE.fullmatch(path.name)]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             with open_regular(path) as raw, gzip.open(raw) as file:
                 events = json.loads(file.read(_MOST_BYTES))["traceEvents"]
             first, last = (int(word) for word in path.name.split("-")[1:3])
-            return Exchanged((first, last), *(each / (last - first + 1) for each in _seconds(events)))
+            return Exchanged((first, last), *(seconds / (last - first + 1) for seconds in _seconds(events)))
         except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue  # of a run that was killed, or not ours
     return None
 
 
 def _seconds(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the seconds of exchanges, and those of them in which nothing was computed."""
+    """Return the seconds of exchanges, and the part of them in which nothing was computed."""
     timed = [event for event in events if is_number(event.get("dur")) and is_number(event.get("ts"))]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     marks = ("nccl", "gloo:")
-    exchanges = [each for each in kernels or timed if each["name"].startswith(marks) and not _is_message(each)]
+    exchanges = [event for event in kernels or timed if event["name"].startswith(marks) and not _is_message(event)]
     # Work of a GPU is its kernels, of a CPU its operators.
-    computes = [each for each in kernels or timed if not each["name"].startswith(marks)]
-    computes = [each for each in computes if kernels or each["name"].startswith("aten::")]
+    computes = [event for event in kernels or timed if not event["name"].startswith(marks)]
+    computes = [event for event in computes if kernels or event["name"].startswith("aten::")]
     computing = _covered(computes)
     return _covered(exchanges) / 1e6, (_covered([*exchanges, *computes]) - computing) / 1e6
 
@@ -249,7 +249,7 @@ def _is_message(event: Mapping[str, Any]) -> bool:
 def _covered(events: Iterable[Mapping[str, Any]]) -> float:
     """Return how long at least one of ``events`` lasts, in microseconds."""
     covered, end = 0.0, -math.inf
-    for began, ended in sorted((each["ts"], each["ts"] + each["dur"]) for each in events):
+    for began, ended in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         covered += max(0.0, ended - max(began, end))
         end = max(end, ended)
     return covered

@@ -1,4 +1,4 @@
-"""Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
+"""Memory of a rank and messages of FSDP2, computed from sizes. Nothing is allocated."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,27 +56,27 @@ class FormulaMemory(NamedTuple):
     gathered: int
     """Whole parameters of a sharded model, while they are used."""
     activations: int
-    """What forward and backward of a micro-batch need on top at most, by estimate; 0: unknown."""
+    """Peak of forward and backward of a micro-batch beside the others, by estimate; 0: unknown."""
     received: int
-    """Of the activations, the buffers of a pipeline's messages: torch has one for each micro-batch of a step."""
+    """Part of the activations: buffers of a pipeline's messages. torch has one for each micro-batch of a step."""
     apart: Mapping[str, int]
-    """What is in host memory, by the names of parts."""
+    """Bytes in host memory, by the names of parts."""
     peak: Moment
-    """When most is there."""
+    """Moment at which most is held."""
 
     @property
     def on_host(self) -> int:
-        """In host memory."""
+        """Bytes in host memory."""
         return sum(self.apart.values())
 
     @property
     def total(self) -> int:
-        """At the peak."""
+        """Bytes at the peak."""
         return self.parameters + self.optimizer_state + int(self.peak.bytes)
 
     @property
     def is_of_parts(self) -> bool:
-        """Whether all parts are there at the peak."""
+        """Whether all parts exist at the peak."""
         gradients = self.gradients + self.gradients_while_accumulating
         return gradients + self.gathered + self.activations == int(self.peak.bytes)
 
@@ -105,7 +105,7 @@ def formula_memory(found: FormulaMemory) -> Memory:
 
 
 def planned_flows(config: RunConfig, accumulation: int, sizes: "Sizes") -> tuple[Flow, ...]:
-    """Return what FSDP2, DDP and an optimizer of matrices exchange in a step, on a rank of the stage that exchanges the
+    """Return the exchanges of FSDP2, DDP and an optimizer of matrices in a step, on a rank of the stage that sends the
     most."""
     layout = sizes.layout
     how = Exchanges(
@@ -140,9 +140,9 @@ def _optimizer_flows(config: RunConfig, sizes: "Sizes", pipeline: int) -> Iterat
             ]  # fmt: skip
             matrices = [shape for shape in divided if len(shape) > 1]
             sums = [sum(prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in matrices), 2 * len(divided)]
-            sent = sum(2 * _FP32_BYTES * each * (ranks - 1) // ranks for each in sums)
+            sent = sum(2 * _FP32_BYTES * count * (ranks - 1) // ranks for count in sums)
             if sent:
-                yield Flow(group, "all_reduce", "end", sent, sum(each > 0 for each in sums), ranks)
+                yield Flow(group, "all_reduce", "end", sent, sum(count > 0 for count in sums), ranks)
 
 
 class Sizes:
@@ -167,16 +167,16 @@ class Sizes:
         self.state_bytes = {name: self.held[name] * each.per_element + each.whole for name, each in states.items()}
         self.average_bytes = {name: self.held[name] * average for name in states}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """What the other axes leave, for FSDP2."""
+        """Shapes that the other axes leave for FSDP2 to shard."""
         self.gathered: dict[str, int] = {}
-        """Elements of that."""
+        """Elements of these."""
         self.in_float8 = gathered_in_float8(config, model, plan, layout)
         """Names of weights that FSDP2 gathers in float8."""
         low = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
         self.gathered_width = low.itemsize if low else self.trained_width
         """Bytes of an element of another."""
         for name, spec in self.specs.items():
-            kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
+            kept = tuple(part for part in spec.slices if not {"shard", "expert_shard"} & {*part.axes})
             self.shapes[name] = replace(spec, slices=kept).box(layout, first).sizes
             self.gathered[name] = prod(self.shapes[name])
 
@@ -187,7 +187,7 @@ class Sizes:
         return self.trained_width if name in self.trained else (frozen or torch.float32).itemsize
 
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
-        """Return what FSDP2 gathers on the ranks at a coordinate of the pipeline: its units, and what is in none."""
+        """Return the units of FSDP2 on the ranks at a coordinate of the pipeline, and the parameters in none."""
         found, rest = self._by_unit(pipeline)
         units = (self._unit([name for name in names if self.specs[name].shape]) for names in found)
         return [unit for unit in units if unit.shapes], self._unit([name for name in rest if self.specs[name].shape])
@@ -199,7 +199,7 @@ class Sizes:
         return Unit(shapes(names), shapes(self.trained), shapes(self.in_float8))
 
     def parts(self, pipeline: int) -> Parts:
-        """Return what is gathered together on the ranks at a coordinate of the pipeline."""
+        """Return the parameters that are gathered together on the ranks at a coordinate of the pipeline."""
         (found, rest), blocks = self._by_unit(pipeline), self._blocks
         before: list[Part] = []
         middle: list[Part] = []
@@ -234,7 +234,7 @@ class Sizes:
 
 
 def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, pipeline: int) -> FormulaMemory:
-    """Memory of the ranks at a coordinate of the pipeline."""
+    """Return the memory of the ranks at a coordinate of the pipeline."""
     layout = sizes.layout
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
     trained, frozen = [name for name in copies if name in sizes.trained], frozen_type(config, sizes.plan)
@@ -275,8 +275,8 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
         gradients=lasting.get("gradients", 0),
         gradients_while_accumulating=how.holds_whole * _FP32_BYTES * sum(part.trained for part in all_of_it),
         optimizer_state=lasting.get("optimizer state", 0) + lasting.get("average of weights", 0),
-        gathered=int(max(each.gathered for each in found)),
-        activations=int(max(each.activations for each in found)),
+        gathered=int(max(moment.gathered for moment in found)),
+        activations=int(max(moment.activations for moment in found)),
         received=int(activations("forward", held, False) - of_adapters - without),
         apart={kind: value for kind, value in apart.items() if value},
         peak=max(found, key=lambda moment: moment.bytes),
@@ -284,7 +284,7 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
 
 
 def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
-    """Whether gradients are there between steps: DDP keeps its buckets."""
+    """Return whether gradients exist between steps: DDP keeps its buckets."""
     return layout.is_replicated and not trained_type(config)
 
 
@@ -316,7 +316,8 @@ def _how(config: RunConfig, sizes: Sizes, accumulation: int, pipeline: int) -> H
 def share_of(
     config: RunConfig, layout: Layout, accumulation: int, blocks: int, pipeline: int, mix: Mix | None = None
 ) -> Share:  # fmt: skip
-    """What a rank at a coordinate of the pipeline does of the work on a micro-batch; the model has so many blocks."""
+    """Return the share of the work on a micro-batch that a rank at a coordinate of the pipeline does. ``blocks``: number
+    of blocks of the model."""
     trainer, stages, blocks = config.trainer, layout.stages_of(pipeline), max(1, blocks)
     held = sum(len(layout.block_range(stage, blocks)) for stage in stages)
     in_flight = _in_flight(layout, accumulation, pipeline)
@@ -344,7 +345,7 @@ def _ends_in_flight(layout: Layout, accumulation: int) -> int:
 
 
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
-    """Micro-batches between their forward and the end of their backward at a time, on a rank of a pipeline."""
+    """Return the micro-batches in flight at a time, between forward and end of backward, on a rank of a pipeline."""
     if layout.pipeline == 1:
         return 1.0
     if layout.schedule in ALL_FORWARDS_FIRST:
@@ -358,7 +359,7 @@ def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
 
 
 def _waiting(layout: Layout, accumulation: int, pipeline: int) -> float:
-    """Micro-batches whose gradients of weights are to come, while those of inputs have been."""
+    """Return the micro-batches whose weight gradients are deferred."""
     if layout.pipeline == 1 or layout.schedule not in ZERO_BUBBLE_SCHEDULES:
         return 0.0
     passes = {"interleaved_zero_bubble": pipeline + 1, "zbv": max(1, 2 * pipeline), "dualpipev": 1}[layout.schedule]

@@ -16,18 +16,18 @@ class Activations(Protocol):
 
 
 class Moment(NamedTuple):
-    """What comes and goes in a step, in bytes at one moment of it."""
+    """Bytes that come and go in a step, at one moment of it."""
 
     phase: str
     gathered: float
     gradients: float
     passing: float
-    """Gradients on their way into these, or to the ranks that hold them."""
+    """Gradients that are being added to ``gradients``, or sent to the ranks that hold them."""
     activations: float = 0
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """Sum of all."""
         return self.gathered + self.gradients + self.passing + self.activations
 
 
@@ -35,12 +35,12 @@ class Part(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
     gathered: int
-    """In bytes."""
+    """Bytes when gathered."""
     trained: int
     held: int
-    """Of the trained, on this rank."""
+    """Trained elements on this rank."""
     largest: int
-    """The largest that is trained."""
+    """Elements of the largest trained parameter."""
 
 
 class Parts(NamedTuple):
@@ -50,24 +50,24 @@ class Parts(NamedTuple):
     blocks: Sequence[Part]
     after: Sequence[Part]
     rest: Part
-    """In no unit: gathered through the whole forward and backward."""
+    """Parameters in no unit, gathered through the whole forward and backward."""
 
 
 class How(NamedTuple):
-    """How gradients are formed and summed, and what is gathered for it."""
+    """Settings of how parameters are gathered and gradients are summed."""
 
     accumulation: int
     keeps_buckets: bool
     """DDP's: gradients are there between steps."""
     is_sharded: bool
     is_pipelined: bool
-    """In stages, which reduce all gradients when the last micro-batch has passed."""
+    """Whether there are pipeline stages, which reduce all gradients after the last micro-batch."""
     ranks: int
-    """That each parameter is divided over."""
+    """Ranks that each parameter is sharded over."""
     width: int
-    """Bytes of an element that is gathered, and of its gradient before it is added or summed."""
+    """Bytes of a gathered element, and of its gradient before it is added or summed."""
     held_width: int
-    """Bytes of an element of the gradients that this rank holds."""
+    """Bytes of an element of this rank's gradients."""
     gathers: bool
     """Whether parameters are used as copies."""
     frees: bool
@@ -75,7 +75,7 @@ class How(NamedTuple):
     reduces_each: bool
     """Whether gradients are reduced after each micro-batch."""
     tied: int
-    """How often one stage uses a weight that is the embedding's and the head's; 0: none has both, or none the head."""
+    """How often one stage uses the weight that embedding and head share; 0: no stage has both."""
     sums_later: bool
     """Whether whole gradients wait for the next backward before they are added, as in zero-bubble schedules."""
     offloads: bool
@@ -115,7 +115,7 @@ class _MicroBatch:
         self._has_earlier, self._is_last = has_earlier, is_last
         self._reduces = how.is_sharded and not how.is_pipelined and (is_last or how.reduces_each)
         self._order = [*reversed(parts.after), *reversed(parts.blocks), *reversed(parts.before)]
-        """Of the backward."""
+        """Order of the backward."""
 
     def moments(self) -> Iterator[Moment]:
         """Yield what may be most: both ends of the forward and the backward, and the blocks whose neighbours differ."""

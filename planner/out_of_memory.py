@@ -1,4 +1,4 @@
-"""Out of memory: what holds a rank's memory and which overrides help, without asking any other rank."""
+"""Explanation of an out-of-memory error: memory in use and overrides that help, without asking any other rank."""
 
 import errno
 import re
@@ -41,7 +41,7 @@ _FRAGMENTED_SHARE = 0.05
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error``, or what caused it, is that the device or the host has no more memory."""
+    """Return whether ``error``, or its cause, is that the device or the host has no more memory."""
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     texts = _TEXTS + (_NO_THREAD if is_limited else ())
     while error is not None:
@@ -100,13 +100,13 @@ class _Usage(NamedTuple):
     """Memory as measured, in bytes."""
 
     allocated: int
-    """By tensors of this process on a GPU; the most that was resident on a CPU."""
+    """Bytes of this process's tensors on a GPU; on a CPU its peak resident memory."""
     reserved_free: int
-    """Held by torch's allocator, and in no tensor."""
+    """Bytes that torch's allocator holds in no tensor."""
     others: int | None
-    """Not this process's. None: not known, as of a CPU."""
+    """Bytes of other processes; None: unknown, as on a CPU."""
     capacity: int
-    """What tensors of this process could have."""
+    """Bytes that tensors of this process could use."""
     free_text: str
 
 
@@ -126,7 +126,7 @@ def _measure(device: torch.device) -> _Usage:
 
 
 def _asked_bytes(error: BaseException | None) -> int:
-    """How much was asked for; 0: not known."""
+    """Return how many bytes were asked for; 0: unknown."""
     while error is not None:
         if found := _ASKED_FOR.search(str(error)):
             return int(float(found[1]) * _UNITS[found[2]])
@@ -143,7 +143,7 @@ def _asked_for(error: BaseException) -> str:
 
 
 def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this rank's tensors that exist on its device between steps."""
+    """Return the bytes of this rank's tensors that exist on its device between steps, by kind."""
     if optimizer is None:
         return {}
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -160,7 +160,7 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 
 def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> list[str]:
-    """Lines with what the memory is used for: of this run, and of a GPU as a whole."""
+    """Return lines about the use of memory: by this run, and of a GPU as a whole."""
     if held:
         parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
     else:  # not all of it is allocated yet
@@ -190,13 +190,13 @@ def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> li
 
 
 def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str]:
-    """Lines with an override each, what keeps the numbers first, and of these what saves most."""
+    """Return lines with an override each: those that keep the numbers first, by the bytes that they save."""
     config, more = planned.config, []
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
         copy = saved_bytes(config, planned.model, planned.plan) // planned.world_size
         more.append(Advice("checkpoint.mode=sync", copy, " where a save is under way"))
     found = advice(planned, stage, _USABLE_SHARE * usage.capacity, more)
-    lines = [f"{each.override:<42} saves about {size(each.saved)}{each.note}" for each in found]
+    lines = [f"{advised.override:<42} saves about {size(advised.saved)}{advised.note}" for advised in found]
     if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not has_expandable_segments():
         lines.insert(
             0, f"{_EXPANDABLE_SEGMENTS:<42} up to {size(usage.reserved_free)}, free in pieces that are too small"

@@ -1,23 +1,23 @@
-"""What a plan consists of."""
+"""Terms of a plan: work, memory, and whether it fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 IN_HOST_MEMORY = " in host memory"
-"""End of the names of those parts of a rank's memory that are not on its device."""
+"""Suffix of the names of parts of a rank's memory that are not on its device."""
 Shape = tuple[int, int, int]
 """m, n, k of a matrix product."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes, to be turned into seconds."""
+    """Work of a rank, from which its seconds follow."""
 
     products: Mapping[Shape, float] = field(default_factory=dict)
-    """How often each matrix product is done; a batched one counts once per matrix."""
+    """Number of matrix products by shape; a batched product counts once per matrix."""
     attention_flops: float = 0
-    """Of fused attention kernels; what causal masks leave out is not counted."""
+    """FLOPs of fused attention kernels, without the part that causal masks leave out."""
     moved_bytes: float = 0
     """Read and written by all other operations."""
     launches: float = 0
@@ -26,7 +26,7 @@ class Work:
     def plus(self, other: "Work", times: float = 1) -> "Work":
         """Return this work and ``times`` times the other's."""
         shapes = {*self.products, *other.products}
-        products = {each: self.products.get(each, 0) + times * other.products.get(each, 0) for each in shapes}
+        products = {shape: self.products.get(shape, 0) + times * other.products.get(shape, 0) for shape in shapes}
         return Work(
             {shape: count for shape, count in products.items() if count},
             self.attention_flops + times * other.attention_flops,
@@ -40,15 +40,15 @@ class Memory:
     """Memory of the rank that needs the most."""
 
     parts: Mapping[str, float]
-    """At the moment of the peak, by kind, in bytes."""
+    """Bytes at the peak, by kind."""
     phase: str
-    """Of the step, at the peak."""
+    """Phase of the step at the peak."""
     by_phase: Mapping[str, int]
-    """The peak within each phase; empty: formula."""
+    """Peak of each phase; empty: by formula."""
     rank: int = 0
-    """The rank, or the first of those that need as much."""
+    """The rank, or the first of several that need as much."""
     unused: int | None = None
-    """Bytes that torch's allocator takes beyond what is held at most; None: unknown."""
+    """Bytes that torch's allocator reserves beyond the peak; None: unknown."""
 
     @property
     def peak(self) -> int:
@@ -57,7 +57,7 @@ class Memory:
 
     @property
     def on_host(self) -> int:
-        """What is in host memory instead, in bytes."""
+        """Bytes in host memory."""
         return int(sum(part for kind, part in self.parts.items() if kind.endswith(IN_HOST_MEMORY)))
 
 
@@ -66,19 +66,19 @@ class Fits:
     """Whether the memory suffices."""
 
     needed: int
-    """Bytes that torch's allocator takes, if they are there."""
+    """Bytes that torch's allocator reserves if they are available."""
     usable: int
-    """Bytes of the device that a run can have."""
+    """Bytes of the device that a run can use."""
     held: int | None = None
-    """Bytes that are held at most: if no more are there, the allocator frees what it does not use. None: unknown."""
+    """Bytes of the peak. With no more available, the allocator frees its unused segments. None: unknown."""
 
     @property
     def margin(self) -> int:
-        """Bytes that are left; negative: that are missing."""
+        """Bytes that are left; negative: missing."""
         return self.usable - self.needed
 
     @property
     def answer(self) -> Literal["yes", "tight", "no"]:
-        """``tight``: by less than a tenth, or without what the allocator would not use."""
+        """``tight``: less than a tenth is left, or the allocator must free its unused segments."""
         least = self.needed if self.held is None else self.held
         return "no" if least > self.usable else "tight" if self.margin < self.usable / 10 else "yes"

@@ -1,4 +1,4 @@
-"""The plan of a step: everything that prints or compares a plan reads it."""
+"""Plan of a step, which is printed, compared and searched."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,28 +14,28 @@ from serried.planner.traffic import Flow
 from serried.trainer.task import Task
 
 TRACED = "traced"
-"""How a plan says so."""
+"""``StepPlan.found`` of a traced plan."""
 RESERVED_BYTES = 2 * 2**30
-"""Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
+"""Assumed bytes of the CUDA context, libraries and NCCL on a GPU."""
 FRAGMENTED_SHARE = 0.05
-"""Of what comes and goes in a step, which the allocator loses between blocks: assumed where it is not traced."""
+"""Assumed fragmentation, as a share of the memory that comes and goes in a step, if it is not traced."""
 _LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step needs, sends and takes."""
+    """Memory, messages and time of a step."""
 
     layout: Layout
     memory: Memory
-    """Without what is assumed."""
+    """Memory without assumed parts."""
     found: str
-    """How memory and flows were found, in a clause."""
+    """Method by which memory and flows were computed, in a clause."""
     flows: tuple[Flow, ...]
     capacity: int | None
     """Bytes of the GPU that is planned for; None: none is."""
     time: Timed | str | None
-    """A text: why it is unknown. None: it was not asked for."""
+    """Text: why it is unknown. None: it was not asked for."""
 
     @property
     def fits(self) -> Fits | None:
@@ -43,7 +43,7 @@ class StepPlan:
         return None if self.capacity is None else fits_of(self.memory, self.capacity)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the plan as plain data. Bytes are those of a rank, seconds those of a step."""
+        """Return the plan as plain data, with bytes per rank and seconds per step."""
         fits, flows = self.fits, [vars(flow) for flow in self.flows]
         return {
             "processes": self.layout.world,
@@ -92,7 +92,7 @@ def fits_of(memory: Memory, capacity: int) -> Fits:
 
 
 def with_unused(memory: Memory) -> Memory:
-    """Return ``memory`` and what the allocator takes and does not use."""
+    """Return ``memory`` with the allocator's fragmentation."""
     passing = sum(
         part for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
     )

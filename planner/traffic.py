@@ -24,7 +24,7 @@ class Flow:
     """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor for a gather or scatter, twice that for a sum."""
     calls: int
     ranks: int
-    """In the group."""
+    """Size of the group."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Unit:
 
     shapes: Sequence[tuple[int, ...]]
     trained: Sequence[tuple[int, ...]]
-    """Those of them that have gradients."""
+    """Shapes of the parameters with gradients."""
     in_float8: Sequence[tuple[int, ...]] = ()
-    """Those of them that are gathered in float8."""
+    """Shapes of the parameters that are gathered in float8."""
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What decides how often FSDP2 exchanges."""
+    """Settings on which the number of FSDP2's exchanges depends."""
 
     accumulation: int
     frees_after_forward: bool
@@ -51,7 +51,7 @@ class Exchanges:
 
 
 def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges) -> Iterator[Flow]:
-    """Yield what FSDP2 and DDP exchange; ``rest``: parameters of no unit.
+    """Yield the exchanges of FSDP2 and DDP; ``rest``: parameters in no unit.
 
     ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
     ``rest``: once. ZeRO-2 gathers all once a step. If gradients are reduced at the end of a step alone, FSDP2 gathers
@@ -90,15 +90,15 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         sent = times * _FP32_BYTES * (ranks - 1) * sum(reduced)
         yield Flow("fsdp", "reduce_scatter", "backward", sent, times * len(reduced), ranks)
     if layout.is_sharded and copies > 1:
-        sent = times * sum(2 * _FP32_BYTES * each * (copies - 1) // copies for each in reduced)
+        sent = times * sum(2 * _FP32_BYTES * shard * (copies - 1) // copies for shard in reduced)
         yield Flow("replicate", "all_reduce", "backward", sent, times * len(reduced), copies)
 
 
 def _gathered(unit: Unit, ranks: int, width: int) -> int:
-    """Bytes of a rank's part, as it is gathered."""
+    """Return the bytes of a rank's shard in the type in which it is gathered."""
     return width * _shard(unit.shapes, ranks) - (width - 1) * _shard(unit.in_float8, ranks)
 
 
 def _shard(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
-    """Elements of a rank's part, padded so that all have as many."""
+    """Return the elements of a rank's shard, padded to equal sizes."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)

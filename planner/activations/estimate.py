@@ -1,4 +1,4 @@
-"""Memory of activations by formula: what the blocks and the end of a model hold at a moment of a step."""
+"""Memory of activations by the formula of the model's family."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -84,8 +84,8 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
 def planned_mix(
     config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, model: nn.Module, *, measures: bool = True
 ) -> Mix | None:
-    """Return what the blocks keep within ``trainer.activation_memory_budget``; None: there is no budget, or no formula
-    and ``measures`` is false.
+    """Return the mix of modes within ``trainer.activation_memory_budget``; None: there is no budget, or no formula and
+    ``measures`` is false.
 
     Raises:
         UserError: see ``chosen_mix``.

@@ -11,7 +11,7 @@ from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.families.moe_config import MoESection
 
 _CHUNK_LOGITS, _MINIMUM_CHUNK_TOKENS = 2**24, 1024
-"""As in ``recipes.models.layers.lm_head``."""
+"""Equal to the constants of ``recipes.models.layers.lm_head``, which the planner does not import."""
 
 
 def _chunk_tokens(rows: int) -> int:
@@ -168,4 +168,4 @@ FORMULAS: dict[str, Formula] = {
     "gpt2": _gpt2,
     **dict.fromkeys(("glm4_moe", "qwen3_moe", "mixtral"), _moe),
 }
-"""By ``model.family``."""
+"""Formulas by ``model.family``."""

@@ -44,7 +44,7 @@ class Share(NamedTuple):
     rest: str = "none"
     """Mode of the other blocks."""
     fuses_norms: bool = False
-    """Whether ``F.rms_norm`` is one operation, as on GPUs, which keeps what it reads and no normalised copy."""
+    """Whether ``F.rms_norm`` is one operation, as on GPUs, which keeps its input and no normalized copy."""
 
 
 ALL_OF_IT = Share()
@@ -56,11 +56,11 @@ class BlockBytes(NamedTuple):
 
     all: float
     stream: float
-    """Its input."""
+    """Input of the block."""
     selected: float
-    """Kept beside that with ``trainer.activation_checkpoint=selective``."""
+    """Tensors that ``trainer.activation_checkpoint=selective`` keeps beside the input."""
     gradients: float
-    """Gradients of its activations that its backward has at once, less what it has freed by then."""
+    """Gradients of its activations that exist at once in its backward, less the tensors freed by then."""
     outputs: float = 0.0
     """Gradients of the outputs of its weights."""
     computed: float = 0.0

@@ -31,7 +31,7 @@ class Cost(NamedTuple):
     forward: float
     backward: float
     weights: float = 0.0
-    """Of ``backward``: gradients of weights, which zero-bubble schedules compute later."""
+    """Part of ``backward`` for weight gradients, which zero-bubble schedules compute later."""
 
     def of(self, kind: Kind) -> float:
         if kind == "forward":
@@ -46,7 +46,7 @@ class Timeline(NamedTuple):
 
     seconds: float
     slots: list[list[tuple[Slot, float]]]
-    """Of each rank, in order, with their starts."""
+    """Slots of each rank in order, with their start times."""
 
 
 def play(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> Timeline:
@@ -121,16 +121,16 @@ class _Player:
         self._rank_of = [layout.pipeline_of(stage) for stage in range(layout.stages)]
         ranks = [*self._rank_of, self._rank_of[-1]]
         self._after = [transfer if ranks[stage] != ranks[stage + 1] else 0.0 for stage in range(layout.stages)]
-        """From each stage to the next."""
+        """Seconds of a message from each stage to the next."""
         self._free = [0.0] * layout.pipeline
-        """When each rank has done what it was given."""
+        """Time at which each rank becomes free."""
         never = [[math.inf] * micro_batches for _ in range(layout.stages)]
         self._forward, self._backward = never, [[*row] for row in never]
         """When each micro-batch has left each stage."""
         self._placed: list[list[tuple[Slot, float]]] = [[] for _ in range(layout.pipeline)]
 
     def follow(self, orders: Sequence[Sequence[Slot]]) -> None:
-        """Place the slots of each rank in this order, each as soon as what it needs is there."""
+        """Place the slots of each rank in this order, each as soon as its input has arrived."""
         ready, done = set(range(len(orders))), [0] * len(orders)
         while ready:
             rank = ready.pop()
@@ -142,7 +142,7 @@ class _Player:
                 done[rank] = at
                 for stage in self._layout.stages_of(rank):
                     near = {max(0, stage - 1), min(stage + 1, self._layout.stages - 1)}
-                    ready |= {self._rank_of[each] for each in near} - {rank}
+                    ready |= {self._rank_of[other] for other in near} - {rank}
 
     def fill_gaps(self) -> None:
         """Place slots as zero-bubble schedules aim to: gradients of inputs first, then forwards, of no more
@@ -157,8 +157,8 @@ class _Player:
             self._place(rank, slot, start)
             left[slot.kind, slot.stage] += 1
             near = range(max(0, slot.stage - 1), min(slot.stage + 2, self._layout.stages))
-            for each in {self._rank_of[stage] for stage in near}:
-                chosen[each] = self._next(each, left)
+            for other in {self._rank_of[stage] for stage in near}:
+                chosen[other] = self._next(other, left)
 
     def _next(self, rank: int, left: Mapping[tuple[str, int], int]) -> tuple[float, Slot] | None:
         """Return when a rank could begin which slot, if any."""
@@ -189,7 +189,7 @@ class _Player:
         self._placed[rank].append((slot, start))
 
     def _arrival(self, slot: Slot) -> float:
-        """Return when what a slot needs of another stage is there; infinite: not known yet."""
+        """Return the time at which the input of a slot arrives from another stage; infinite: not known yet."""
         kind, stage, index = slot
         if kind == "forward":
             return self._forward[stage - 1][index] + self._after[stage - 1] if stage else 0.0

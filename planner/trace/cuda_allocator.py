@@ -1,4 +1,4 @@
-"""What torch's CUDA caching allocator takes from a GPU and does not use, by its own rules.
+"""Fragmentation of torch's CUDA caching allocator, computed by its own rules.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
 free range that holds it, which is split if enough is left, and free neighbours of a segment merge. What is free stays
@@ -21,14 +21,14 @@ _LEAST_LEFT = _MIB + 1
 """Bytes from which the rest of a range is split off; of an expandable segment, one multiple."""
 
 Request = tuple[Hashable, int, int]
-"""A block, its size, and the stream; 0 bytes: it is freed."""
+"""Block, bytes and stream; 0 bytes: the block is freed."""
 Phase = list[tuple[int, ...]]
-"""Sizes and streams that are requested; for what is freed also the phase of its request, and its index among what is
-left of this size, stream and phase: negative where these are freed last first."""
+"""Size and stream of each request. A block that is freed also has the phase of its request, and its index among the
+remaining blocks of equal size, stream and phase: negative if they are freed last first."""
 
 
 def has_expandable_segments() -> bool:
-    """Whether the environment asks torch for them."""
+    """Return whether the environment sets ``expandable_segments:True``."""
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     return any("expandable_segments:True" in setting for setting in settings)
 
@@ -50,7 +50,7 @@ def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
     for number, phase in enumerate([[*lasting.values()], *others]):
         found.append([])
         ends: dict[tuple[int, ...], bool] = {}
-        """Whether they are counted from the last: by what is freed first, and within a phase always."""
+        """Whether blocks are counted from the last: decided by the first that is freed; always within a phase."""
         for block, size, stream in phase:
             if size > _SMALL:
                 size = -(-size // _MULTIPLE) * _MULTIPLE
@@ -67,16 +67,16 @@ def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
 
 
 def extended(few: list[Phase], more: list[Phase], proof: list[Phase], times: int) -> list[Phase] | None:
-    """Return what a model requests that has ``times`` as many more blocks than that of ``few`` as that of ``more``.
+    """Return the requests of a model with ``times`` as many more blocks than ``few`` as ``more`` has.
 
-    ``proof`` has two times as many; None: it does not do what follows from the others.
+    ``proof`` has twice as many more. Returns None if it contradicts the other two.
     """
     if not len(few) == len(more) == len(proof):
         return None
     found: list[Phase] = []
     for first, second, third in zip(few, more, proof, strict=True):
         matcher = SequenceMatcher(None, first, second, autojunk=False)
-        changes = [each for each in matcher.get_opcodes() if each[0] != "equal"]
+        changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
         if any(kind != "insert" for kind, *_ in changes) or _repeated(first, second, changes, 2) != third:
             return None
         found.append(_repeated(first, second, changes, times))
@@ -92,7 +92,7 @@ def _repeated(first: Phase, second: Phase, changes: Iterable[tuple[str, int, int
 
 
 def unused_bytes(phases: Sequence[Phase], *, is_expandable: bool) -> int:
-    """Return what the allocator reserves in all, less what is in use at most."""
+    """Return the bytes that the allocator reserves in all, less the peak in use."""
     streams: dict[int, _Stream] = defaultdict(lambda: _Stream(is_expandable=is_expandable))
     live: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     now = peak = 0
@@ -106,7 +106,7 @@ def unused_bytes(phases: Sequence[Phase], *, is_expandable: bool) -> int:
                 live[size, stream, number].append(streams[stream].take(size))
                 now += size
                 peak = max(peak, now)
-    return sum(each.reserved for each in streams.values()) - peak
+    return sum(stream.reserved for stream in streams.values()) - peak
 
 
 class _Stream:
@@ -118,9 +118,9 @@ class _Stream:
         self._free: list[tuple[int, int]] = []
         """Size and start, ascending."""
         self._sizes: dict[int, int] = {}
-        """Of what is free, by start."""
+        """Sizes of the free ranges by start."""
         self._starts: dict[int, int] = {}
-        """Of what is free, by end."""
+        """Starts of the free ranges by end."""
 
     def take(self, size: int) -> tuple[int, int]:
         """Return start and size of a range with at least ``size`` bytes."""

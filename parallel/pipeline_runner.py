@@ -33,8 +33,6 @@ _SCHEDULES: Mapping[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
-_HEADER_NUMBERS = 8
 
 logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it prints the schedule at every error
 
@@ -116,10 +114,8 @@ class Pipeline:
         if output is not None:
             output = output[:, index : index + 1].contiguous()
         group, source = self._groups.pipeline, self._layout.pipeline_of(self._last)
-        header = _header(output) if output is not None else [0] * _HEADER_NUMBERS
-        described = torch.tensor(header, device=self._device)
-        dist.broadcast(described, group=group, group_src=source)
-        found = _described(described, self._device) if output is None else output
+        form = self._groups.share_form(output, source)
+        found = torch.empty_like(form, device=self._device) if output is None else output
         dist.broadcast(found, group=group, group_src=source)
         return found
 
@@ -154,16 +150,14 @@ class Pipeline:
         group, to = self._groups.pipeline, self._layout.pipeline_of(stage)
         with self._waiting_for(to):
             if is_new:
-                dist.send(torch.tensor(_header(hidden), device=self._device), group=group, group_dst=to)
+                self._groups.send_form(self.borders[stage, stream], to)
             dist.send(hidden.contiguous(), group=group, group_dst=to)
 
     def _receive(self, stage: int, stream: torch.Size) -> Tensor:
         group, source = self._groups.pipeline, self._layout.pipeline_of(stage - 1)
         with self._waiting_for(source):
             if (stage, stream) not in self.borders:
-                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-                dist.recv(header, group=group, group_src=source)
-                self.borders[stage, stream] = _described(header, torch.device("meta"))
+                self.borders[stage, stream] = self._groups.receive_form(source)
             hidden = torch.empty_like(self.borders[stage, stream], device=self._device)
             dist.recv(hidden, group=group, group_src=source)
         return hidden
@@ -324,15 +318,3 @@ class _Schedule:
     def _loss(self, output: Tensor, _: Tensor) -> Tensor:
         assert self._scaled_loss is not None
         return self._scaled_loss(self._stages[-1].current, output)
-
-
-def _header(tensor: Tensor) -> list[int]:
-    """Return shape and dtype of ``tensor`` as numbers."""
-    numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
-
-
-def _described(header: Tensor, device: torch.device) -> Tensor:
-    """Return an empty tensor as ``header`` describes it."""
-    dtype, dims, *sizes = header.tolist()
-    return torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)

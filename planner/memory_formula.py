@@ -316,8 +316,10 @@ def _how(config: RunConfig, sizes: Sizes, accumulation: int, pipeline: int) -> H
 def share_of(
     config: RunConfig, layout: Layout, accumulation: int, blocks: int, pipeline: int, mix: Mix | None = None
 ) -> Share:  # fmt: skip
-    """Return the share of the work on a micro-batch that a rank at a coordinate of the pipeline does. ``blocks``: number
-    of blocks of the model."""
+    """Return the share of the work on a micro-batch that a rank at a coordinate of the pipeline does.
+
+    ``blocks``: of the whole model.
+    """
     trainer, stages, blocks = config.trainer, layout.stages_of(pipeline), max(1, blocks)
     held = sum(len(layout.block_range(stage, blocks)) for stage in stages)
     in_flight = _in_flight(layout, accumulation, pipeline)

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.parallel.layout.shard_specs import expert_sharding_dim
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_HEADER_NUMBERS = 8
 
 
 class Groups:
@@ -151,6 +154,23 @@ class Groups:
         last = layout.pipeline_of(layout.stages - 1)
         return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
 
+    def send_form(self, tensor: Tensor, to: int) -> None:
+        """Send shape and type of ``tensor`` to coordinate ``to`` of the pipeline."""
+        dist.send(torch.tensor(_header(tensor), device=self._device_type), group=self.pipeline, group_dst=to)
+
+    def receive_form(self, source: int) -> Tensor:
+        """Return an empty tensor on meta with the shape and type that coordinate ``source`` of the pipeline sent."""
+        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device_type)
+        dist.recv(header, group=self.pipeline, group_src=source)
+        return _described(header)
+
+    def share_form(self, tensor: Tensor | None, source: int) -> Tensor:
+        """Return an empty tensor on meta with the shape and type of ``tensor``, which coordinate ``source`` of the
+        pipeline alone has. A collective of the pipeline."""
+        header = torch.tensor([0] * _HEADER_NUMBERS if tensor is None else _header(tensor), device=self._device_type)
+        dist.broadcast(header, group=self.pipeline, group_src=source)
+        return _described(header)
+
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of each rank, JSON data, by rank. A collective, on the host."""
         return gather_plain(value)
@@ -182,6 +202,18 @@ class Groups:
             if dist.get_rank() in ranks:
                 mine = group
         return mine
+
+
+def _header(tensor: Tensor) -> list[int]:
+    """Return shape and type of ``tensor`` as numbers."""
+    numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
+
+
+def _described(header: Tensor) -> Tensor:
+    """Return an empty tensor on meta of the shape and type in ``header``."""
+    dtype, dims, *sizes = header.tolist()
+    return torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device="meta")
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

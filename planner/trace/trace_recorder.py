@@ -36,7 +36,7 @@ _COLLECTIVES = {
 }  # fmt: skip
 
 
-class Exchange(NamedTuple):
+class Collective(NamedTuple):
     """A collective."""
 
     kind: str
@@ -54,7 +54,7 @@ def known_workspace(name: str, inputs: Sequence[Tensor]) -> int:
     return inputs[0].nbytes if name in _COPY_THEIR_INPUT else 0
 
 
-def exchange_of(operation: Any, args: Any) -> Exchange | None:
+def collective_of(operation: Any, args: Any) -> Collective | None:
     """Return the collective that ``operation`` is; None: another operation, or one that sends nothing.
 
     Raises:
@@ -86,7 +86,7 @@ def exchange_of(operation: Any, args: Any) -> Exchange | None:
         counts = args[2] if is_functional else args[4]
         own = counts[group.rank()] if counts else len(whole) // ranks
         size = size * (len(whole) - own) // max(1, len(whole))
-    return Exchange(kind, group.group_name, ranks, size)
+    return Collective(kind, group.group_name, ranks, size)
 
 
 def _shown(block: Block) -> str:
@@ -114,7 +114,7 @@ class StepTrace(LiveStorages):
             self._flags = torch.bool, torch.int32
         self.phase = FORWARD
         self.forwards = 0
-        self.exchanges: Counter[tuple[int, str, Exchange]] = Counter()
+        self.exchanges: Counter[tuple[int, str, Collective]] = Counter()
         """How often each occurred, after how many forwards and in which phase."""
         self.work: dict[str, _Tally] = {}
         """By phase."""
@@ -217,8 +217,8 @@ class StepTrace(LiveStorages):
             self.resize(block, size)
             self.resize(block, 0)
         if getattr(operation, "namespace", "") in ("c10d", "_c10d_functional"):
-            if exchange := exchange_of(operation, args):
-                self.exchanges[self.forwards, self.phase, exchange] += 1
+            if collective := collective_of(operation, args):
+                self.exchanges[self.forwards, self.phase, collective] += 1
         elif not getattr(operation, "is_view", False) and name not in _FREE:
             self.work.setdefault(self.phase, _Tally()).add(name, inputs, outputs)
 

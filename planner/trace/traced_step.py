@@ -21,20 +21,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
-from serried.parallel.axes.context import context_points
-from serried.parallel.axes.expert import mixtures
+from serried.parallel.axes.context import Gather, context_points
+from serried.parallel.axes.expert import Exchange, mixtures
 from serried.parallel.layout.local_shards import empty
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import chunk
 from serried.parallel.model import DistributedModel
-from serried.parallel.plan import Context, ParallelPlan
+from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.planner.activations.estimate import planned_mix
 from serried.planner.memory_formula import RECEIVE_BUFFERS, keeps_buckets
 from serried.planner.plan_terms import IN_HOST_MEMORY, Memory, Work
 from serried.planner.trace.cuda_allocator import Phase, extended, unused_bytes
-from serried.planner.trace.trace_recorder import GRADIENTS, PARAMETERS, Exchange, StepTrace
+from serried.planner.trace.trace_recorder import GRADIENTS, PARAMETERS, Collective, StepTrace
 from serried.planner.traffic import Flow
 from serried.trainer.memory.activation_budget import reason_of
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
@@ -221,7 +221,7 @@ class _Tracer:
         """Return what is sent in a step of all micro-batches: those between the first and the last exchange what both
         of them do."""
         left = self._accumulation - micro_batches
-        counts: dict[tuple[str, str, Exchange], Counter[int]] = defaultdict(Counter)
+        counts: dict[tuple[str, str, Collective], Counter[int]] = defaultdict(Counter)
         for (forward, phase, exchange), count in trace.exchanges.items():
             counts[axes.get(exchange.group, "world"), phase, exchange][forward] += count
         flows: dict[tuple[str, str, str, int], tuple[float, float]] = {}
@@ -263,7 +263,7 @@ def _trace_rank(
     if blocks is not None:
         model = _shortened(model, blocks)
     with _world(layout, rank):
-        groups = _GroupsAlone(layout, "cpu")
+        groups = _GroupsAlone(layout, border)
         groups.make(ties_ends=bool(model.plan.tied))  # outside of the fake mode: torch reads the ranks of a mesh
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
         with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
@@ -279,9 +279,7 @@ def _trace_rank(
 
             phases.listener = enter
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
-            _answer_what_needs_data(parallel, model.plan, layout, border)
-            if config.launch.device != "cpu":
-                _attend_as_on_a_gpu(parallel, model.plan)
+            _without_data(parallel, model.plan, groups, is_for_gpu=config.launch.device != "cpu")
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
             low_dtype = LOW_DTYPES[config.precision.name]
@@ -311,49 +309,54 @@ def _trace_rank(
 
 
 class _GroupsAlone(Groups):
-    """Groups of a rank that has no other ranks: it hears its own value alone."""
+    """Groups of a rank without other ranks: what it sends is what it receives."""
+
+    def __init__(self, layout: Layout, border: Tensor | None) -> None:
+        """``border``: the tensor that passes from stage to stage of a pipeline, on meta; None: not known yet."""
+        super().__init__(layout, "cpu")
+        self._border = border
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def send_form(self, tensor: Tensor, to: int) -> None:
+        del to
+        self._border = tensor
 
-class _Borders(dict[Any, Tensor]):
-    """What enters the stages of a pipeline, if it is the same everywhere: the first that is known."""
-
-    def __missing__(self, key: Any) -> Tensor:
-        return next(iter(self.values()))
-
-    def __contains__(self, key: Any) -> bool:
-        return bool(self)
+    def receive_form(self, source: int) -> Tensor:
+        del source
+        assert self._border is not None, "an earlier stage was traced"
+        return self._border
 
 
-def _answer_what_needs_data(
-    parallel: DistributedModel, plan: ParallelPlan, layout: Layout, border: Tensor | None
-) -> None:
-    """Tell the model what its ranks would ask each other for: shapes in a pipeline, and how many tokens go where."""
-    if layout.pipeline > 1:
-        runner: Any = parallel.runner
-        runner.borders = _Borders({} if border is None else {None: border})
+class _EvenExchange(Exchange):
+    """Sends equally many rows to each rank: the numbers that a router chooses are data."""
 
-    def evenly(rows: int, *_: Tensor) -> tuple[list[int], list[int]]:
-        counts = [size for _, size in (chunk(rows, layout.expert, rank) for rank in range(layout.expert))]
-        return counts, counts
+    def sizes(self, rows: int, counts: Tensor, table: Tensor) -> tuple[list[int], list[int]]:
+        del counts, table
+        even = [size for _, size in (chunk(rows, self._ranks, rank) for rank in range(self._ranks))]
+        return even, even
 
+
+class _GatherOnGPU(Gather):
+    """Attends without the mask of queries x keys that only a CPU needs."""
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        whole = make(None)  # as if all of the sequence were here
+        return super().mask(make, length, device) if isinstance(whole, Tensor) else whole
+
+
+def _without_data(parallel: DistributedModel, plan: ParallelPlan, groups: Groups, *, is_for_gpu: bool) -> None:
+    """Put extension points into the model that need no data."""
     for module in parallel.modules:
         for mixture in mixtures(module, plan).values():
-            mixture.dispatch.sizes = evenly
-
-
-def _attend_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
-    """Let context ranks attend without the masks of queries x keys that only a CPU needs."""
-    for module in parallel.modules:
+            if groups.expert is not None:
+                mixture.dispatch = _EvenExchange(groups.expert)
         for point in context_points(module, plan):
-            point.context.mask = partial(_without_places, point.context)
-
-
-def _without_places(context: Context, make: Callable[..., Any], length: int, device: torch.device) -> Any:
-    whole = make(None)  # as if all of the sequence were here
-    return type(context).mask(context, make, length, device) if isinstance(whole, Tensor) else whole
+            if is_for_gpu and groups.context is not None:
+                parts = point.context.hidden_parts
+                point.context = _GatherOnGPU(point.context, groups.context)
+                point.context.hidden_parts = parts
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from serried.configs.errors import UserError
-from serried.configs.requirements.data_libraries import check_data_libraries
-from serried.configs.requirements.tracker_packages import check_trackers
+from serried.configs.requirements import check_data_libraries, check_trackers
 from serried.configs.schema.data import TextRunConfig
 from serried.configs.schema.sections import RunConfig
 from serried.launch.slurm.batch_script import refuse_unequal

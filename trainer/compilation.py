@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from serried.configs.errors import StopRequested, TrainingFailed, UserError
-from serried.configs.requirements.compilers import missing_compiler
+from serried.configs.requirements import missing_compiler
 from serried.runtime.console import Console
 from serried.runtime.process import usable_cores
 

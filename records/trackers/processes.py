@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import serried
-from serried.configs.requirements.tracker_packages import LABELS, asked_for
+from serried.configs.requirements import LABELS, asked_for
 from serried.configs.schema.sections import TrackSection
 
 COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library

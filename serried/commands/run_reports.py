@@ -44,7 +44,7 @@ def report(words: list[str]) -> int:
 def send(words: list[str]) -> int:
     """Send the records of a run that has ended to its trackers again."""
     from serried.configs.compose import saved_trackers
-    from serried.configs.requirements.tracker_packages import asked_for, missing_trackers
+    from serried.configs.requirements import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
     from serried.records.trackers.processes import Trackers
     from serried.runtime.console import Console

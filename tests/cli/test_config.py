@@ -23,7 +23,7 @@ from serried.configs.help import choices_of, help_text
 from serried.configs.hugging_face.model_folder import teacher_section
 from serried.configs.messages.keys import _keys_of, all_keys, check_fields
 from serried.configs.messages.suggestions import unknown_key
-from serried.configs.requirements.tracker_packages import asked_for
+from serried.configs.requirements import asked_for
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.run_config import check, config_yaml
 from serried.configs.schema.sections import Section

@@ -115,8 +115,9 @@ def test_slurm_dry_run_without_launch_slurm_is_refused(tmp_path: Path, capsys: p
 
 def lose(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``library`` not be installed."""
-    for module in ("serried.configs.requirements.data_libraries", "serried.configs.requirements.tracker_packages"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+    monkeypatch.setattr(
+        "serried.configs.requirements.find_spec", lambda name: None if name == library else find_spec(name)
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_library_missing_here_is_accepted_for_a_job_with_another_python(
 ) -> None:
     from serried.program import main
 
-    monkeypatch.setattr("serried.configs.requirements.data_libraries.find_spec", lambda _: None)
+    monkeypatch.setattr("serried.configs.requirements.find_spec", lambda _: None)
     words = ["launch=slurm", "slurm.dry_run=true", "data.tokenizer=owner/name", f"run.dir={tmp_path}"]
     assert main(words) == 78
     assert main([*words, "slurm.python=/opt/python"]) == 0

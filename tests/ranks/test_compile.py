@@ -17,8 +17,8 @@ from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metri
 from torch._inductor import config as inductor
 from torch._inductor.runtime import cache_dir_utils
 
+from serried.configs import requirements
 from serried.configs.errors import EXIT_STOPPED, UserError
-from serried.configs.requirements import compilers
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.lora import Adapter, attach
@@ -266,7 +266,7 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_gpu_needs_a_c_compiler_of_any_name_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compilers, "find_spec", lambda _: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda _: None)
     monkeypatch.setattr(shutil, "which", lambda name: name if name == "clang" else None)
     with pytest.raises(UserError, match=r"needs Triton on a GPU; pip install triton, or use trainer\.compile=false"):
         check_compiler(torch.device("cuda"))

@@ -13,7 +13,7 @@ from serried.cli import main
 from serried.configs.addresses import masked
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.requirements.tracker_packages import check_trackers
+from serried.configs.requirements import check_trackers
 from serried.records.metrics import GrowingFile
 from serried.records.trackers.rows import Rows
 from testing.disturb import family, send
@@ -296,7 +296,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "serried.configs.requirements.tracker_packages.find_spec",
+        "serried.configs.requirements.find_spec",
         lambda name: None if name == "mlflow" else find_spec(name),
     )
     config = compose(tiny_overrides(text, tmp_path / "run", "track.wandb=offline", "track.mlflow=sqlite:///a.db"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from serried.configs.errors import UserError
-from serried.configs.requirements.data_libraries import not_installed
+from serried.configs.requirements import not_installed
 from serried.recipes.data.readers.progress import Progress
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -12,7 +12,7 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import model_folder
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import NotPlainData, is_number, read_if_there, read_json
-from serried.configs.requirements.data_libraries import not_installed
+from serried.configs.requirements import not_installed
 from serried.configs.schema.tasks import ImageSection
 from serried.configs.similar_names import nearest
 from serried.recipes.models.hugging_face.classifier import build_classifier, not_built

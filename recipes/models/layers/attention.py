@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serried.configs.requirements.compilers import missing_compiler
+from serried.configs.requirements import missing_compiler
 from serried.recipes.models.layers.cpu_attention import attend_by_rows, suits
 
 if TYPE_CHECKING:  # with torch 2.15, this import takes most of the time of a plan; a run needs it only on a GPU

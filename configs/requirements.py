@@ -1,0 +1,98 @@
+"""Optional libraries, trackers and compilers that a run needs, and how to get those that are missing. Imports none."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import DataSection, SourceSection
+from serried.configs.schema.sections import TrackSection
+
+LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
+"""Trackers by name, which is also their config key, their extra and their module."""
+
+_OFF = {"wandb": "track.wandb=off", "tensorboard": "track.tensorboard=false", "mlflow": "track.mlflow=null"}
+
+
+def asked_for(track: TrackSection) -> list[str]:
+    """Return the names of the trackers that ``track`` turns on."""
+    asked = {"wandb": track.wandb != "off", "tensorboard": track.tensorboard, "mlflow": track.mlflow is not None}
+    return [name for name, is_asked_for in asked.items() if is_asked_for]
+
+
+def missing_trackers(track: TrackSection) -> tuple[list[str], str]:
+    """Return the names of the trackers that are turned on but not installed, and the advice to print."""
+    missing = [name for name in asked_for(track) if find_spec(name) is None]
+    are = f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'}"
+    return missing, f"{are} not installed; pip install -e '.[{','.join(missing)}]'"
+
+
+def check_trackers(track: TrackSection) -> None:
+    """Raise ``UserError`` if a tracker that is turned on is not installed, or ``track.mlflow`` names no store."""
+    missing, advice = missing_trackers(track)
+    if missing:
+        raise UserError(f"{advice}, or do without: {' '.join(_OFF[name] for name in missing)}")
+    store = track.mlflow
+    if (
+        store is not None
+        and not store.startswith("databricks")
+        and not set(store) & set("/:.")
+        and not Path(store).exists()
+    ):
+        raise UserError(
+            f"track.mlflow={store} is neither an address nor an existing folder; use "
+            f"track.mlflow=sqlite:///runs/mlflow.db for a file, or track.mlflow=./{store} for a new folder"
+        )
+
+
+def check_data_libraries(data: DataSection) -> None:
+    """Raise ``UserError`` if a library that the data needs is not installed."""
+    for name, purpose in _needed(data):
+        if find_spec(name) is None:
+            raise not_installed(name, purpose)
+
+
+def not_installed(name: str, purpose: str, extra: str = "data") -> UserError:
+    """The error for a missing library of an ``extra`` that ``purpose`` needs."""
+    return UserError(
+        f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[{extra}]'"
+    )
+
+
+def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
+    """Yield names of libraries, and the setting that needs each."""
+    sources: dict[str, SourceSection] = {"": data}
+    sources |= {f"data.sources.{name}: ": each for name, each in data.mixed.items()}
+    sources |= {f"data.validation.{name}: ": each for name, each in data.validation.items()}
+    for key, source in sources.items():
+        for library in source.libraries:
+            yield library, f"{key}data={source.name}"
+    tokenizer = data.tokenizer
+    if tokenizer == "train":
+        yield "tokenizers", "data.tokenizer=train"
+    elif tokenizer not in ("bytes", "chars") and not _is_here(tokenizer):
+        yield "huggingface_hub", f"data.tokenizer={tokenizer}"
+        yield "tokenizers", f"data.tokenizer={tokenizer}"
+
+
+def _is_here(name: str) -> bool:
+    # Methods of Path raise if there is no such user, or a folder may not be read.
+    return os.path.exists(os.path.expanduser(name))  # noqa: PTH110, PTH111
+
+
+def missing_compiler(device: str) -> tuple[str, str] | None:
+    """Return what torch.compile needs for a ``device`` of this type, such as ``cpu``, and does not find here, and how
+    to get it; None: nothing is missing."""
+    # On a GPU Triton compiles what calls its kernels, in C.
+    language, variable, usual = ("C", "CC", ["gcc", "clang"]) if device == "cuda" else ("C++", "CXX", ["g++"])
+    named = os.environ.get(variable, "").split()[:1] or usual
+    if not any(map(shutil.which, named)):
+        return (
+            f"a {language} compiler, and there is no {named[0]}",
+            f"install one, name it in the environment ({variable}={usual[0]})",
+        )
+    if device == "cuda" and find_spec("triton") is None:
+        return "Triton on a GPU", "pip install triton"
+    return None

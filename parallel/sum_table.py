@@ -18,7 +18,7 @@ class SumTable:
     Names may have sections: ``metrics/accuracy`` is an entry of section ``metrics``.
 
     Example:
-        >>> table = SumTable.pack({"loss_sum": torch.tensor(2.0), "metrics/accuracy": torch.tensor([3.0, 4.0])})
+        >>> table = SumTable.pack({"loss_sum": torch.tensor(2.0), "metrics/accuracy": (3, 4)}, torch.device("cpu"))
         >>> table["metrics/accuracy"]
         tensor([3., 4.], dtype=torch.float64)
     """

@@ -62,7 +62,7 @@ class Data:
         self._stream = self.training if isinstance(self.training, Stream) else None
         self._session = session
         self.step = self._first_step = 0
-        """``step``: the last one whose samples the model has seen; the other: where this start began."""
+        """``step``: the last step done; ``_first_step``: the step after which this start or a rollback continued."""
         self._sample, self._global_batch = 0, 1
 
     def start(self, start: Start, global_batch: int) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from serried.parallel.plan import LossTerms
+from serried.parallel.sum_table import SumTable
 from serried.trainer.checkpoint import save, writer
 from serried.trainer.checkpoint.manifest import check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed
@@ -474,8 +475,8 @@ def test_another_rank_dies_in_its_file(cluster: Cluster, text: Path, tmp_path: P
 
 
 def test_a_validation_loss_that_is_not_finite_costs_no_checkpoint(text: Path, tmp_path: Path) -> None:
-    def spoilt(*_: Any) -> LossTerms:
-        return LossTerms(torch.tensor(float("nan")), torch.tensor(64))
+    def spoilt(*_: Any) -> SumTable:
+        return LossTerms(torch.tensor(float("nan")), torch.tensor(64)).table()
 
     with patch("serried.parallel.model.DistributedModel.evaluate", spoilt):
         printed = train(text, tmp_path / "run", "trainer.eval_every=2").printed

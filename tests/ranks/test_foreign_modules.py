@@ -143,11 +143,11 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         for step in range(STEPS):
             batches = list((rows + BATCH * step).chunk(2))
             totals = model.forward_backward(batches, objective, 1 / BATCH)
-            losses.append((totals.loss_sum / totals.weight).item())
+            losses.append((totals["loss_sum"] / totals["weight"]).item())
             norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
             take_step(optimizer, torch.tensor(1 / model.gradient_divisor), torch.tensor(0.0))
         evaluated = model.evaluate([(half, True) for half in rows.chunk(2)], objective)
-        losses.append((evaluated.loss_sum / evaluated.weight).item())
+        losses.append((evaluated["loss_sum"] / evaluated["weight"]).item())
         saver = Checkpointer(
             Path(run_dir),
             config.checkpoint,

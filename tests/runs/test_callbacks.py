@@ -9,11 +9,12 @@ import pytest
 import serried
 from serried.callback_flag import callback_names, load_callback
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE
+from serried.configs.schema.sections import LaunchSection
 from serried.program import main
 from serried.records.report import write_report
 from serried.runtime.command import remember_flags, training_command
 from serried.task_class import declaration
-from serried.trainer.monitor.heartbeat import LOG, Pulse
+from serried.trainer.monitor.heartbeat import LOG, Patience, Pulse
 from testing.cluster import Cluster
 from testing.runs import checkpoint, different_tensors, metrics, status, steps_saved
 from tests.support.own_task import Points
@@ -202,10 +203,15 @@ def test_wrong_callbacks_are_a_mistake(given: list[Any], said: str, tmp_path: Pa
 
 
 def test_heartbeat_names_the_callback_while_it_runs() -> None:
-    pulse = Pulse()
+    section, pulse = LaunchSection(start_timeout_seconds=1800, step_timeout_seconds=300), Pulse()
+    patience, alone = Patience(section, is_alone=False), Patience(section, is_alone=True)
+    with pulse.during_callback("Upload.on_start"):
+        assert patience.measure(pulse.now, 1.0)[1] == 1800
     pulse.enter(LOG, 7)
     with pulse.during_callback("Upload.on_save"):
         assert (pulse.now.phase, pulse.now.step) == ("callback Upload.on_save", 7)
+        assert patience.measure(pulse.now, 1.0)[1] == 300, "the timeout with which the other ranks wait for it"
+        assert alone.measure(pulse.now, 1.0)[1] is None
     assert (pulse.now.phase, pulse.now.step) == (LOG, 7)
 
 

@@ -58,9 +58,13 @@ class Pulse:
 
     @contextmanager
     def during_callback(self, name: str) -> Iterator[None]:
-        """Inside this context, the phase is that of the callback ``name``."""
+        """Inside this context, the phase is that of the callback ``name``.
+
+        Other ranks wait for it in a step, with the timeout of a step; only in set-up and at the end it may take longer.
+        """
         before = self.now
-        self.enter(f"{CALLBACK}{name}", before.step)
+        self.now = Moment(f"{CALLBACK}{name}", before.step, is_first=before.phase in (SET_UP, END))
+        self.phases.enter(self.now.phase)
         try:
             yield
         finally:
@@ -90,10 +94,9 @@ class Patience:
                     self._first[phase] = self._age_seconds
             self._moment, self._age_seconds = moment, 0.0
         self._age_seconds += elapsed_seconds
-        may_take_long = moment.phase in _PATIENT or moment.phase.startswith(CALLBACK)
-        if may_take_long and self._is_alone:
+        if self._is_alone and (moment.phase in _PATIENT or moment.phase.startswith(CALLBACK)):
             return self._age_seconds, None, 0.0
-        is_patient = may_take_long or moment.is_first
+        is_patient = moment.phase in _PATIENT or moment.is_first
         limit = self._section.start_timeout_seconds if is_patient else self._section.step_timeout_seconds
         limit = max(limit, _END_AT_TIMES_FIRST * self._first.get(moment.phase, 0.0))
         warn = max(_WARN_AT * limit, _WARN_AT_TIMES_LONGEST * self._longest.get(moment.phase, 0.0))

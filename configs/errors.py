@@ -8,9 +8,17 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE = 0, 70, 75, 78
 class UserError(Exception):
     """A mistake in the command, the config or the environment that the user can fix.
 
-    It is printed as one ``error:`` line with exit code 78, never as a traceback, so the message has what was wrong,
-    its source, every number involved, and an override to paste. Several mistakes are one argument and one line each,
-    below a ``head``. Values from the user cannot add lines or control the terminal.
+    It is printed as one ``error:`` line with exit code 78, never as a traceback. The message names the wrong value, its
+    source, every number involved, and an override to paste. Values from the user cannot add lines or control the
+    terminal.
+
+    Args:
+        mistakes: One or several messages, printed on one line each.
+        head: Line above several messages.
+
+    Example::
+
+        raise serried.UserError(f"task.width={width} is not divisible by 8; use task.width={width // 8 * 8}")
     """
 
     def __init__(self, *mistakes: object, head: str = "") -> None:

@@ -16,7 +16,17 @@ from serried.parallel.sum_table import Number, SumTable
 
 
 class LossTerms(NamedTuple):
-    """Sums over this rank's part of a batch, not means: the library divides once, by the weight of the global batch."""
+    """Sums over this rank's part of a batch, not means: the library divides once, by the weight of the global batch.
+
+    Example::
+
+        def loss(self, model, batch):
+            x, target = batch
+            logits = model(x)
+            correct = (logits.argmax(1) == target).sum()
+            loss_sum = F.cross_entropy(logits, target, reduction="sum")
+            return serried.LossTerms(loss_sum, len(target), {"accuracy": (correct, len(target))})
+    """
 
     loss_sum: Tensor
     """Loss summed over valid targets, scalar."""
@@ -56,12 +66,18 @@ class LossTerms(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a model is called with: ``model(stream, **named)``."""
+    """Arguments of a model: ``model(stream, **named)``.
+
+    Example::
+
+        def inputs(self, batch):
+            return serried.Inputs(batch["tokens"], {"positions": batch["positions"]})
+    """
 
     stream: Tensor
-    """What passes through the blocks, one after the other: the token ids at first."""
+    """Tensor that passes through the blocks one after the other, at first the token ids [samples, tokens]."""
     named: Mapping[str, Any] = MappingProxyType({})
-    """What any part of the model may read besides, such as positions or targets."""
+    """Further arguments that any part of the model may read, such as positions or targets."""
 
 
 class Objective(Protocol):
@@ -83,9 +99,15 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Declared by a model, carried out by ``parallel.parallelize``.
+    """How a model may be sharded. A model or task declares it, and the library shards.
 
     Globs match names of modules with as many dots: ``layers.*.mlp`` is one module in each layer.
+
+    Example::
+
+        def parallel_plan(self, model):
+            roles = {"layers.*.up": "column", "layers.*.down": "row"}
+            return serried.ParallelPlan(blocks=("layers.*",), roles=roles)
     """
 
     units: tuple[tuple[str, ...], ...] = ()

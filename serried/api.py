@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """How a run ended: the value of ``serried.fit``.
+
+    Example:
+        >>> result = serried.fit(Houses, ["trainer.steps=100"])
+        >>> result.state, result.metrics["absolute_error"], result.checkpoint
+    """
 
     state: str
     """``finished``, ``stopped`` (resumable) or ``failed``."""
@@ -151,12 +156,17 @@ def _torch_settings_kept() -> Iterator[None]:
 
 
 def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn.Module":
-    """Return the model in ``path``, a run folder or a checkpoint, on the CPU in evaluation mode.
+    """Return a trained model, on the CPU in evaluation mode.
 
-    ``task`` is the class that trained it; not needed for built-in tasks and those of installed packages.
+    Args:
+        path: A run folder or a checkpoint.
+        task: The class that trained it; not needed for built-in tasks and those of installed packages.
 
     Raises:
-        UserError: there is no such checkpoint, or it is of another model.
+        UserError: There is no such checkpoint, or it is of another model.
+
+    Example:
+        >>> model = serried.load_model("runs/houses", Houses)
     """
     from serried.saved import open_model
 

@@ -219,7 +219,24 @@ def register_source(name: str, *, section: type[Section] = SourceSection) -> Cal
     """Register a function of the section that yields documents, or returns a ``Source``, as ``data=NAME``; a decorator.
 
     A document is text, or the list of messages of a conversation. The function may be called more than once, and must
-    yield the same documents each time. ``section`` declares the keys that only this source reads.
+    yield the same documents each time.
+
+    Args:
+        name: Value of ``data`` on the command line.
+        section: Keys that only this source reads.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UserError: The name is registered already.
+
+    Example::
+
+        @serried.register_source("poems")
+        def read(section):
+            for path in sorted(Path("poems").glob("*.txt")):
+                yield path.read_text()
     """
     return sources.registering(name, section)
 

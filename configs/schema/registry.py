@@ -181,7 +181,21 @@ def is_built_in_language_task(name: str) -> bool:
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:
     """Register ``build(param_groups, section) -> torch.optim.Optimizer`` as ``optim=NAME``; a decorator.
 
-    ``section`` declares its keys, in addition to those that all optimizers have (``lr``, ``weight_decay``, ``groups``).
+    Args:
+        name: Value of ``optim`` on the command line.
+        section: Keys of the optimizer, beside those that all have (``lr``, ``weight_decay``, ``groups``).
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UserError: The name is registered already.
+
+    Example::
+
+        @serried.register_optimizer("my_sgd")
+        def build(param_groups, section):
+            return torch.optim.SGD(param_groups, lr=section.lr)
     """
     return optimizers.registering(name, section)
 
@@ -195,7 +209,23 @@ def takes(section: OptimSection, argument: str) -> bool:
 def register_schedule(name: str, *, section: type[Section] = ScheduleSection) -> Callable[[_Built], _Built]:
     """Register ``rate(step, steps, peak, section) -> float`` as ``schedule=NAME``; a decorator.
 
-    It is called for the steps after the warm-up, up to and including ``steps``.
+    The function is called for the steps after the warm-up, up to and including ``steps``.
+
+    Args:
+        name: Value of ``schedule`` on the command line.
+        section: Keys of the schedule, beside ``warmup_steps`` and ``min_lr_ratio``.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        UserError: The name is registered already.
+
+    Example::
+
+        @serried.register_schedule("root")
+        def root(step, steps, peak, section):
+            return peak * (max(1, section.warmup_steps) / step) ** 0.5
     """
     return schedules.registering(name, section)
 
@@ -203,7 +233,22 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
 def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
     """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
 
-    A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys,
-    in addition to those that all families have (``vocab_size``, ``max_sequence_length``, ...).
+    A decorator. The module that a function returns maps ``tokens`` [B, S] to logits [B, S, V].
+
+    Args:
+        name: Value of ``model.family``.
+        section: Keys of the family, beside those that all have (``vocab_size``, ``max_sequence_length``, ...).
+
+    Returns:
+        A decorator that returns the class or function unchanged.
+
+    Raises:
+        UserError: The name is registered already.
+
+    Example::
+
+        @serried.register_model("bigram")
+        def build(section, vocab_size):
+            return nn.Sequential(nn.Embedding(vocab_size, 64), nn.Linear(64, vocab_size))
     """
     return models.registering(name, section)

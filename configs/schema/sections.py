@@ -120,7 +120,13 @@ PathText = Annotated[str, BeforeValidator(_refuse_address)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and a key that is not declared here is an error."""
+    """Base class of all sections of the configuration: frozen, and a key that is not declared is an error.
+
+    Example::
+
+        class Config(serried.Section):
+            width: int = 64  # the key task.width
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import TypeAdapter
+from pydantic import create_model
 from pydantic.json_schema import SkipJsonSchema
 
 from serried.configs.errors import UserError
@@ -152,8 +152,9 @@ class Key:
 @functools.cache
 def _types(section: type[Section], name: str) -> list[dict[str, Any]]:
     field = section.model_fields[name]
-    kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    described = TypeAdapter[Any](kind).json_schema()
+    # Of a model, not of TypeAdapter, which puts an Enum in place of its reference: it would look like a text.
+    alone: dict[str, Any] = {name: (field.annotation, field)}
+    (described,) = create_model("Config", __base__=Section, **alone).model_json_schema()["properties"].values()
     return list(described.get("anyOf", [described]))
 
 

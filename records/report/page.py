@@ -38,7 +38,7 @@ _MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
 _TEXT_SHOWN = 4000
 """Characters of a text that a callback logged."""
 _IMAGE_BYTES = 4 * 2**20
-"""Size of all images of a run that callbacks logged."""
+"""Size of all images on a page that callbacks logged."""
 _MARKS = 3000
 """Largest number of marks of each kind on a page."""
 
@@ -80,6 +80,10 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
                 "name": name,
                 "folder": str(run.path),
                 **_summary(run),
+                "texts": [
+                    {"name": name, "step": step, "text": text[:_TEXT_SHOWN]} for name, (step, text) in run.texts.items()
+                ],
+                "images": _images(run, _IMAGE_BYTES // len(runs)),
                 "starts": [_start(start, start is run.starts[-1]) for start in run.starts],
                 "environment": {key: value for key, value in environment.items() if key not in shared},
                 **_drawn(run, of_run, buckets, marks if of_run else 0),
@@ -162,8 +166,6 @@ def _summary(run: Records) -> dict[str, Any]:
         "counts": {**run.counts, "undone": run.undone_lines},
         "sources": _sources(run),
         "metrics": _metrics(run),
-        "texts": [{"name": name, "step": step, "text": text[:_TEXT_SHOWN]} for name, (step, text) in run.texts.items()],
-        "images": _images(run),
         "logged": len(run.steps),
     }
 
@@ -200,10 +202,9 @@ def _metrics(run: Records) -> list[dict[str, Any]]:
     return found
 
 
-def _images(run: Records) -> list[dict[str, Any]]:
-    """Return the last images of each name, as far as they fit on the page."""
+def _images(run: Records, left: int) -> list[dict[str, Any]]:
+    """Return the last images of each name that fit in ``left`` bytes."""
     found: list[dict[str, Any]] = []
-    left = _IMAGE_BYTES
     for name, (step, paths) in run.images.items():
         sources = []
         for path in paths:

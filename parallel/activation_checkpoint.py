@@ -1,7 +1,8 @@
-"""Activation checkpointing: what a block's forward keeps for its backward.
+"""Activation checkpointing: which tensors a block's forward keeps for its backward.
 
-- ``full``: what enters the block. The backward computes the block again (https://arxiv.org/abs/1604.06174).
-- ``selective``: also every second matrix product, attention, what other ranks sent, and the experts that routers chose.
+- ``full``: the inputs of the block. The backward computes the block again (https://arxiv.org/abs/1604.06174).
+- ``selective``: also every second matrix product, attention, tensors that other ranks sent, and the experts that
+  routers chose.
 - ``offload``: everything, in host memory.
 
 The numbers are those of ``none``, bit for bit: the second forward draws the same random numbers under the same
@@ -34,7 +35,7 @@ from serried.parallel.plan import ParallelPlan
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten._scaled_mm.default}
-"""Every second one is kept. What a linear layer, also in float8, and ``F.grouped_mm`` are made of."""
+"""Matrix products of linear layers, also in float8, and of ``F.grouped_mm``. Every second one is kept."""
 _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -46,21 +47,21 @@ _KEPT = {
 
 
 _AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
-"""About how much of a block the backward computes again."""
+"""Approximate share of a block that the backward recomputes, by mode."""
 _ROUNDING = 1e-9
 
 
 class Mix(NamedTuple):
-    """What blocks keep within a budget."""
+    """Two checkpointing modes and the share of blocks in each, chosen to stay within a memory budget."""
 
     first: str
     """The mode of the first blocks of a stage: the backward frees the others before it computes these again."""
     rest: str
-    """That of the others, which keep more."""
+    """The mode of the other blocks, which keep more."""
     share: float
-    """Of the blocks that are the first, rounded up to whole blocks."""
+    """Share of the blocks that have the mode ``first``, rounded up to whole blocks."""
     kept: tuple[float, float]
-    """Bytes that a block keeps in these modes, as shares of what it keeps in ``none``."""
+    """Bytes that a block keeps in the two modes, relative to the mode ``none``."""
 
     def firsts(self, blocks: int) -> int:
         """Return how many of the ``blocks`` of a stage are the first."""
@@ -68,8 +69,12 @@ class Mix(NamedTuple):
 
 
 def mix_within(budget: float, kept: Mapping[str, float]) -> Mix | None:
-    """Return what blocks keep, to hold at most ``budget`` of what they hold in ``none`` and compute the least again;
-    None: they hold more in any case. ``kept``: bytes that a block keeps, by mode."""
+    """Return the mix of modes that recomputes the least within a budget; None if no mix stays within it.
+
+    Args:
+        budget: Bytes that blocks may keep, relative to the mode ``none``.
+        kept: Bytes that a block keeps, by mode.
+    """
     of_all = {mode: kept[mode] / kept["none"] for mode in _AGAIN}
     found = []
     for first, rest in (("selective", "none"), ("full", "selective"), ("full", "none")):
@@ -81,8 +86,11 @@ def mix_within(budget: float, kept: Mapping[str, float]) -> Mix | None:
 
 
 def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str | Mix, every: int = 1) -> None:
-    """Let every ``every``-th block of ``module``, the model or a stage of it, keep what ``mode`` says. Raises
-    ``UserError`` if the model has no blocks."""
+    """Apply ``mode`` to every ``every``-th block of ``module``, the model or a stage of it.
+
+    Raises:
+        UserError: The model has no blocks.
+    """
     if mode == "none":
         return
     names = plan.blocks_in(module)

@@ -1,4 +1,4 @@
-"""How a parameter of a model lies in the tensors of a checkpoint, whose names and shapes other software expects."""
+"""Mapping of parameters to the tensors of a checkpoint, whose names and shapes other software expects."""
 
 from collections.abc import Sequence
 from math import prod
@@ -11,12 +11,12 @@ class Fragment(NamedTuple):
     """A box of a parameter, and the box of a tensor in a checkpoint that holds the same elements in the same order."""
 
     name: str
-    """Of the tensor in the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
-    """Of that whole tensor."""
+    """Shape of the whole tensor in the checkpoint."""
     ours: Box
     theirs: Box
-    """As ``ours``, but dims of size 1 at the front may be left out or added."""
+    """Box in the tensor of the checkpoint. Leading dims of size 1 may be left out or added."""
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "Fragment":
@@ -33,7 +33,7 @@ class Fragment(NamedTuple):
     @classmethod
     def within(cls, name: str, whole: Sequence[int], dim: int, start: int, shape: Sequence[int]) -> "Fragment":
         """A tensor of shape ``whole``, whose ``dim`` holds a parameter of ``shape`` from ``start`` on."""
-        starts = tuple(start if each == dim else 0 for each in range(len(whole)))
+        starts = tuple(start if index == dim else 0 for index in range(len(whole)))
         return cls(name, tuple(whole), _all_of(shape), Box(starts, tuple(shape)))
 
     @classmethod
@@ -53,7 +53,7 @@ class Fragment(NamedTuple):
         return self.ours == self.theirs == _all_of(self.shape)
 
     def there(self, ours: Box) -> Box:
-        """Where a box of the parameter lies in the tensor of the checkpoint, if ``self.ours`` contains it."""
+        """Map a box of the parameter, which ``self.ours`` contains, to the tensor of the checkpoint."""
         extra = len(self.ours.sizes) - len(self.theirs.sizes)
         left_out, added = max(extra, 0), max(-extra, 0)
         ends = zip(self.theirs.starts[added:], self.ours.starts[left_out:], ours.starts[left_out:], strict=True)
@@ -61,7 +61,7 @@ class Fragment(NamedTuple):
         return Box((*self.theirs.starts[:added], *starts), (*(1,) * added, *ours.sizes[left_out:]))
 
     def here(self, theirs: Box) -> Box:
-        """Where a box of the tensor of the checkpoint lies in the parameter: the reverse of ``there``."""
+        """Map a box of the tensor of the checkpoint to the parameter: the reverse of ``there``."""
         return self._replace(ours=self.theirs, theirs=self.ours).there(theirs)
 
 

@@ -1,4 +1,4 @@
-"""What a task gives the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
+"""Types that a task returns: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -81,20 +81,22 @@ class Inputs(NamedTuple):
 
 
 class Objective(Protocol):
-    """What is optimised; a task is one."""
+    """The function that is optimized. A task is one."""
 
     def loss(self, model: nn.Module, batch: Any) -> LossTerms:
         """Run ``model`` on ``batch``."""
 
     def inputs(self, batch: Any) -> Inputs:
-        """Return what the model is called with. Only a pipeline, which calls the model itself, needs it."""
+        """Return the arguments of the model. Only a pipeline, which calls the model itself, needs it."""
 
     def terms(self, output: Any, batch: Any) -> LossTerms:
-        """Return the loss from what the model returned. Only a pipeline needs it."""
+        """Return the loss, given the output of the model. Only a pipeline needs it."""
 
     def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
-        """Return ``batch`` with ``part(tensor, dim)`` of what has the sequence along ``dim``. Only the context axis
-        needs it."""
+        """Return ``batch`` with each tensor that has the sequence along ``dim`` replaced by ``part(tensor, dim)``.
+
+        Only the context axis needs it.
+        """
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class ParallelPlan:
     blocks: tuple[str, ...] = ()
     """Names of the modules between which a pipeline may split the model, in forward order, or globs."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Globs -> what the tensor axis does with the modules, see ``parallel.tensor``."""
+    """Role of modules on the tensor axis, by glob; see ``parallel.axes.tensor``."""
     tied: tuple[str, ...] = ()
-    """Names of the parameters of the beginning that the end of the model reads too."""
+    """Names of parameters at the beginning of the model that its end reads too, such as tied embeddings."""
     context: tuple[str, ...] = ()
     """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
 
@@ -173,8 +175,8 @@ def matches(name: str, glob: str) -> bool:
 class Vocabulary:
     """Extension point of the module that ends a language model: which tokens and which rows of the vocabulary are here.
 
-    This one stands for all of them. Where ranks divide the vocabulary, the tensor axis puts another in its place; each
-    of them gets the tokens of all and has some rows. V: the whole vocabulary; T: tokens of all ranks.
+    The default holds all of both. If ranks shard the vocabulary, the tensor axis replaces it: each rank then sees the
+    tokens of all ranks and holds some of the rows. V: the whole vocabulary; T: tokens of all ranks.
     """
 
     first_row = 0
@@ -189,11 +191,11 @@ class Vocabulary:
         return targets.reshape(1, -1)
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """Return the tokens of all ranks [T, D], from those of this rank. Without a gradient."""
+        """Gather the tokens of all ranks [T, D]. The result has no gradient."""
         return hidden
 
     def sum_tokens(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of this rank's tokens, from what the rows here add to that of all tokens [T, D]."""
+        """Sum the ranks' contributions ``gradient`` [T, D] and return the part for this rank's tokens."""
         return gradient
 
     def all_rows(self, rows: int) -> int:
@@ -201,8 +203,12 @@ class Vocabulary:
         return rows
 
     def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log of the sum of exponentials [T], and what is picked of the logits [T], a sum over rows, from
-        those of the rows here."""
+        """Combine the ranks' values for their rows into values for the whole vocabulary.
+
+        Args:
+            normalizer: Log of the sum of exponentials of the logits of the rows here, [T].
+            picked: Sum over the rows here of the logits that are picked, [T].
+        """
         return normalizer, picked
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -211,13 +217,13 @@ class Vocabulary:
 
 
 class Width:
-    """Extension point of a norm over a width that ranks may divide: all of it is here.
+    """Extension point of a norm over a width that ranks may shard. The default holds all of it.
 
-    Where they do, the tensor axis puts another in its place; the parts are of one size.
+    If ranks shard it, the tensor axis replaces this object. All parts have the same size.
     """
 
     def mean(self, part: Tensor) -> Tensor:
-        """Return the mean over the whole width, from that over what is here."""
+        """Return the mean over the whole width, given ``part``, the mean over this rank's part."""
         return part
 
 
@@ -242,8 +248,10 @@ class Context:
         """Ranks over which tensor parallelism divides the hidden states of this rank's tokens."""
 
     def whole_length(self, stream: Tensor) -> int:
-        """Return the length of the sequences of which ``stream`` is here: token ids [B, S], or hidden states [B, S, D]
-        where an earlier stage of a pipeline has embedded them."""
+        """Return the length of the whole sequences, of which ``stream`` is this rank's part.
+
+        ``stream``: token ids [B, S], or hidden states [B, S, D] if an earlier pipeline stage has embedded them.
+        """
         return stream.shape[1] * (self.hidden_parts if stream.is_floating_point() else 1)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
@@ -252,7 +260,7 @@ class Context:
         return whole
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """Return what ``attend`` takes as mask, for sequences of ``length`` tokens.
+        """Return the mask that ``attend`` takes, for sequences of ``length`` tokens.
 
         ``make`` returns the model's mask for queries and keys at these places of the sequence; None: at all, in order.
         """
@@ -267,11 +275,11 @@ class Context:
 class Dispatch:
     """Extension point of a mixture of experts: brings tokens to the experts and their results back.
 
-    This one has all experts here. Where ranks divide the experts, the expert axis puts another in its place.
+    The default holds all experts. If ranks shard the experts, the expert axis replaces it.
     """
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """``rows`` [N, D], sorted by expert, ``counts`` [E] of them for each. Returns each row's result, in place."""
+        """Run the experts on ``rows`` [N, D], sorted by expert, ``counts`` [E] rows each. Returns results in order."""
         return experts(rows, counts)
 
 

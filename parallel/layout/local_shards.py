@@ -22,7 +22,7 @@ class HeldTensor(NamedTuple):
 
     name: str
     tensor: Tensor
-    """As the module has it while nothing is gathered; what an optimizer takes."""
+    """The tensor of the module while nothing is gathered. Optimizers take this one."""
     spec: ShardSpec
     box: Box
 
@@ -39,8 +39,10 @@ class HeldTensor(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
-    """Return whether ``tensor`` is a DTensor, without importing their module, which takes long: until it is, there is
-    none."""
+    """Return whether ``tensor`` is a DTensor.
+
+    The module of DTensor takes long to import and is not imported here: while nothing has imported it, there is none.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -60,18 +62,19 @@ def held_parameters(
         for module in modules
         for name, parameter in module.named_parameters()
     ]
-    for each in found:  # so that the specs cannot drift from what torch did
-        shape = tuple(each.local.shape)
-        assert shape == each.box.sizes, f"{each.name} is {list(shape)} here, expected {list(each.box.sizes)}"
+    for shard in found:  # so that the specs cannot drift from what torch did
+        shape = tuple(shard.local.shape)
+        assert shape == shard.box.sizes, f"{shard.name} is {list(shape)} here, expected {list(shard.box.sizes)}"
     expected = {name for name, spec in specs.items() if place.pipeline in spec.holders}
-    assert expected == {each.name for each in found}, f"this rank lacks {expected - {each.name for each in found}}"
+    names = {shard.name for shard in found}
+    assert expected == names, f"this rank lacks {expected - names}"
     return found
 
 
 def unshardable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that FSDP2 refuses, which stay whole on every rank: without dims, or integers."""
     named = module.named_parameters()
-    return {name: each for name, each in named if not each.ndim or not each.is_floating_point()}
+    return {name: tensor for name, tensor in named if not tensor.ndim or not tensor.is_floating_point()}
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:
@@ -100,8 +103,10 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
 
 @torch.no_grad()
 def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: torch.dtype | None = None) -> None:
-    """Make the floating-point parameters that are trained ``trained``, and the others ``frozen``. None: fp32 if they
-    have fewer bits, as training adds small updates to them."""
+    """Cast trained floating-point parameters to ``trained`` and the others to ``frozen``.
+
+    None casts types of fewer bits to fp32, since training adds small updates to them.
+    """
     for parameter in module.parameters():
         if is_packed(parameter) or not parameter.is_floating_point():
             continue  # the bytes of packed ones are not numbers
@@ -114,22 +119,22 @@ def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: tor
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode; afterwards each is in the mode it was in."""
-    training = [each for module in modules for each in module.modules() if each.training]
-    for each in training:
-        each.training = False
+    """Context manager that puts modules in evaluation mode, and restores each module's mode afterwards."""
+    training = [submodule for module in modules for submodule in module.modules() if submodule.training]
+    for submodule in training:
+        submodule.training = False
     try:
         yield
     finally:
-        for each in training:
-            each.training = True
+        for submodule in training:
+            submodule.training = True
 
 
 def empty(module: nn.Module) -> None:
     """Put tensors without data in place of the parameters and buffers of ``module``."""
     made: dict[Tensor, Tensor] = {}
-    for each in module.modules():
-        holders: tuple[Any, ...] = (each._parameters, each._buffers)
+    for submodule in module.modules():
+        holders: tuple[Any, ...] = (submodule._parameters, submodule._buffers)
         for kept in holders:  # assigning by name would refuse a plain tensor
             for name, tensor in kept.items():
                 if tensor is None:

@@ -12,7 +12,7 @@ from serried.configs.schema.sections import ParallelSection, TrainerSection
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes, outermost first: ranks are numbered row-major over them."""
 MODEL_AXES = ("pipeline", "context", "tensor")
-"""Axes along which ranks divide the work on one sample."""
+"""Axes along which ranks share the work on one sample."""
 
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 """Pipeline schedules in which a rank holds one stage."""
@@ -21,7 +21,7 @@ ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
 ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
-"""Pipeline schedules that compute gradients of weights some time after those of inputs."""
+"""Pipeline schedules that compute weight gradients some time after input gradients (zero-bubble)."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Coordinates:
     tensor: int
     expert_shard: int
     expert: int
-    """These two number the ranks of a block in another way, for the experts of a mixture."""
+    """``expert`` and ``expert_shard`` number the ranks of a block a second time, for the experts of a mixture."""
     data_rank: int
-    """Ranks that differ in it see different samples; all others see the same."""
+    """Index of the samples that the rank sees. Ranks with the same index see the same samples."""
     owns_loss: bool
-    """Whether the rank's loss counts: it holds the last stage, and of the tensor ranks, which all have it, is first."""
+    """Whether the rank's loss is counted: it holds the last stage and is the first of the tensor ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Not a factor of the number of processes: experts divide the ranks of a block in another way."""
+    """Degree of expert parallelism. Not a factor of the number of processes: experts use the ranks of a block."""
     sequence: bool = True
-    """Whether tensor ranks divide activations along the sequence between the matrices."""
+    """Whether tensor ranks shard activations along the sequence between the matrices (sequence parallelism)."""
     context_method: str = "gather"
     schedule: str = "1f1b"
     stages: int = 1
-    """Of the pipeline, over all ranks."""
+    """Number of pipeline stages, over all ranks."""
     layers_of_stages: tuple[int, ...] = ()
     """Blocks of each stage; empty: as even as can be."""
 
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 divides the parameters, over however many ranks: on all layouts but one process and DDP."""
+        """Whether FSDP2 shards the parameters, even over one rank: on all layouts but one process and DDP."""
         return self.strategy in ("fsdp", "hsdp") or self.size(MODEL_AXES) > 1
 
     def size(self, axes: Iterable[str]) -> int:
@@ -105,7 +105,7 @@ class Layout:
         return index
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` is."""
+        """Return the coordinates of ``rank``."""
         place, rest = {}, rank
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, getattr(self, axis))
@@ -139,7 +139,7 @@ class Layout:
         return next(rank for rank in range(self.pipeline) if stage in self.stages_of(rank))
 
     def block_range(self, stage: int, blocks: int) -> range:
-        """Which of the model's ``blocks`` are in ``stage``."""
+        """Return the indices of the model's ``blocks`` that are in ``stage``."""
         counts = self.layers_of_stages or [
             blocks // self.stages + (number < blocks % self.stages) for number in range(self.stages)
         ]
@@ -248,7 +248,7 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
 
 
 def _equation(degrees: Mapping[str, int]) -> str:
-    """``replicate 2 x shard 3``, with those of the other axes that are more than 1."""
+    """Return the degrees as text, such as ``replicate 2 x shard 3``, with other axes if their degree is above 1."""
     shown = ("replicate", "shard", *(axis for axis in ("context", "tensor", "pipeline") if degrees[axis] != 1))
     return " x ".join(f"{axis} {degrees[axis]}" for axis in shown)
 
@@ -259,8 +259,8 @@ def _factors(degrees: Mapping[str, int]) -> str:
 
 def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
     """The largest degree with the nearest value that leaves a whole number for the rest, if one does."""
-    axis = max(degrees, key=lambda each: degrees[each])
-    others = math.prod(degree for each, degree in degrees.items() if degree > 0 and each != axis)
+    axis = max(degrees, key=lambda name: degrees[name])
+    others = math.prod(degree for name, degree in degrees.items() if degree > 0 and name != axis)
     if world_size % others:
         return ""
     return f"parallel.{axis}={nearest_divisors(world_size // others, degrees[axis])[0]}, or "

@@ -78,7 +78,7 @@ class Groups:
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
-        """As ``fsdp``, for the experts of a mixture, which are divided over ``expert`` first."""
+        """Mesh for FSDP2 like ``fsdp``, for the experts of a mixture, which are sharded over ``expert`` first."""
         layout = self.layout
         return self._mesh(
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
@@ -90,11 +90,11 @@ class Groups:
 
     @property
     def _has_own_backend(self) -> bool:
-        """Whether tensors of the device have another backend than those of the host; a plan's "fake" has all."""
+        """Whether device tensors and host tensors have different backends. The "fake" backend of plans serves both."""
         return self._device_type != "cpu" and dist.get_backend() != "fake"
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
-        """Return the mesh of the ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
+        """Return the mesh of ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
         all axes, outermost first.
 
         Its groups are made here. On GPUs ``init_device_mesh`` would split the world's group, and with it the part for
@@ -121,22 +121,22 @@ class Groups:
 
     @cached_property
     def tensor(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the matrices."""
+        """Ranks that shard the matrices (tensor parallelism)."""
         return self._group(self.layout.peers(("tensor",)))
 
     @cached_property
     def context(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the sequences."""
+        """Ranks that shard the sequences (context parallelism)."""
         return self._group(self.layout.peers(("context",)))
 
     @cached_property
     def pipeline(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the blocks, in order."""
+        """Ranks that hold the pipeline stages, in order."""
         return self._group(self.layout.peers(("pipeline",)))
 
     @cached_property
     def expert(self) -> dist.ProcessGroup | None:
-        """Ranks that divide the experts."""
+        """Ranks that shard the experts (expert parallelism)."""
         layout = self.layout
         firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
         return self._group([list(range(first, first + layout.expert)) for first in firsts])

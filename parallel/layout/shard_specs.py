@@ -1,4 +1,4 @@
-"""Which rank holds which part of every parameter: the only source of it. Pure arithmetic."""
+"""Shard specs: the part of every parameter that each rank holds. Pure arithmetic, and the only source of it."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from serried.parallel.plan import ParallelPlan
 
 
 class Slice(NamedTuple):
-    """One dim of a parameter, divided over the ranks of one or more mesh axes by torch.chunk's rule."""
+    """One dim of a parameter, sharded over the ranks of one or more mesh axes by torch.chunk's rule."""
 
     dim: int
     axes: tuple[str, ...]
@@ -39,7 +39,7 @@ class Box(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def overlap(self, other: "Box") -> "Box":
-        """What both hold; ``numel`` is 0 if there is nothing."""
+        """Return the intersection of both boxes; its ``numel`` is 0 if they do not overlap."""
         starts = tuple(max(ours, theirs) for ours, theirs in zip(self.starts, other.starts, strict=True))
         ends = map(min, self._ends(), other._ends())
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
@@ -55,13 +55,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one parameter (or another tensor of its shape) is divided over the ranks of a layout."""
+    """Sharding of one parameter, or another tensor of its shape, over the ranks of a layout."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     slices: tuple[Slice, ...] = ()
-    """Applied in order, each to what the one before it left. None: every rank holds the whole tensor."""
+    """Slices, applied in order, each to the result of the one before. None: every rank holds the whole tensor."""
     holders: tuple[int, ...] = (0,)
     """Pipeline coordinates that hold it, one for each stage that does."""
     sums_over: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class ShardSpec:
     @property
     def sliced_axes(self) -> tuple[str, ...]:
         """Mesh axes along which ranks hold different parts."""
-        return tuple(axis for each in self.slices for axis in each.axes)
+        return tuple(axis for cut in self.slices for axis in cut.axes)
 
     def box(self, layout: Layout, place: Coordinates) -> Box:
         """The part that the rank at ``place`` holds, which must be one of ``holders``."""
@@ -107,8 +107,8 @@ def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
 
 
 def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> Slice:
-    """The slice of FSDP2, which shards dim 0 of what the ``slices`` before it leave of ``shape``."""
-    if any("expert" in each.axes for each in slices):
+    """Return the slice of FSDP2, which shards dim 0 of the tensor that ``slices`` leave of ``shape``."""
+    if any("expert" in cut.axes for cut in slices):
         return Slice(expert_sharding_dim(shape[0], layout), ("expert_shard",))
     return Slice(0, ("shard", "context"))
 

@@ -1,4 +1,4 @@
-"""Sums over whole parameters that are divided over ranks, for optimizers with means of rows and columns."""
+"""Sums over whole sharded parameters, for optimizers that use means of rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.model import DistributedModel
 
 _Slot = tuple[str, int]
-"""Name of a parameter, and which of the sums over it."""
+"""Name of a parameter, and the number of one of the sums over it."""
 
 
 class Sums:
@@ -20,20 +20,20 @@ class Sums:
 
     def __init__(self, held: Iterable[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:
         """``group``: the ranks of the pipeline stage of ``rank``; None: all ranks."""
-        self._held = {each.tensor: each for each in held}
+        self._held = {shard.tensor: shard for shard in held}
         self._layout, self._rank, self._group = layout, rank, group
 
     @classmethod
     def of(cls, model: DistributedModel) -> "Sums":
-        """Return those of ``model``. A collective of all ranks."""
+        """Return the sums of ``model``. A collective of all ranks."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        trained = (each for each in model.parameters if each.tensor.requires_grad)
+        trained = (shard for shard in model.parameters if shard.tensor.requires_grad)
         return cls(trained, model.layout, rank, model.groups.stage)
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor]) -> "Sums":
-        """Return those of ``parameters`` in one process."""
-        return cls((HeldTensor.whole("", each) for each in parameters), Layout("single"), 0, None)
+        """Return the sums of ``parameters`` in one process."""
+        return cls((HeldTensor.whole("", parameter) for parameter in parameters), Layout("single"), 0, None)
 
     def held(self, parameter: Tensor) -> HeldTensor:
         """Return which part of ``parameter`` this rank holds."""
@@ -73,7 +73,7 @@ class Sums:
 
     def _exchange(self, sums: Sequence[Tensor]) -> None:
         if sums:
-            flat = torch.cat([each.reshape(-1) for each in sums])
+            flat = torch.cat([part.reshape(-1) for part in sums])
             dist.all_reduce(flat, group=self._group)
-            for each, total in zip(sums, flat.split([each.numel() for each in sums]), strict=True):
-                each.copy_(total.view_as(each))
+            for part, total in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
+                part.copy_(total.view_as(part))

@@ -22,7 +22,7 @@ from serried.parallel.layout.shard_specs import Box, ShardSpec
 from serried.parallel.model import DistributedModel
 
 _ROUND_ELEMENTS = 2**25
-"""That a rank owns in a round, unless one matrix is larger: what limits the memory for whole matrices."""
+"""Most bytes of whole matrices that a rank owns in a round, unless one matrix is larger."""
 _EXPERTS = "experts"
 
 Place = tuple[slice, ...]
@@ -32,9 +32,9 @@ class Dealt(NamedTuple):
     """One matrix, and the rank that computes it. Ranks are numbered within those of a pipeline stage."""
 
     parameter: int
-    """Its parameter, by number."""
+    """Number of the parameter."""
     whole: Box
-    """Where it lies in the parameter: all of it, or an entry of a stack."""
+    """Box of the matrix in the parameter: all of it, or an entry of a stack."""
     parts: tuple[tuple[Box, tuple[int, ...]], ...]
     """Boxes of the parameter, which make up the matrix, with the ranks that hold each."""
     owner: int
@@ -42,10 +42,10 @@ class Dealt(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """What this rank does in a round, as (number of a parameter or of an owned matrix, place in it) for each peer."""
+    """Messages of this rank in a round: (number of a parameter or an owned matrix, place in it) for each peer."""
 
     shapes: list[tuple[int, ...]]
-    """Of the matrices that it owns."""
+    """Shapes of the matrices that this rank owns."""
     sent: list[list[tuple[int, Place]]]
     received: list[list[tuple[int, Place]]]
     returned: list[list[tuple[int, Place]]]
@@ -66,29 +66,30 @@ class Matrices:
         of ``rank``; None: all ranks. ``dtype``: in which whole matrices are formed. ``transposed``: names of those that
         are [inputs, outputs]."""
         self.dtype = dtype
-        self._parameters = [each.tensor for each in held]
-        self._shapes = {each.tensor: each.spec.shape[-2:][:: -1 if each.name in transposed else 1] for each in held}
+        self._parameters = [shard.tensor for shard in held]
+        self._shapes = {shard.tensor: shard.spec.shape[-2:][:: -1 if shard.name in transposed else 1] for shard in held}
         self._ranks, self._group = layout.world // layout.pipeline, group
         pipeline, me = divmod(rank, self._ranks)
-        dealt = deal([each.spec for each in held], layout, pipeline)
-        self._rounds = _rounds(dealt, [each.box for each in held], me, self._ranks, layout.block)
+        dealt = deal([shard.spec for shard in held], layout, pipeline)
+        self._rounds = _rounds(dealt, [shard.box for shard in held], me, self._ranks, layout.block)
 
     @classmethod
     def of(cls, model: DistributedModel, blocks: Collection[str], low_dtype: torch.dtype | None) -> "Matrices":
-        """Return those of ``model`` in its ``blocks``, see ``ParallelPlan.blocks_in``. A collective of all ranks.
+        """Return the matrices of ``model`` in its ``blocks``. A collective of all ranks.
 
         They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32. There must be one at least.
         """
         names = matrix_names({name: spec.shape for name, spec in model.specs.items()}, blocks)
-        held = [each for each in model.parameters if each.tensor.requires_grad and each.name in names]
+        held = [shard for shard in model.parameters if shard.tensor.requires_grad and shard.name in names]
         rank = dist.get_rank() if dist.is_initialized() else 0
         dtype = torch.float32 if low_dtype is None else torch.bfloat16  # fp16 has too few exponents for gradients
         return cls(held, model.layout, rank, model.groups.stage, dtype, _transposed(model.modules))
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> "Matrices":
-        """Return those of ``parameters`` of two dims, which are in one process."""
-        held = [HeldTensor.whole("", each) for each in parameters if each.ndim == 2 and each.requires_grad]
+        """Return the matrices among ``parameters``, in one process: the trained ones of two dims."""
+        matrices = (parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad)
+        held = [HeldTensor.whole("", matrix) for matrix in matrices]
         return cls(held, Layout("single"), 0, None, dtype)
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -108,11 +109,11 @@ class Matrices:
         columns] of ``self.dtype`` and returns as many. All ranks must call this together, with all parameters.
         """
         ours = [parts[parameter] for parameter in self._parameters]
-        for each in self._rounds:
-            whole = [ours[0].new_empty(shape, dtype=self.dtype) for shape in each.shapes]
-            self._exchange(_at(ours, each.sent), _at(whole, each.received))
+        for messages in self._rounds:
+            whole = [ours[0].new_empty(shape, dtype=self.dtype) for shape in messages.shapes]
+            self._exchange(_at(ours, messages.sent), _at(whole, messages.received))
             whole = _by_shape(whole, function)
-            self._exchange(_at(whole, each.returned), _at(ours, each.results))
+            self._exchange(_at(whole, messages.returned), _at(ours, messages.results))
 
     def _exchange(self, sent: list[list[Tensor]], received: list[list[Tensor]]) -> None:
         parts = [part.to(self.dtype).reshape(-1) for peer in sent for part in peer]
@@ -140,8 +141,8 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
 
 def _transposed(modules: Iterable[nn.Module]) -> set[str]:
     """Return the names of the weights of ``Conv1D`` layers, which FSDP2 may have wrapped."""
-    named = (each for module in modules for each in module.named_modules())
-    return {f"{name}.weight" for name, each in named if "Conv1D" in (kind.__name__ for kind in type(each).__mro__)}
+    named = (pair for module in modules for pair in module.named_modules())
+    return {f"{name}.weight" for name, module in named if "Conv1D" in (kind.__name__ for kind in type(module).__mro__)}
 
 
 def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Dealt]:
@@ -154,7 +155,7 @@ def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Deal
         for number, spec in enumerate(specs)
         for whole, parts in _parts(replace(spec, name=""), layout, pipeline)
     ]
-    matrices.sort(key=lambda each: -_work(each[1]))
+    matrices.sort(key=lambda matrix: -_work(matrix[1]))
     work, owned = (dict.fromkeys(range(layout.world // layout.pipeline), 0) for _ in range(2))
     dealt = []
     for number, whole, parts in matrices:
@@ -188,29 +189,33 @@ def _work(matrix: Box) -> int:
 
 
 def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, block: int) -> list[_Round]:
-    """Return what rank ``me`` of ``ranks`` does in each round. ``boxes``: what it holds of each parameter; ``block``:
-    ranks that together hold one copy."""
+    """Return the messages of rank ``me`` of ``ranks`` in each round.
+
+    Args:
+        boxes: The part of each parameter that the rank holds.
+        block: Number of ranks that together hold one copy.
+    """
     peers = range(ranks)
     rounds = [
         _Round([], [[] for _ in peers], [[] for _ in peers], [[] for _ in peers], [[] for _ in peers])
-        for _ in range(max((each.round for each in dealt), default=-1) + 1)
+        for _ in range(max((matrix.round for matrix in dealt), default=-1) + 1)
     ]
     for number, whole, parts, owner, which in dealt:
-        each, is_mine = rounds[which], owner == me
+        messages, is_mine = rounds[which], owner == me
         for box, holders in parts:
             source = _source(holders, owner, block)
             ours = (number, box.seen_from(boxes[number]).indices())
-            within = (len(each.shapes), box.seen_from(whole).indices()[-2:])
+            within = (len(messages.shapes), box.seen_from(whole).indices()[-2:])
             if source == me:
-                each.sent[owner].append(ours)
+                messages.sent[owner].append(ours)
             if me in holders:
-                each.results[owner].append(ours)
+                messages.results[owner].append(ours)
             if is_mine:
-                each.received[source].append(within)
+                messages.received[source].append(within)
                 for rank in holders:
-                    each.returned[rank].append(within)
+                    messages.returned[rank].append(within)
         if is_mine:
-            each.shapes.append(whole.sizes[-2:])
+            messages.shapes.append(whole.sizes[-2:])
     return rounds
 
 
@@ -231,7 +236,7 @@ def sent_elements(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> 
                 sent += box.numel * len([rank for rank in holders if rank != 0])
             elif _source(holders, owner, layout.block) == 0:
                 sent += box.numel
-    return sent, 2 * (max((each.round for each in dealt), default=-1) + 1)
+    return sent, 2 * (max((matrix.round for matrix in dealt), default=-1) + 1)
 
 
 def _at(tensors: Sequence[Tensor], peers: Sequence[Sequence[tuple[int, Place]]]) -> list[list[Tensor]]:
@@ -246,6 +251,6 @@ def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
     results = {
         number: result
         for those in numbers.values()
-        for number, result in zip(those, function(torch.stack([matrices[each] for each in those])), strict=True)
+        for number, result in zip(those, function(torch.stack([matrices[index] for index in those])), strict=True)
     }
     return [results[number] for number in range(len(matrices))]

@@ -18,31 +18,31 @@ _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
 """Limits the working memory; on a CPU to its caches, unless that makes more pieces than ``_PIECES_ON_A_CPU``."""
 _PIECES_ON_A_CPU = 4
 _LOST_BITS = 16
-"""Of fp32 that bf16 lacks."""
+"""Mantissa bits of fp32 that bf16 lacks."""
 
 Place = tuple[slice, ...]
-"""Where a piece lies in what a rank holds of a parameter."""
+"""Index of a piece within a rank's part of a parameter."""
 
 
 class Rounding:
-    """Rounds the parameters of a model, of each the part that this rank holds."""
+    """Stochastic rounding of this rank's parts of the parameters of a model."""
 
     def __init__(self, held: Iterable[HeldTensor], seed: int) -> None:
-        self._held = {each.tensor: each for each in held}
-        self._keys = {tensor: _key(seed, each.name) for tensor, each in self._held.items()}
+        self._held = {shard.tensor: shard for shard in held}
+        self._keys = {tensor: _key(seed, shard.name) for tensor, shard in self._held.items()}
 
     @classmethod
     def of(cls, model: DistributedModel, seed: int) -> "Rounding":
-        """Return that of the parameters of ``model``."""
+        """Return the rounding of the parameters of ``model``."""
         return cls(model.parameters, seed)
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], seed: int = 0) -> "Rounding":
-        """Return that of ``parameters`` in one process, all without a name."""
-        return cls((HeldTensor.whole("", each) for each in parameters), seed)
+        """Return the rounding of ``parameters`` in one process, all without a name."""
+        return cls((HeldTensor.whole("", parameter) for parameter in parameters), seed)
 
     def pieces(self, parameter: Tensor) -> Iterator[Place]:
-        """Yield places that together are what this rank holds, each small enough to compute with in fp32."""
+        """Yield the places of pieces that cover this rank's part, each small enough to compute with in fp32."""
         sizes, most = self._held[parameter].box.sizes, _ELEMENTS_AT_ONCE
         if parameter.device.type == "cpu":
             most = min(most, max(_ON_A_CPU, -(-prod(sizes) // _PIECES_ON_A_CPU)))
@@ -66,8 +66,8 @@ class Rounding:
             for start, size in zip(starts or [0], values.shape or [1], strict=True)
         ]
         index = torch.zeros((), dtype=torch.int64, device=values.device)
-        for size, each in zip(held.spec.shape, rows, strict=False):
-            index = index.unsqueeze(-1) * size + each
+        for size, row in zip(held.spec.shape, rows, strict=False):
+            index = index.unsqueeze(-1) * size + row
         of_step = _mixed(step.long() * _ODD + self._keys[parameter])
         keys = _mixed(index * _ODD + of_step).bitwise_right_shift_(32).int()
         bits = keys.unsqueeze(-1) ^ columns.int()

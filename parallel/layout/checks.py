@@ -37,8 +37,13 @@ def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
 
 
 def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
-    """Check what can be known from the configuration; a task without the sections model and data is checked as its
-    model is divided. Raises ``UserError`` if the layout does not fit the model, the sequences or the batch."""
+    """Check the layout against the configuration.
+
+    A task without the sections ``model`` and ``data`` is checked when its model is sharded.
+
+    Raises:
+        UserError: The layout does not fit the model, the sequences or the batch.
+    """
     section = config.parallel
     if section.sync_every_micro_batch and section.strategy == "ddp":
         raise UserError(
@@ -55,23 +60,23 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         )
     if config.precision.gather == "float8" and section.strategy in ("single", "ddp"):
         raise UserError(
-            f"precision.gather=float8 with parallel={section.strategy}, which gathers no weights; use "
+            f"precision.gather=float8 with parallel={section.strategy}: no weights are gathered; use "
             "precision.gather=bf16, or parallel=fsdp"
         )
     if config.adapter.quantize != "none" and layout.tensor > 1:
         raise UserError(
-            f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}, whose ranks would "
-            "divide quantized blocks; use parallel.tensor=1, or adapter.quantize=none"
+            f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}: tensor sharding would "
+            "split quantization blocks; use parallel.tensor=1, or adapter.quantize=none"
         )
     if config.adapter.method == "dora" and layout.tensor > 1:
         raise UserError(
-            f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "
+            f"adapter.method=dora with parallel.tensor={layout.tensor}: DoRA needs the norm of whole rows of a weight; "
             "use parallel.tensor=1, or adapter=lora"
         )
     if config.trainer.evaluate and layout.pipeline * layout.context > 1:
         axis = "pipeline" if layout.pipeline > 1 else "context"
         raise UserError(
-            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}, whose ranks have no logits of whole "
+            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}: no rank has the logits of whole "
             f"sequences; use parallel.{axis}=1, or leave trainer.evaluate out and use lm_eval on an exported model"
         )
     if takes(config.optim, "rounding"):
@@ -82,8 +87,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     is_split = layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
     if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
         raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; traced: 5 times, and 7 % more memory
-            f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}, which would recompute a block for "
-            f"each group of its weights and hold it all, more than without; use {keeps_less[1]}, or "
+            f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: a block would be recomputed for each "
+            f"group of its weights and held whole, which takes more memory; use {keeps_less[1]}, or "
             "parallel.pipeline_schedule=1f1b or interleaved"
         )
     if layout.world == 1 and section.expert > 1:
@@ -153,7 +158,7 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
 def _check_offload(config: RunConfig, layout: Layout) -> None:
     if not layout.is_sharded:
         where = f"parallel={layout.strategy}" if layout.world > 1 else "one process"
-        more = " on more processes" * (layout.world == 1)
+        more = " on more processes" if layout.world == 1 else ""
         raise UserError(
             f"parallel.offload=true with {where}: FSDP2 offloads what it shards; use parallel=fsdp{more}, or "
             "optim.offload=true"
@@ -170,13 +175,14 @@ def _check_offload(config: RunConfig, layout: Layout) -> None:
         )
     if config.precision.gather == "float8":
         raise UserError(
-            "parallel.offload=true with precision.gather=float8, whose scales are computed on the device; use "
+            "parallel.offload=true with precision.gather=float8: its scales are computed on the device; use "
             "precision.gather=bf16"
         )
     if takes(config.optim, "rounding") and config.parallel.sync_every_micro_batch:
         raise UserError(  # torch 2.11 calls the hook that widens a gradient while it is copied to the host
-            f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true, which "
-            "widens gradients on their way; use parallel.sync_every_micro_batch=false, or optim=adamw"
+            f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true: gradients "
+            "would be widened while they are copied to the host; use parallel.sync_every_micro_batch=false, or "
+            "optim=adamw"
         )
 
 
@@ -202,14 +208,14 @@ def _check_bf16_weights(config: RunConfig) -> None:
 def _check_compile(config: RunConfig, layout: Layout) -> None:
     if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
         raise UserError(  # torch frees what a compiled backward has read
-            f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}, which runs the backward of a "
-            "block twice; use parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
+            f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}: the backward of a block runs "
+            "twice; use parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
         )
     keeps_less = config.trainer.keeps_less
     if layout.context > 1 and layout.context_method == "ring" and keeps_less:
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring, whose messages cannot be "
-            f"compiled: use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring: its messages cannot be "
+            f"compiled; use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
         )
 
 
@@ -234,18 +240,21 @@ def _check_tensor(layout: Layout, sizes: Mapping[str, int]) -> None:
 
 
 def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[str, int]) -> None:
-    """Check a model's numbers of ``experts``, by name, and the ``widths`` of each of them that FSDP2 may divide. Raises
-    ``UserError`` if the layout does not fit them."""
+    """Check a model's numbers of ``experts``, by name, and the ``widths`` of an expert that FSDP2 may shard.
+
+    Raises:
+        UserError: The layout does not fit them.
+    """
     for key, count in experts.items():
-        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1]
-        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        fitting = [degree for degree in divisors(math.gcd(layout.block, count)) if degree > 1]
+        instead = " or ".join(f"parallel.expert={degree}" for degree in fitting[:4]) or "parallel.expert=1"
         if count % layout.expert:
             raise UserError(f"parallel.expert={layout.expert} does not divide {key}={count}; use {instead}")
         if layout.block % layout.expert:
             raise UserError(
                 f"parallel.expert={layout.expert} does not divide {layout.block} = shard {layout.shard} x context "
-                f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is not a factor of the "
-                f"processes); use {instead}"
+                f"{layout.context} x tensor {layout.tensor}; experts use these ranks, and the degree is not a "
+                f"factor of the processes; use {instead}"
             )
         if layout.expert > 1:
             _check_expert_shards(layout, count, widths)
@@ -257,7 +266,10 @@ def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[st
 
 
 def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) -> None:
-    """Where FSDP2 cannot deal out the experts of a rank evenly, it divides each of them, which must be even."""
+    """Check the widths of experts if FSDP2 shards each expert.
+
+    It does if the experts of a rank are not a multiple of the ranks that shard them. Its shards must be even.
+    """
 
     def misfit(expert: int) -> str | None:
         shards = layout.block // expert
@@ -266,11 +278,11 @@ def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) 
         )
 
     if key := misfit(layout.expert):
-        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1 and not misfit(each)]
-        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        fitting = [degree for degree in divisors(math.gcd(layout.block, count)) if degree > 1 and not misfit(degree)]
+        instead = " or ".join(f"parallel.expert={degree}" for degree in fitting[:4]) or "parallel.expert=1"
         raise UserError(
             f"parallel.expert={layout.expert} leaves {count // layout.expert} experts on {layout.expert_shard} ranks "
-            f"that shard them, which divide neither them nor {key}={widths[key]}; use {instead}"
+            f"that shard them, and {layout.expert_shard} divides neither them nor {key}={widths[key]}; use {instead}"
         )
 
 
@@ -279,14 +291,15 @@ def _check_sequence(layout: Layout, length: int) -> None:
     if length % parts:
         raise UserError(
             f"data.sequence_length={length} is not a multiple of {parts} = 2 x parallel.context {layout.context}, "
-            f"which takes two parts of it on each rank; use data.sequence_length={_multiple(length, parts)}"
+            f"since each rank takes two parts; use data.sequence_length={_multiple(length, parts)}"
         )
     if layout.sequence and length // layout.context % layout.tensor:
         wanted = layout.tensor * max(parts, layout.context)
         part = f" / parallel.context {layout.context}" if layout.context > 1 else ""
         raise UserError(
-            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, which its ranks "
-            f"divide too; use parallel.sequence=false or data.sequence_length={_multiple(length, wanted)}"
+            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, and "
+            f"parallel.sequence=true shards the sequence; use parallel.sequence=false or "
+            f"data.sequence_length={_multiple(length, wanted)}"
         )
 
 
@@ -307,13 +320,13 @@ def _check_stages(layout: Layout, layers: int | None) -> None:
 def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if config.parallel.sync_every_micro_batch:
         raise UserError(
-            "parallel.sync_every_micro_batch=true with a pipeline, whose schedule reduces gradients at the end of a "
-            "step; use parallel.sync_every_micro_batch=false"
+            "parallel.sync_every_micro_batch=true with a pipeline: gradients are reduced at the end of a step; use "
+            "parallel.sync_every_micro_batch=false"
         )
     if config.parallel.frees_after_forward and layout.schedule in ZERO_BUBBLE_SCHEDULES:
         raise UserError(  # measured: wrong gradients, silently
-            f"parallel.reshard_after_forward=true with parallel.pipeline_schedule={layout.schedule}, which forms "
-            "gradients of weights when FSDP has freed them; use parallel.reshard_after_forward=false"
+            f"parallel.reshard_after_forward=true with parallel.pipeline_schedule={layout.schedule}: "
+            "weight gradients are computed after FSDP has freed the weights; use parallel.reshard_after_forward=false"
         )
     trainer = config.trainer
 
@@ -327,7 +340,7 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
     if fits(accumulation):
         return
     per_rank = trainer.global_batch // layout.data_ranks
-    smaller = [each for each in divisors(per_rank) if each < trainer.micro_batch and fits(per_rank // each)]
+    smaller = [size for size in divisors(per_rank) if size < trainer.micro_batch and fits(per_rank // size)]
     instead = (
         f"trainer.micro_batch={smaller[-1]}"
         if smaller

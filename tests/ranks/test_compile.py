@@ -230,7 +230,7 @@ def test_what_an_evaluation_compiles_is_not_reported(capsys: pytest.CaptureFixtu
         ("trainer.activation_checkpoint=offload", "use trainer.activation_checkpoint=selective, or"),
         (
             "launch.processes=2 parallel=fsdp parallel.pipeline=2 parallel.pipeline_schedule=zbv trainer.micro_batch=1",
-            "trainer.compile=true with parallel.pipeline_schedule=zbv, which runs the backward of a block twice; use",
+            "trainer.compile=true with parallel.pipeline_schedule=zbv: the backward of a block runs twice; use",
         ),
         (
             "launch.processes=2 parallel=fsdp parallel.context=2 parallel.context_method=ring "

@@ -281,7 +281,7 @@ def test_gathering_in_float8_changes_no_bit_with(
         ),
         (
             "precision.scaling=tensorwise precision.gather=float8 parallel=ddp launch.processes=2",
-            "precision.gather=float8 with parallel=ddp, which gathers no weights",
+            "precision.gather=float8 with parallel=ddp: no weights are gathered",
             "precision.gather=bf16, or parallel=fsdp",
         ),
     ],

@@ -76,7 +76,7 @@ def check(arguments: list[str], processes: int) -> None:
             "parallel.pipeline=2 parallel.pipeline_schedule=zbv parallel.reshard_after_forward=true "
             "trainer.micro_batch=1",
             2,
-            "when FSDP has freed them",
+            "after FSDP has freed the weights",
             "parallel.reshard_after_forward=false",
         ),
         ("adapter.rank=4", 1, "adapter.rank=4 has no effect with adapter.method=none", "adapter=lora"),

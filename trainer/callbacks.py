@@ -161,7 +161,7 @@ class Callback:
         """Called once, after the last step or a requested stop. Not called if the run fails."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what a resumed run needs, as plain data: dicts, lists, texts, numbers. Saved in every checkpoint."""
+        """Return the state to resume from as plain data (dicts, lists, texts, numbers). Saved in every checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class Callbacks:
         return {_STATE: states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore the callbacks from a checkpoint's plain data. Returns the names of those that are missing here.
+        """Restore the callbacks from a checkpoint's plain data. Returns the names of missing callbacks.
 
         Raises:
             TrainingFailed: A callback cannot use its state.

@@ -68,7 +68,8 @@ class Rows:
     def feed(self, event: Mapping[str, Any]) -> Iterator[Row]:
         """Process an event; yield the row of the previous step if the event belongs to a later step."""
         self._sum_up(event)
-        values, texts, images = dict(_numbers(event)), _texts(event), self._images(event)
+        values, texts = dict(_numbers(event)), _texts(event)
+        images = self._images(event)
         if not (values or texts or images):
             return
         if self._row is not None and event["step"] > self._row.step:

@@ -58,7 +58,7 @@ class Pulse:
 
     @contextmanager
     def during_callback(self, name: str) -> Iterator[None]:
-        """Inside this context, the phase is that of the callback ``name``.
+        """Set the phase to the callback ``name`` inside this context.
 
         Other ranks wait for it in a step, with the timeout of a step; only in set-up and at the end it may take longer.
         """

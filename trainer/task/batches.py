@@ -75,7 +75,10 @@ def difference(values: Sequence[Any], ids: Sequence[int], where: str = "sample")
 
 
 def _form(value: Any) -> str:
-    """Return what ``default_collate`` needs to be the same in all samples. It mixes numbers and arrays without dims."""
+    """Return the form of ``value``, which ``default_collate`` needs to be the same in all samples.
+
+    It mixes numbers and arrays without dims.
+    """
     if value is None:
         return "None"
     if isinstance(value, Mapping):

@@ -160,16 +160,20 @@ class Taught:
         return None
 
     def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where parameter ``name`` lies in the tensors of ``teacher_folder()``; () for those of no teacher, and
-        ``exported`` returns () for the teacher's."""
+        """Return where parameter ``name`` lies in the tensors of ``teacher_folder()``; () if it belongs to no teacher.
+
+        ``exported`` returns () for the teacher's parameters.
+        """
         del name, shape
         return ()
 
 
 class Compared:
-    """Numbers of the pretrained model that training compares with."""
+    """Numbers of the pretrained model as the reference of training."""
 
     def reference_numbers(self) -> Reference | None:
-        """Return what to compute with the weights in ``pretrained()`` before training; None: nothing. Called after
-        ``open_data``."""
+        """Return the numbers to compute with the weights in ``pretrained()`` before training; None: there are none.
+
+        Called after ``open_data``.
+        """
         return None

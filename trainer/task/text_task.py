@@ -71,11 +71,11 @@ class TextTask(Task):
         raise NotImplementedError(f"{type(self).__name__} must define prompt_ids()")
 
     def text_ids(self, text: str, *, begins: bool) -> Sequence[int]:
-        """Return the token ids of ``text``, behind what the tokenizer puts before a text if it ``begins`` one."""
+        """Return the token ids of ``text``; if it ``begins`` a text, after the ids that the tokenizer puts first."""
         raise NotImplementedError(f"{type(self).__name__} must define text_ids()")
 
     def first_id(self) -> int:
-        """Return the token id that stands before a text that nothing comes before."""
+        """Return the token id that stands before the first token of a text."""
         raise NotImplementedError(f"{type(self).__name__} must define first_id()")
 
     def write(

@@ -72,12 +72,9 @@ def installed(built: Path) -> Path:
 
 @pytest.mark.slow
 def test_release_holds_every_file_of_the_product(built: Path) -> None:
-    def files(folder: Path) -> set[str]:
-        paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        return {f"serried/{path.relative_to(ROOT)}" for path in paths}
-
-    product = {name for folder in TOP_LEVEL for name in files(ROOT / folder)}
-    product |= {f"serried/{path.name}" for path in (ROOT / "serried").glob("*.py")}
+    folders = os.walk(ROOT / "serried", followlinks=True)
+    paths = (Path(folder) / name for folder, _, names in folders for name in names if "__pycache__" not in folder)
+    product = {str(path.relative_to(ROOT)) for path in paths}
     assert len(product) > 300
     (wheel,) = built.glob("serried-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}

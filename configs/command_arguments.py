@@ -9,7 +9,7 @@ from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest, pasteable
-from serried.configs.schema.sections import parse_count
+from serried.configs.schema.fields import parse_count
 
 _Number = TypeVar("_Number", int, float)
 _ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": "tokens", "text": "prompt"}

@@ -13,7 +13,7 @@ _HOMES = {
     "Inputs": "serried.parallel.plan",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",
-    "Section": "serried.configs.schema.sections",
+    "Section": "serried.configs.schema.fields",
     "main": "serried.api",
     "fit": "serried.api",
     "load_model": "serried.api",

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from serried.configs.errors import UserError
-from serried.configs.schema.sections import AUTO, RunConfig
+from serried.configs.schema.fields import AUTO
+from serried.configs.schema.sections import RunConfig
 from serried.launch.sweep.points import Sweep
 from serried.parallel.layout.checks import allowed_micro_batches, checked_layout, with_micro_batch
 from serried.parallel.layout.mesh import Layout, gradient_accumulation, resolve_layout

@@ -18,9 +18,10 @@ from serried.configs.plain_data import NotPlainData, read_if_there, value_at
 from serried.configs.renamed_keys import read_saved_config
 from serried.configs.schema.data import TextRunConfig
 from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.schema.fields import parse_count
 from serried.configs.schema.registry import task_of_model, tasks
 from serried.configs.schema.run_config import check
-from serried.configs.schema.sections import ParallelSection, RunConfig, parse_count
+from serried.configs.schema.sections import ParallelSection, RunConfig
 from serried.records.metrics import METRICS
 from serried.records.status import STATUS
 from serried.runtime.command import typed_command

@@ -12,8 +12,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from serried.configs.errors import UserError
 from serried.configs.messages.keys import check_fields
 from serried.configs.schema.declaration import BUILT_IN, Declaration, declared
+from serried.configs.schema.fields import Section
 from serried.configs.schema.registry import is_built_in_language_task, tasks
-from serried.configs.schema.sections import RunConfig, Section
+from serried.configs.schema.sections import RunConfig
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task

@@ -10,7 +10,8 @@ from functools import partial
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import run_config
-from serried.configs.schema.sections import AUTO, RunConfig
+from serried.configs.schema.fields import AUTO
+from serried.configs.schema.sections import RunConfig
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end

@@ -15,9 +15,9 @@ from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_
 from serried.configs.hugging_face.weight_files import HEAD, has_head_of_its_own
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
+from serried.configs.schema.fields import Size, parse_count
 from serried.configs.schema.models import READ_EARLIER
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import Size, parse_count
 from serried.configs.similar_names import nearest
 
 CONFIG = "config.json"

@@ -12,8 +12,8 @@ from serried.configs.addresses import not_a_path
 from serried.configs.messages.keys import Key, all_keys, is_section, is_source, keys_of, readers
 from serried.configs.messages.suggestions import listing, nearest_choice, unknown_key, unknown_section
 from serried.configs.plain_data import flatten, value_at
+from serried.configs.schema.fields import NOT_IN_32_BITS
 from serried.configs.schema.run_config import CHOSEN
-from serried.configs.schema.sections import NOT_IN_32_BITS
 
 _LONGEST_VALUE = 80
 

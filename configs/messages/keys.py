@@ -17,8 +17,9 @@ from pydantic.json_schema import SkipJsonSchema
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.schema.data import names_of_singles
+from serried.configs.schema.fields import NAME_PATTERN, Section
 from serried.configs.schema.run_config import CHOSEN, base_schema, chosen_in, registered_sections
-from serried.configs.schema.sections import NAME_PATTERN, RunConfig, Section
+from serried.configs.schema.sections import RunConfig
 
 _WORDS = {
     "integer": ("a whole number", "8"),

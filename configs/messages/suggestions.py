@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from serried.configs.messages.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
 from serried.configs.renamed_keys import RENAMED
+from serried.configs.schema.fields import parse_count
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.run_config import CHOSEN
-from serried.configs.schema.sections import parse_count
 from serried.configs.similar_names import nearest
 
 Groups = Mapping[str, Sequence[str]]

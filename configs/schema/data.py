@@ -13,22 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 
+from serried.configs.schema.fields import NAME_PATTERN, Count, LocalPath, Number, PathText, Section, Size
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import Entry, Registry
-from serried.configs.schema.sections import (
-    COMPARES_NOTHING,
-    DEFAULT_VALIDATION,
-    NAME_PATTERN,
-    TRAINING,
-    Count,
-    LoadingSection,
-    LocalPath,
-    Number,
-    PathText,
-    RunConfig,
-    Section,
-    Size,
-)
+from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION, TRAINING, LoadingSection, RunConfig
 
 _DIVIDED = ("hf", "stdlib", "text")
 """Sources that keep nothing for validation but what the config says; others may bring a part of their own."""

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serried.configs.schema.sections import Section
+from serried.configs.schema.fields import Section
 
 FOLDER = Path(__file__).resolve().parents[1]
 """The YAML files that are shipped."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from serried.configs.schema.sections import Count, PathText, Section, Size
+from serried.configs.schema.fields import Count, PathText, Section, Size
 from serried.configs.schema.transformers_defaults import ALIASES, DEFAULTS, NOT_NULL, VERSION
 
 

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from serried.configs.errors import UserError
+from serried.configs.schema.fields import Section
 from serried.configs.schema.models import ModelSection
-from serried.configs.schema.sections import OptimSection, ScheduleSection, Section, TaskSection
+from serried.configs.schema.sections import OptimSection, ScheduleSection, TaskSection
 from serried.configs.similar_names import nearest
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])

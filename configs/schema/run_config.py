@@ -10,8 +10,9 @@ from pydantic import create_model
 
 from serried.configs.schema.data import TextRunConfig, sources
 from serried.configs.schema.declaration import declared
+from serried.configs.schema.fields import Section
 from serried.configs.schema.registry import Registry, models, optimizers, schedules, tasks
-from serried.configs.schema.sections import RunConfig, Section, TaskSection
+from serried.configs.schema.sections import RunConfig, TaskSection
 
 Config = TypeVar("Config", bound=RunConfig)
 

@@ -1,178 +1,37 @@
-"""Every configuration key.
+"""The sections of every run, and ``RunConfig``, which holds them.
+
+Types of keys are in ``fields.py``, the sections of data in ``data.py``, of model families in ``models.py`` and in
+``recipes/models/``, of Slurm in ``slurm.py``.
 
 Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
 nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.layout.mesh``; checks that
 need files live with the code that opens them.
 """
 
-import ast
-import functools
-import inspect
-import itertools
 import math
-import re
-import shlex
-import textwrap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, field_validator
 
-from serried.configs.addresses import has_password, is_address, without_password
-
-NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
-"""Names of sources and validation sets."""
-
-_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-
-
-def refuse_switch(value: Any) -> Any:
-    """Turn true and false into words, which are not numbers: pydantic would read them as 1 and 0."""
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def parse_count(value: Any) -> Any:
-    """Turn ``1e3``, ``"10k"``, ``"2M"`` or ``"1.5B"`` into an integer; anything else is left to pydantic to judge."""
-    if isinstance(value, bool):
-        return refuse_switch(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str):
-        match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtT]?)", value.strip())
-        if match:
-            if match[1].lstrip("+-").replace("_", "").isdigit():  # exact where a float would round
-                return int(match[1]) * _SUFFIXES[match[2].lower()]
-            number = float(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
-            if number.is_integer():
-                return int(number)
-    return value
-
-
-Count = Annotated[int, BeforeValidator(parse_count)]
-"""A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
-PositiveCount = Annotated[Count, Field(ge=1, le=10**10)]
-"""A number of steps, minutes, documents or machines."""
-CountOrZero = Annotated[Count, Field(ge=0, le=10**10)]
-Size = Annotated[Count, Field(ge=1, le=10**7)]
-"""A dimension of a tensor. Larger ones overflow inside torch."""
-DerivedSize = Annotated[
-    Size, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"type": "null"}]})
-]
-"""A size that the section fills in when it is null."""
-Degree = Annotated[Count, Field(ge=-1, le=10**6)]
-
-AUTO = 0
-"""``trainer.micro_batch=auto`` before it is chosen; configurations are written with the word."""
-
-
-def _count_or_auto(value: Any, count: ValidatorFunctionWrapHandler) -> Any:
-    return AUTO if value == "auto" else count(value)
-
-
-CountOrAuto = Annotated[
+from serried.configs.addresses import has_password, without_password
+from serried.configs.schema.fields import (
+    Count,
+    CountOrAuto,
+    CountOrZero,
+    Degree,
+    LocalPath,
+    Number,
+    PathText,
+    PositiveCount,
+    Seconds,
+    Section,
     Size,
-    WrapValidator(_count_or_auto),
-    PlainSerializer(lambda count: count or "auto"),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"const": "auto"}]}),
-]
+)
+from serried.configs.schema.slurm import SlurmSection
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 """Of a pipeline."""
-
-NOT_IN_32_BITS = "not_in_32_bits"
-"""Type of the error of a number that would become 0 or infinite."""
-
-
-def _refuse_unheld(value: Any) -> Any:
-    """Refuse a number that no 32-bit float holds: in a computation it would become 0 or infinite."""
-    if isinstance(value, float) and math.isfinite(value) and value and not 1.2e-38 < abs(value) < 3.4e38:
-        raise PydanticCustomError(NOT_IN_32_BITS, "not in 32 bits")
-    return refuse_switch(value)
-
-
-Number = Annotated[float, BeforeValidator(_refuse_unheld)]
-"""A real number; true and false are not."""
-Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
-
-
-def _refuse_address(value: Any) -> Any:
-    if isinstance(value, str) and is_address(value):
-        raise PydanticCustomError("address", "is an address")  # ``explain`` has the words
-    return value
-
-
-LocalPath = Annotated[Path, BeforeValidator(_refuse_address)]
-"""A file or folder."""
-PathText = Annotated[str, BeforeValidator(_refuse_address)]
-"""A file, folder, glob or name on the Hub."""
-
-
-class Section(BaseModel):
-    """Base class of all sections of the configuration: frozen, and a key that is not declared is an error.
-
-    Example::
-
-        class Config(serried.Section):
-            width: int = 64  # the key task.width
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    free: ClassVar[Sequence[str]] = ()
-    """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""
-    by_content: ClassVar[Sequence[str]] = ()
-    """Free fields that name something, such as data, of which the content is compared on resume."""
-
-    @classmethod
-    @functools.cache
-    def purposes(cls) -> dict[str, str]:
-        """Return the docstring of each field, read from the source: pydantic's ``use_attribute_docstrings`` would parse
-        every section at every start, and only help texts and tables show them."""
-        own = [_docstrings(base) for base in reversed(cls.__mro__) if issubclass(base, Section) and base is not Section]
-        return {name: text for docstrings in own for name, text in docstrings.items()}
-
-    @classmethod
-    def has_free(cls, field: str, *, by_content: bool = False) -> bool:
-        """Return whether ``field`` is among the ``free`` (or ``by_content``) fields of the section or of a base."""
-        kinds = ("by_content",) if by_content else ("free", "by_content")
-        return any(field in vars(base).get(kind, ()) for base in cls.__mro__ for kind in kinds)
-
-    def _mistakes(self) -> Iterator[str]:
-        """Yield a sentence for each contradiction between values, with an override that resolves it."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _values_agree(self) -> Self:
-        for mistake in self._mistakes():
-            raise ValueError(mistake)
-        return self
-
-
-def _docstrings(section: type) -> dict[str, str]:
-    """Return the string below each field of the class body; empty without source, as of a class that a run composes."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    statements = body.body if isinstance(body, ast.ClassDef) else []
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(statements)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
 
 
 class RunSection(Section):
@@ -186,16 +45,13 @@ class RunSection(Section):
 
 TRAINING = "train"
 """Name of the training data among the data sets of a recipe."""
-
 DEFAULT_VALIDATION = "validation"
 """Name of the validation set taken from the training data."""
-
 COMPARES_NOTHING = (
     "compares evaluations on what is kept back from training, and data.validation_fraction=0 keeps nothing; use "
     "data.validation_fraction=0.05"
 )
 """What follows a key in its refusal where a run ``lacks_validation``."""
-
 WHOLE = "all of data"
 """Name of all documents together, without a validation part; names that users choose have no blanks."""
 
@@ -634,121 +490,6 @@ class TrackSection(Section):
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN for a server, "
                 "PGPASSWORD or MYSQL_PWD for a database"
             )
-
-
-_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
-
-
-MOST_SIGNAL_SECONDS = 65535
-"""Of sbatch."""
-_SIGNAL_SECONDS = 120
-
-
-class SlurmSection(Section):
-    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
-
-    partition: _Word | None = None
-    """Partition, or several separated by commas, quoted."""
-    account: _Word | None = None
-    """Account to charge."""
-    qos: _Word | None = None
-    """Quality of service."""
-    reservation: _Word | None = None
-    """Reservation to run in."""
-    time_minutes: PositiveCount | None = None
-    """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
-    gpus_per_node: PositiveCount | None = None
-    """GPUs on each node; ``launch.processes`` follows it."""
-    gpu_type: _Word | None = None
-    """Type of these GPUs, on clusters with several: ``a100``."""
-    cpus_per_node: PositiveCount | None = None
-    """CPU cores on each node."""
-    memory: _Word | None = None
-    """Memory on each node, as sbatch writes it: ``64G``."""
-    constraint: _Word | None = None
-    """Required node features."""
-    exclude: _Word | None = None
-    """Nodes to exclude, as ``serried preflight`` prints them."""
-    dependency: _Word | None = None
-    """Jobs to wait for: ``afterok:123``."""
-    array_concurrency: PositiveCount | None = None
-    """Runs of a sweep (``-m``) at a time; all when null."""
-    options: str | None = None
-    """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
-    modules: str | None = None
-    """Environment modules to load, separated by spaces."""
-    setup: str | None = None
-    """Shell commands to run on the first node before training; their exports reach all nodes: ``source /opt/env.sh;
-    export NCCL_DEBUG=INFO``."""
-    container: str | None = None
-    """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
-    python: PathText | None = None
-    """Python interpreter on the nodes; when null, the interpreter that submits the job."""
-    interface: _Word | None = None
-    """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
-    requeue: bool = True
-    """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
-    signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
-    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time of
-    three steps and a save if that is known and longer; at most half of ``time_minutes``."""
-    dry_run: bool = False
-    """Print the script and stop."""
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
-            yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
-        if self.gpu_type and ":" in self.gpu_type:
-            kind, _, number = self.gpu_type.partition(":")
-            yield f"slurm.gpu_type={self.gpu_type}: use slurm.gpu_type={kind} slurm.gpus_per_node={number}"
-        elif self.gpu_type and self.gpus_per_node is None:
-            yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
-        yield from _wrong_options(self.options)
-        limit = self.time_minutes and self.time_minutes * 60
-        if limit and self.signal_seconds and self.signal_seconds >= limit:
-            yield (
-                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
-                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
-            )
-
-    def signals_before(self, needed_seconds: float = 0.0) -> int:
-        """Return ``signal_seconds``; if that is null, what leaves ``needed_seconds`` to stop."""
-        if self.signal_seconds is not None:
-            return self.signal_seconds
-        most = min(30 * self.time_minutes, MOST_SIGNAL_SECONDS) if self.time_minutes else MOST_SIGNAL_SECONDS
-        return min(max(_SIGNAL_SECONDS, math.ceil(needed_seconds)), most)
-
-
-_KEYS_OF_SBATCH = {
-    "job-name": "run.name", "output": "run.dir", "nodes": "launch.nodes", "gpus-per-node": "slurm.gpus_per_node",
-    "gres": "slurm.gpus_per_node", "cpus-per-task": "slurm.cpus_per_node", "mem": "slurm.memory",
-    "time": "slurm.time_minutes", "signal": "slurm.signal_seconds", "array": "slurm.array_concurrency",
-    "no-requeue": "slurm.requeue",
-    **{name: f"slurm.{name}" for name in (
-        "partition", "account", "qos", "reservation", "constraint", "exclude", "dependency", "requeue",
-    )},
-}  # fmt: skip
-"""Options of sbatch that have a key."""
-_NO_JOB_OF_OURS = (
-    "help", "ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "usage", "version", "wait", "wrap",
-)  # fmt: skip
-"""Options with which sbatch would run something else, or print something else than the job's number."""
-
-
-def _wrong_options(options: str | None) -> Iterator[str]:
-    """Yield what is wrong with ``slurm.options``."""
-    try:
-        words = shlex.split(options or "")
-    except ValueError as error:
-        yield f"slurm.options={options} cannot be split into words: {error}; e.g. slurm.options=--exclusive"
-        return
-    for word in words:
-        name = word.partition("=")[0].removeprefix("--")
-        if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
-            yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
-        elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
-            yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
-        elif name in _NO_JOB_OF_OURS:
-            yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"
 
 
 class PlanSection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from serried.configs.schema.sections import Count, Number, PathText, Section, Size
+from serried.configs.schema.fields import Count, Number, PathText, Section, Size
 
 
 class SampledSection(Section):

@@ -18,7 +18,8 @@ from optuna.trial import TrialState
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.messages.keys import all_keys
-from serried.configs.schema.sections import COMPARES_NOTHING, parse_count
+from serried.configs.schema.fields import parse_count
+from serried.configs.schema.sections import COMPARES_NOTHING
 from serried.launch.sweep.arguments import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name, values_of
 from serried.launch.sweep.points import Evaluate, Point, Sweep, labels
 from serried.launch.sweep.summary import read_summary

@@ -12,7 +12,8 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXI
 from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, parse_yaml, value_at
 from serried.configs.renamed_keys import read_saved_config_if_there
-from serried.configs.schema.sections import AUTO, RunConfig
+from serried.configs.schema.fields import AUTO
+from serried.configs.schema.sections import RunConfig
 from serried.launch.local.processes import NotedSignals
 from serried.launch.slurm.batch_script import submit
 from serried.launch.slurm.queue import jobs_of, queued_before_another

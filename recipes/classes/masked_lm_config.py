@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import tasks
-from serried.configs.schema.sections import Number
 from serried.configs.schema.tasks import TextsSection
 
 

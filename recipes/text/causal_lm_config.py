@@ -2,8 +2,9 @@
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import tasks
-from serried.configs.schema.sections import Number, TaskSection
+from serried.configs.schema.sections import TaskSection
 
 
 class CausalLMSection(TaskSection):

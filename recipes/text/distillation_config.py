@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number, PathText
 from serried.configs.schema.registry import tasks
-from serried.configs.schema.sections import Number, PathText, TaskSection
+from serried.configs.schema.sections import TaskSection
 
 
 class DistillationSection(TaskSection):

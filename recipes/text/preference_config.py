@@ -5,8 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import tasks
-from serried.configs.schema.sections import Number, TaskSection
+from serried.configs.schema.sections import TaskSection
 from serried.recipes.text.pair_task_config import PAIR_METRICS, mistakes_of_sequence_shards
 
 _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}

@@ -17,7 +17,8 @@ from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.hugging_face.model_folder import architecture_of
 from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import read_json
-from serried.configs.schema.sections import RunConfig, parse_count
+from serried.configs.schema.fields import parse_count
+from serried.configs.schema.sections import RunConfig
 from serried.runtime.process import say
 from serried.saved import (
     Saved,

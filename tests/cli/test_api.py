@@ -21,8 +21,9 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.schema.declaration import declaring
+from serried.configs.schema.fields import Section
 from serried.configs.schema.registry import optimizers, register_optimizer, tasks
-from serried.configs.schema.sections import LaunchSection, Section
+from serried.configs.schema.sections import LaunchSection
 from serried.runtime.command import remember_flags, remember_words
 from serried.runtime.console import Console
 from serried.runtime.session import Session

@@ -25,8 +25,8 @@ from serried.configs.messages.keys import _keys_of, all_keys, check_fields
 from serried.configs.messages.suggestions import unknown_key
 from serried.configs.requirements import asked_for
 from serried.configs.schema.declaration import BUILT_IN, declaring
+from serried.configs.schema.fields import Section
 from serried.configs.schema.run_config import check, config_yaml
-from serried.configs.schema.sections import Section
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.task_class import installed
 from tools.key_tables import key_tables

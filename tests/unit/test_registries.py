@@ -38,7 +38,7 @@ def test_every_built_in_entry_loads(name: str) -> None:
 
 PACKAGE = """
 from serried.configs.schema.registry import Registry
-from serried.configs.schema.sections import Section
+from serried.configs.schema.fields import Section
 
 class ShapeSection(Section):
     name: str = "square"

@@ -18,8 +18,9 @@ from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import NotPlainData, expanded, flatten, value_at
 from serried.configs.renamed_keys import read_saved_config
+from serried.configs.schema.fields import AUTO, Section
 from serried.configs.schema.run_config import CHOSEN
-from serried.configs.schema.sections import AUTO, RunConfig, Section
+from serried.configs.schema.sections import RunConfig
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest

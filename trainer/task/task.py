@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema.sections import RunConfig, Section
+from serried.configs.schema.fields import Section
+from serried.configs.schema.sections import RunConfig
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.trainer.callbacks import Event
 from serried.trainer.task.batches import default_batch, difference, no_batch

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import SourceSection, register_source
-from serried.configs.schema.sections import PathText
+from serried.configs.schema.fields import PathText
 from serried.recipes.data.readers.files import assignment, ending_of, kind_of
 from serried.recipes.data.readers.find_files import check_path, find_files
 from serried.recipes.data.readers.json_parquet_rows import Column, RowFiles, holds_rows

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from serried.configs.plain_data import expanded
 from serried.configs.schema.data import DataSection, SourceSection, sources
-from serried.configs.schema.sections import PathText
+from serried.configs.schema.fields import PathText
 from serried.recipes.data.readers.find_files import check_path
 
 

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number, Size
 from serried.configs.schema.models import completed, refuse_unless
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import Number, Size
 from serried.recipes.models.families.llama_config import LlamaSection, MistralSection
 
 

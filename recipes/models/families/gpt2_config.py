@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from serried.configs.divisors import nearest_divisors
+from serried.configs.schema.fields import Count, DerivedSize, Number, Size, parse_count
 from serried.configs.schema.models import ModelSection, completed, keys_named, refuse_unless, use_nearest
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import Count, DerivedSize, Number, Size, parse_count
 
 
 class GPT2Section(ModelSection):

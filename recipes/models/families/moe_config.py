@@ -5,9 +5,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Count, Number, Size
 from serried.configs.schema.models import completed, keys_named, refuse_unless
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import Count, Number, Size
 from serried.recipes.models.families.llama_config import LlamaSection, rope_of
 
 _FORMS: Mapping[str, Mapping[str, Any]] = {

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import register_optimizer
-from serried.configs.schema.sections import Number, OptimSection
+from serried.configs.schema.sections import OptimSection
 
 
 class LionSection(OptimSection):

@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import register_optimizer
-from serried.configs.schema.sections import Number, OptimSection
+from serried.configs.schema.sections import OptimSection
 
 
 class MuonSection(OptimSection):

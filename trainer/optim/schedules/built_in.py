@@ -4,8 +4,9 @@ import math
 
 from pydantic import Field
 
+from serried.configs.schema.fields import Number
 from serried.configs.schema.registry import register_schedule
-from serried.configs.schema.sections import Number, ScheduleSection
+from serried.configs.schema.sections import ScheduleSection
 
 
 class ConstantSection(ScheduleSection):

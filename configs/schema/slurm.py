@@ -1,0 +1,123 @@
+"""The section ``slurm``: the job that a run is submitted as."""
+
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from serried.configs.schema.fields import PathText, PositiveCount, Section
+
+_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
+MOST_SIGNAL_SECONDS = 65535
+"""Limit of sbatch's ``--signal``."""
+_SIGNAL_SECONDS = 120
+
+
+class SlurmSection(Section):
+    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+
+    partition: _Word | None = None
+    """Partition, or several separated by commas, quoted."""
+    account: _Word | None = None
+    """Account to charge."""
+    qos: _Word | None = None
+    """Quality of service."""
+    reservation: _Word | None = None
+    """Reservation to run in."""
+    time_minutes: PositiveCount | None = None
+    """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
+    gpus_per_node: PositiveCount | None = None
+    """GPUs on each node; ``launch.processes`` follows it."""
+    gpu_type: _Word | None = None
+    """Type of these GPUs, on clusters with several: ``a100``."""
+    cpus_per_node: PositiveCount | None = None
+    """CPU cores on each node."""
+    memory: _Word | None = None
+    """Memory on each node, as sbatch writes it: ``64G``."""
+    constraint: _Word | None = None
+    """Required node features."""
+    exclude: _Word | None = None
+    """Nodes to exclude, as ``serried preflight`` prints them."""
+    dependency: _Word | None = None
+    """Jobs to wait for: ``afterok:123``."""
+    array_concurrency: PositiveCount | None = None
+    """Runs of a sweep (``-m``) at a time; all when null."""
+    options: str | None = None
+    """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
+    modules: str | None = None
+    """Environment modules to load, separated by spaces."""
+    setup: str | None = None
+    """Shell commands to run on the first node before training; their exports reach all nodes: ``source /opt/env.sh;
+    export NCCL_DEBUG=INFO``."""
+    container: str | None = None
+    """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
+    python: PathText | None = None
+    """Python interpreter on the nodes; when null, the interpreter that submits the job."""
+    interface: _Word | None = None
+    """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
+    requeue: bool = True
+    """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
+    signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
+    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time of
+    three steps and a save if that is known and longer; at most half of ``time_minutes``."""
+    dry_run: bool = False
+    """Print the script and stop."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
+            yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
+        if self.gpu_type and ":" in self.gpu_type:
+            kind, _, number = self.gpu_type.partition(":")
+            yield f"slurm.gpu_type={self.gpu_type}: use slurm.gpu_type={kind} slurm.gpus_per_node={number}"
+        elif self.gpu_type and self.gpus_per_node is None:
+            yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
+        yield from _wrong_options(self.options)
+        limit = self.time_minutes and self.time_minutes * 60
+        if limit and self.signal_seconds and self.signal_seconds >= limit:
+            yield (
+                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
+                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
+            )
+
+    def signals_before(self, needed_seconds: float = 0.0) -> int:
+        """Return ``signal_seconds``; if that is null, what leaves ``needed_seconds`` to stop."""
+        if self.signal_seconds is not None:
+            return self.signal_seconds
+        most = min(30 * self.time_minutes, MOST_SIGNAL_SECONDS) if self.time_minutes else MOST_SIGNAL_SECONDS
+        return min(max(_SIGNAL_SECONDS, math.ceil(needed_seconds)), most)
+
+
+_KEYS_OF_SBATCH = {
+    "job-name": "run.name", "output": "run.dir", "nodes": "launch.nodes", "gpus-per-node": "slurm.gpus_per_node",
+    "gres": "slurm.gpus_per_node", "cpus-per-task": "slurm.cpus_per_node", "mem": "slurm.memory",
+    "time": "slurm.time_minutes", "signal": "slurm.signal_seconds", "array": "slurm.array_concurrency",
+    "no-requeue": "slurm.requeue",
+    **{name: f"slurm.{name}" for name in (
+        "partition", "account", "qos", "reservation", "constraint", "exclude", "dependency", "requeue",
+    )},
+}  # fmt: skip
+"""Options of sbatch that have a key."""
+_NO_JOB_OF_OURS = (
+    "help", "ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "usage", "version", "wait", "wrap",
+)  # fmt: skip
+"""Options with which sbatch would run something else, or print something else than the job's number."""
+
+
+def _wrong_options(options: str | None) -> Iterator[str]:
+    """Yield what is wrong with ``slurm.options``."""
+    try:
+        words = shlex.split(options or "")
+    except ValueError as error:
+        yield f"slurm.options={options} cannot be split into words: {error}; e.g. slurm.options=--exclusive"
+        return
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
+            yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
+        elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
+            yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
+        elif name in _NO_JOB_OF_OURS:
+            yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"

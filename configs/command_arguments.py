@@ -54,7 +54,7 @@ def pairs(
     words: Sequence[str], command: str, keys: Sequence[str], *, reads_overrides: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Sort ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
-    that of the run. Raises ``UserError`` if some words are neither; names all."""
+    the run folder. Raises ``UserError`` if some words are neither; names all."""
     given: dict[str, str] = {}
     overrides: list[str] = []
     mistakes: list[str] = []

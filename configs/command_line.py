@@ -88,7 +88,7 @@ class _Unknown(NamedTuple):
     """A word with an unknown key. The sentence may need the rest of the config."""
 
     word: str
-    """As typed, if it is not ``key=value``; else empty."""
+    """The word as typed if it is not ``key=value``, else empty."""
     key: str
     value: str
 
@@ -127,11 +127,14 @@ class CommandLine:
         return self
 
     def sentences(self, plain: Mapping[str, Any]) -> list[str]:
-        """Return the mistakes. ``plain``: what the accepted overrides compose to, if known, for figures in them."""
+        """Return a sentence for each mistake.
+
+        ``plain``: the config that the accepted overrides compose to, if known, for figures in the sentences.
+        """
         known = other_names().keys
-        unknown = [each for each in self.mistakes if isinstance(each, _Unknown) and squeezed(each.key) in known]
-        at = flatten(plain) | {known[squeezed(each.key)][0]: each.value for each in unknown}
-        return [each if isinstance(each, str) else self._sentence(each, at) for each in self.mistakes]
+        unknown = [word for word in self.mistakes if isinstance(word, _Unknown) and squeezed(word.key) in known]
+        at = flatten(plain) | {known[squeezed(word.key)][0]: word.value for word in unknown}
+        return [word if isinstance(word, str) else self._sentence(word, at) for word in self.mistakes]
 
     def _sentence(self, unknown: _Unknown, at: Mapping[str, Any]) -> str:
         word, key, value = unknown

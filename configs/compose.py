@@ -1,4 +1,4 @@
-"""From the command line and the YAML files beside this one to a checked ``RunConfig``.
+"""Compose the command line and the YAML files of this package into a checked ``RunConfig``.
 
 Hydra composes, pydantic checks, and all mistakes are reported at once, a sentence each. Keys are looked up in the
 schema before Hydra sees anything: it gets the choices of groups only, and values are set in what it composes.
@@ -53,7 +53,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
     beside = _defaults_beside(given, argv)
     if wrong := CommandLine(groups).read(beside).sentences({}):
-        _refuse([each.replace("(command line)", "(defaults of the task)") for each in wrong])
+        _refuse([sentence.replace("(command line)", "(defaults of the task)") for sentence in wrong])
     line = CommandLine(groups).read([*beside, *argv])
     plain: dict[str, Any] = {}
     preset: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _unknown_changes(config: RunConfig) -> list[str]:
     for name in () if isinstance(allowed, bool) else allowed:
         if name not in all_keys() and not is_section(name):
             names = [RENAMED[name]] if name in RENAMED else nearest_keys(name, all_keys())
-            near = [pasteable(key, f"[{each}]") for each in names]
+            near = [pasteable(key, f"[{other}]") for other in names]
             hint = f"did you mean {' or '.join(near)}?" if near else f"e.g. {all_keys()[key].example}"
             found.append(f"{key}=[{name}]: there is no key {name}; {hint}")
     return found
@@ -91,7 +91,7 @@ def _with_fitting_length(plain: dict[str, Any], given: Collection[str]) -> dict[
     model, data = plain.get("model"), plain.get("data")
     if "data.sequence_length" in given or not isinstance(model, dict) or not isinstance(data, dict):
         return plain
-    longest, length = (parse_count(each) for each in (model.get("max_sequence_length"), data.get("sequence_length")))
+    longest, length = (parse_count(count) for count in (model.get("max_sequence_length"), data.get("sequence_length")))
     is_longer = isinstance(longest, int) and isinstance(length, int) and 0 < longest < length
     return plain | {"data": data | {"sequence_length": longest}} if is_longer else plain
 
@@ -137,7 +137,7 @@ def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
         for folder in declared().config_dirs:
             content = read_if_there(folder / "recipe" / f"{name}.yaml")
             keys |= flatten(content).keys()
-            names += [each for each in content.get("defaults") or [] if isinstance(each, str) and each not in names]
+            names += [name for name in content.get("defaults") or [] if isinstance(name, str) and name not in names]
     return keys
 
 
@@ -286,7 +286,7 @@ def _stamp() -> object:
 
 @functools.lru_cache(maxsize=64)  # of a sweep, most runs choose the same files
 def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) -> tuple[Any, Any]:
-    """Return what the YAML files hold, and the choices, as plain data. ``stamp`` changes with the files."""
+    """Return the content of the YAML files and the choices, as plain data. ``stamp`` changes with the files."""
     del stamp
     with initialize_config_dir(str(folder), version_base=None):
         config = hydra_compose(root, list(words), return_hydra_config=True)
@@ -296,7 +296,7 @@ def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) 
 
 
 def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) -> None:
-    """Set the names of what is chosen, and the values of the command line."""
+    """Set the names of the chosen optimizer, model, ... and the values of the command line."""
     for group, choice in choices.items():
         for file in (folder / group / f"{choice}.yaml" for folder in declared().config_dirs):
             if file.is_file() and file.read_bytes().startswith(BOM_UTF8):
@@ -335,7 +335,7 @@ def _for_hydra(line: CommandLine) -> tuple[str, ...]:
         f"{group}={choice if group not in CHOSEN or choice in files.get(group, ()) else '[]'}"
         for group, choice in line.choices.items()
     ]
-    urls = (QuotedString(text=f"file://{each}", quote=Quote.double).with_quotes() for each in declared().config_dirs)
+    urls = (QuotedString(text=f"file://{path}", quote=Quote.double).with_quotes() for path in declared().config_dirs)
     return (*words, f"hydra.searchpath=[{','.join(urls)}]")
 
 
@@ -343,7 +343,7 @@ def _origins(line: CommandLine) -> Origins:
     """Return the origins of the values of a composed config."""
     shipped, folders = declared().shipped, declared().folders
     defaults = _defaults_list(declared().root, shipped, _for_hydra(line), _stamp())
-    files = [(each / f"{path}.yaml", package) for path, package in defaults for each in folders]
+    files = [(folder / f"{path}.yaml", package) for path, package in defaults for folder in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.
     typed = {key: value for key, value in line.typed.items() if key not in line.choices}
     return Origins(typed, [(file, section) for file, section in files if file.exists()], shipped.parent)
@@ -374,8 +374,8 @@ def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
     found = re.match(r"In '(.+?)': *(.*)", str(error).strip(), re.DOTALL)
     file, text = f"a file in {folder}", str(error)
     if found:
-        own = (each / f"{found[1]}.yaml" for each in declared().config_dirs)
-        file, text = str(next((each for each in own if each.is_file()), f"{folder}/{found[1]}.yaml")), found[2]
+        own = (path / f"{found[1]}.yaml" for path in declared().config_dirs)
+        file, text = str(next((path for path in own if path.is_file()), f"{folder}/{found[1]}.yaml")), found[2]
     if group_name := re.match(r"Could not override '(.+?)'", text):
         near = nearest(group_name[1], list(groups)) or groups
         return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"

@@ -40,7 +40,7 @@ class TrainingFailed(Exception):
     """Training cannot continue, for a reason that a traceback would not explain. One line, exit code 70."""
 
     def _render_traceback_(self) -> list[str]:
-        """As that of ``UserError``."""
+        """Show one line in a notebook instead of a traceback, like ``UserError``."""
         return [f"failed: {self}"]
 
 

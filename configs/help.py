@@ -45,7 +45,7 @@ def files_of() -> dict[str, list[str]]:
         found.setdefault(path.parent.name, []).append(path.stem)
     own = () if declared().sections else ("model", "data")
     if not declared().sections:  # the shipped recipes are for the built-in tasks
-        found["recipe"] = [path.stem for each in declared().config_dirs for path in each.glob("recipe/*.yaml")]
+        found["recipe"] = [path.stem for folder in declared().config_dirs for path in folder.glob("recipe/*.yaml")]
     return {group: names for group, names in found.items() if names and group not in own}
 
 

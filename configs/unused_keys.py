@@ -1,4 +1,4 @@
-"""Which keys a run reads, and the note on a key that the user typed and that nothing will read.
+"""Keys that a run reads, and notes on typed keys that it does not read.
 
 A key that only another optimizer, source or model family reads is refused by ``configs.messages.invalid_values``,
 and a contradiction by ``_mistakes`` of a section. A key that can be meant, as in a script that serves several runs,
@@ -15,7 +15,7 @@ from serried.configs.messages.invalid_values import shown
 
 
 class Run(NamedTuple):
-    """What decides which keys are read."""
+    """The settings of a run that decide which keys it reads."""
 
     config: Any
     layout: Any
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
     @property
     def own(self) -> Any:
-        """The value of the key, of a section of its own."""
+        """Return the value of a key."""
         section, _, name = self.key.partition(".")
         return getattr(getattr(self.config, section), name)
 
@@ -74,7 +74,7 @@ class Reader(NamedTuple):
     reads: Callable[[Run], bool]
     """Whether a run reads them."""
     why: str
-    """What follows ``key=value`` in the note otherwise; braces are filled in from the ``config``."""
+    """Words that follow ``key=value`` in the note. Braces are filled in from the ``config``."""
     cure: str
     """Overrides with which they are read; empty: there are none to name."""
     is_instead: bool = False

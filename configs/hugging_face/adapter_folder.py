@@ -1,4 +1,4 @@
-"""Folders of adapters in PEFT's format, which anyone may have written: what they hold, if it is known here."""
+"""Folders of adapters in PEFT's format, from any source: read, and refused if a key is not understood."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from serried.configs.schema.sections import AdapterSection
 ADAPTER_CONFIG = "adapter_config.json"
 """Says how adapters are used, for PEFT; beside them alone."""
 PREFIX = "base_model.model."
-"""What PEFT writes before the name of a module of the base model."""
+"""Prefix that PEFT writes before the name of a module of the base model."""
 _A, *_OTHERS = ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 """Ends of the names of an adapter's tensors."""
 _MERGE = "merge them with PEFT"
@@ -51,7 +51,7 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
         taken = _TAKEN.get(key, (value,) if not value else ())
         if key == "modules_to_save" and isinstance(value, list) and value == sorted(heads):
             continue
-        if not any(value is each or (value == each and isinstance(value, str)) for each in taken):
+        if not any(value is known or (value == known and isinstance(value, str)) for known in taken):
             instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
             raise UserError(f"{file} has {key} {shown(value)}, which cannot be used here{instead}; {_MERGE}")
     whole = tuple(f"{PREFIX}{head}." for head in heads)

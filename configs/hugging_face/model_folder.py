@@ -49,11 +49,13 @@ _TYPED = ("padding_token", "tie_embeddings")
 
 
 def _check_counts(found: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if a library would build far more by the ``config.json`` ``found`` than any model has: what
-    has no values takes time and memory too."""
+    """Raise ``UserError`` if a size in the ``config.json`` ``found`` is far beyond that of any model.
+
+    A library would build such a model, and modules without values take time and memory too.
+    """
     for name, value in found.items():
         values = value if isinstance(value, list) else [value]
-        numbers = [each for each in values if isinstance(each, int | float)]
+        numbers = [number for number in values if isinstance(number, int | float)]
         for kind, most in _COUNTS.items():
             if re.search(kind, name) and max(numbers, default=0) > most:
                 raise UserError(
@@ -149,8 +151,13 @@ def teacher_section(name: str) -> Any:
 
 
 def keys_of_teacher(name: str, *, is_read_earlier: bool = False) -> dict[str, Any]:
-    """Return the keys that what the teacher ``name`` computes depends on, as plain data; with ``is_read_earlier`` as a
-    version before the defaults of transformers read its ``config.json``. Raises ``UserError`` if it cannot be read."""
+    """Return the keys that decide the output of the teacher ``name``, as plain data.
+
+    ``is_read_earlier``: read its ``config.json`` like a version before the defaults of transformers were used.
+
+    Raises:
+        UserError: The folder cannot be read.
+    """
     section = teacher_section(name)
     keys: dict[str, Any] = section.model_dump(mode="json", exclude={*section.free, *_FREE, "padding_token"})
     if is_read_earlier:
@@ -208,8 +215,10 @@ def _with_weights(name: str, folder: Path, key: str) -> Path:
 
 @lru_cache
 def _names_a_head(name: str) -> bool:
-    """Whether the weights of ``name`` on the Hub have an output projection, by their headers; no, if these cannot be
-    read: then what is on this machine counts."""
+    """Return whether the headers of the weights of ``name`` on the Hub list an output projection.
+
+    False if the headers cannot be read: then the files on this machine are used.
+    """
     try:
         from huggingface_hub import HfApi
 

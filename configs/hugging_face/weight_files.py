@@ -1,4 +1,4 @@
-"""What the weights beside a ``config.json`` hold, read without torch."""
+"""Contents of the weight files beside a ``config.json``, read without torch."""
 
 import json
 import os

@@ -27,7 +27,7 @@ class Origins:
     layers: Sequence[tuple[Path, str]]
     """The YAML files in the order they were merged, later ones win, and the section that each fills; "": the top."""
     root: Path
-    """File names are shown relative to this folder, and those of other folders to the current one."""
+    """Folder to which its file names are shown relative. Other files are shown relative to the current folder."""
     of_folder: Mapping[str, str] = field(default_factory=dict)
     """Origins of keys whose values the folder of a model has set, by key."""
 

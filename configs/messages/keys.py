@@ -1,4 +1,4 @@
-"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``."""
+"""Description of each key by the schema, as plain data: for checks, error messages and ``--help``."""
 
 import functools
 import itertools
@@ -44,15 +44,18 @@ def key_notes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """One value of the config. What the schema says of it is read when something asks: that takes pydantic as long as
-    composing a config, and most runs ask for a few keys."""
+    """One value of the config.
+
+    Its description is read from the schema on first use: pydantic takes as long for all keys as composing a config, and
+    most runs need a few.
+    """
 
     path: str
     """Full dotted name, such as ``trainer.steps``."""
     section: type[Section]
     """The class that declares it."""
     field_name: str
-    """Of that class: another than the last part of ``path``, if the field has an alias."""
+    """Name of the field of that class. It differs from the last part of ``path`` if the field has an alias."""
     one_of: tuple[str, ...] = ()
     """The values it may take, if the schema does not know them; else empty."""
 
@@ -78,7 +81,7 @@ class Key:
     @property
     def takes_list(self) -> bool:
         """Whether it may be a list."""
-        return any(each.get("type") == "array" for each in self._alternatives)
+        return any(schema.get("type") == "array" for schema in self._alternatives)
 
     @property
     def bounds(self) -> str:
@@ -87,9 +90,9 @@ class Key:
 
     @property
     def word(self) -> str:
-        """What it may be in place of a number; empty: nothing."""
-        others = (each for each in self._alternatives if each is not self._field)
-        return next((each["const"] for each in others if "const" in each), "")
+        """The word that may stand in place of a number; empty if there is none."""
+        others = (schema for schema in self._alternatives if schema is not self._field)
+        return next((schema["const"] for schema in others if "const" in schema), "")
 
     @property
     def purpose(self) -> str:
@@ -118,7 +121,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What a value must be, to follow "is not"."""
+        """Description of an allowed value, to follow the words "is not"."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind][0]
         lists = [_WORDS["texts"][0]] * (self.takes_list and self.kind not in _LISTS)
         return " or ".join([words, *lists, *filter(None, [self.word]), *["null"] * self.nullable])
@@ -142,11 +145,11 @@ class Key:
 
     @property
     def _field(self) -> dict[str, Any]:
-        return next(each for each in self._alternatives if each != _NULL)
+        return next(schema for schema in self._alternatives if schema != _NULL)
 
     @property
     def _alternatives(self) -> list[dict[str, Any]]:
-        """What JSON Schema says of it: each type that it may have."""
+        """JSON Schema of each type that the value may have."""
         return _types(self.section, self.field_name)
 
 
@@ -197,12 +200,12 @@ def is_name(text: str) -> bool:
 
 
 def all_keys() -> Keys:
-    """Every key that a run may have by its full dotted name, with those of all registered optimizers, schedules, ..."""
+    """Every key that a run may have, by its full dotted name, including all registered optimizers, schedules, ..."""
     return _keys_of_any(base_schema(), registered_sections())
 
 
 def own_keys(group: str, name: str) -> dict[str, Key]:
-    """Return the keys of the optimizer (schedule, ...) ``name`` beside those that all have."""
+    """Return the keys that only the optimizer (schedule, ...) ``name`` has."""
     registry = CHOSEN[group]
     found = _keys_of(registry.get(name).section, f"{group}.")
     return {path: key for path, key in found.items() if path.split(".")[1] not in registry.base.model_fields}
@@ -211,7 +214,7 @@ def own_keys(group: str, name: str) -> dict[str, Key]:
 def check_fields(section: type[Section], name: str) -> None:
     """Raise ``UserError`` if a field of the ``section`` of a user, which they know as ``name``, cannot be a key."""
     keys = _keys_of(section, "")
-    for key in itertools.chain(keys.values(), *(each.values() for each in keys.named.values())):
+    for key in itertools.chain(keys.values(), *(named.values() for named in keys.named.values())):
         try:
             _ = key.kind
         except Exception as error:
@@ -269,7 +272,7 @@ def _keys_of(model: type[Section], above: str) -> Keys:
 
     def walk(declaring: type[Section], prefix: str, found: dict[str, Key]) -> None:
         for name, field in declaring.model_fields.items():
-            if any(type(each) is SkipJsonSchema for each in field.metadata):
+            if any(type(marker) is SkipJsonSchema for marker in field.metadata):
                 continue
             alias = field.validation_alias if isinstance(field.validation_alias, str) else name
             path, (below, is_named) = prefix + alias, _section_in(field.annotation)
@@ -292,7 +295,7 @@ def _section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
     chooses. Of a union, the first type but null decides."""
     origin, types = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return _section_in(next(each for each in types if each is not NoneType))
+        return _section_in(next(kind for kind in types if kind is not NoneType))
     is_named = origin in (dict, Mapping)
     kind = types[1] if is_named else annotation
     kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind

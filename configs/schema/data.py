@@ -19,7 +19,7 @@ from serried.configs.schema.registry import Entry, Registry
 from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION, TRAINING, LoadingSection, RunConfig
 
 _DIVIDED = ("hf", "stdlib", "text")
-"""Sources that keep nothing for validation but what the config says; others may bring a part of their own."""
+"""Sources without a validation split of their own: the config alone decides which part is kept for validation."""
 
 
 _LEAST_FRACTION = 1e-9
@@ -27,12 +27,12 @@ _LEAST_FRACTION = 1e-9
 
 
 class SourceSection(Section):
-    """Where documents come from. Each source registers a section with its other keys."""
+    """A source of documents. Each source registers a section with its other keys."""
 
     needs: ClassVar[Mapping[str, str]] = {}
     """Keys that must have a value, and what to write for one."""
     libraries: ClassVar[Sequence[str]] = ()
-    """Libraries that the source needs beside those of every installation."""
+    """Libraries that the source needs in addition to the required ones."""
     by_content: ClassVar[Sequence[str]] = (
         "name", "path", "subset", "split", "revision", "text_column", "messages_column", "token_dtype",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What composing a configuration needs to know of a task, without importing torch."""
+"""Declaration of a task: all that composing a configuration needs, without importing torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +55,7 @@ def declared() -> Declaration:
 
 @contextmanager
 def declaring(declaration: Declaration) -> Iterator[None]:
-    """Inside this context, the keys are those of ``declaration``."""
+    """Context manager in which configurations have the keys of ``declaration``."""
     token = _declared.set(declaration)
     try:
         yield

@@ -38,7 +38,7 @@ class Entry:
     own: type[Section]
     """The section that it was registered with."""
     section: type[Section]
-    """Section of ``RunConfig`` that holds its keys: its own and those that all entries have."""
+    """Section of ``RunConfig`` with the keys of the entry and the keys that all entries have."""
     load: Callable[[], Any]
     """Import and return the implementation."""
 
@@ -48,7 +48,7 @@ class Registry:
     """Entries of one kind by name."""
 
     kind: str
-    """In words, for messages."""
+    """Description for messages, such as ``optimizer``."""
     group: str
     """The config group, which is also the section of ``RunConfig``."""
     entry_point_group: str
@@ -83,7 +83,7 @@ class Registry:
         self._entries[name] = Entry(name, own, section, partial(_named, load) if isinstance(load, str) else load)
 
     def registering(self, name: str, section: type[Section]) -> Callable[[_Built], _Built]:
-        """Return a decorator that registers what it decorates."""
+        """Return a decorator that registers the decorated function or class."""
 
         def add(built: _Built) -> _Built:
             self.register(name, section, lambda: built)
@@ -147,7 +147,7 @@ def _named(path: str) -> Any:
 
 @functools.cache
 def _entry_points() -> Any:
-    """Return those of all installed packages; each reading of them takes 15 ms."""
+    """Return the entry points of all installed packages. Cached, since reading them takes 15 ms."""
     return entry_points()
 
 

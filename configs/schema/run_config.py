@@ -76,8 +76,10 @@ def check(plain: Mapping[str, Any]) -> RunConfig:
 
 
 def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
-    """Return ``values`` without null for keys of a source, an optimizer, ... that is not chosen: that unsets what a
-    YAML file set."""
+    """Return ``values`` without nulls for keys of a source, an optimizer, ... that is not chosen.
+
+    Such a null unsets a value of a YAML file.
+    """
     if group not in chosen_in(schema) or not isinstance(values, dict):
         return values
     own: Any = schema.model_fields[group].annotation
@@ -113,5 +115,5 @@ def _with_sections(schema: type[Config], sections: tuple[tuple[str, type[Section
 
 
 def config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``TextRunConfig``."""
+    """Return the resolved config as YAML. Parsing and validating it gives an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

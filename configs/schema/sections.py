@@ -31,7 +31,7 @@ from serried.configs.schema.fields import (
 from serried.configs.schema.slurm import SlurmSection
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
-"""Of a pipeline."""
+"""Schedules of a pipeline."""
 
 
 class RunSection(Section):
@@ -214,7 +214,7 @@ class ScheduleSection(Section):
 
 
 HARNESS = "lm_eval:"
-"""What names of tasks of lm-evaluation-harness begin with."""
+"""Prefix of the names of tasks of lm-evaluation-harness."""
 
 
 class TrainerSection(Section):
@@ -522,7 +522,7 @@ class TaskSection(Section):
 
     free = ("name",)
     formats: ClassVar[tuple[str, ...]] = ("text", "chat")
-    """Those of ``data.format`` that the task reads."""
+    """Values of ``data.format`` that the task reads."""
     metrics: ClassVar[tuple[str, ...] | None] = None
     """Named metrics of evaluations, beside the loss; None: only the task itself knows them."""
     has_teacher: ClassVar[bool] = False
@@ -574,14 +574,14 @@ class RunConfig(Section):
 
     @property
     def another_run(self) -> str:
-        """Overrides with which the same command is a run of its own."""
+        """Overrides with which the same command is a separate run."""
         has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
         new = " checkpoint.resume=auto" * (self.checkpoint.resume == "must")
         return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
 
     @property
     def lacks_validation(self) -> bool:
-        """Whether it is certain that nothing is kept back from training, whatever other validation sets there are."""
+        """Whether no training data is kept for validation, regardless of other validation sets."""
         return False
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 VERSION = "5.23.0"
-"""Of transformers."""
+"""Version of transformers that the tables were recorded with."""
 # fmt: off
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,

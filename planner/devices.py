@@ -3,6 +3,7 @@
 Peaks of matrix products are those of ``trainer.metrics.peak_flops``.
 """
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from serried.configs.errors import UserError
 from serried.configs.messages.suggestions import nearest
 from serried.trainer.metrics.peak_flops import PEAK_FLOPS
 
-_8_BITS_AT_TWICE = ("h100", "h200", "b200", "mi300x")
+_8_BITS_AT_TWICE = ("h100", "h200", "b200", "mi300x", "l4", "l40", "l40s", "rtx4090", "rtx5090", "rtx6000-ada")
 
 
 class Device(NamedTuple):
@@ -23,8 +24,9 @@ class Device(NamedTuple):
     """Bytes a second."""
     link_rate: float
     """Bytes a second that it sends to others of its node."""
-    network_rate: float
-    """Bytes a second that it sends to other nodes: its share of the node's network cards, of the maker's own system."""
+    network_rate: float | None
+    """Bytes a second that it sends to other nodes: its share of the node's network cards, of the maker's own system.
+    None: the maker has no such system."""
     source: str
     measured: Mapping[str, float] | None = None
     """FLOP/s that were reached, by precision, in place of what the maker states."""
@@ -37,8 +39,25 @@ class Device(NamedTuple):
         if precision == "float8" and self.name not in _8_BITS_AT_TWICE:
             return None
         if precision in ("8bit", "float8"):
-            return peaks["bf16"] * (2 if self.name in _8_BITS_AT_TWICE else 1)
+            half = peaks.get("bf16")
+            return half and half * (2 if self.name in _8_BITS_AT_TWICE else 1)
         return peaks.get(precision)
+
+    @property
+    def half_peak(self) -> float | None:
+        """FLOP/s in bf16, or in fp16 on a device without bf16."""
+        return self.peak("bf16") or self.peak("fp16")
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether matrix products in bf16 have no hardware, while those in fp16 do."""
+        return self.measured is None and not self.peak("bf16") and bool(self.peak("fp16"))
+
+    @property
+    def between_nodes(self) -> float:
+        """``network_rate`` of a device whose maker states it."""
+        assert self.network_rate is not None
+        return self.network_rate
 
 
 class Cluster(NamedTuple):
@@ -48,8 +67,10 @@ class Cluster(NamedTuple):
     per_node: int = 8
 
 
-_GB, _TB = 1e9, 1e12
-_400_GBIT, _200_GBIT = 50 * _GB, 25 * _GB
+_GB, _TB, _GIB = 1e9, 1e12, 2**30
+_400_GBIT, _200_GBIT, _50_GBIT = 50 * _GB, 25 * _GB, 6.25 * _GB
+_PCIE_5, _PCIE_4, _PCIE_3 = 64 * _GB, 32 * _GB, 16 * _GB
+"""x16, in one direction. A bridge of NVLink, which joins two cards, is not counted."""
 
 DEVICES = {
     device.name: device
@@ -61,22 +82,63 @@ DEVICES = {
         Device(
             "a100-40gb", "NVIDIA A100-SXM4-40GB", 40 * _GB, 1.555 * _TB, 300 * _GB, _200_GBIT, "nvidia.com/dgx-a100"
         ),
+        Device("v100", "Tesla V100-SXM2-32GB", 32 * _GB, 900 * _GB, 150 * _GB, _50_GBIT, "nvidia.com/dgx-1"),
+        Device("v100-16gb", "Tesla V100-SXM2-16GB", 16 * _GB, 900 * _GB, 150 * _GB, _50_GBIT, "nvidia.com/dgx-1"),
         Device("mi300x", "AMD Instinct MI300X", 192 * _GB, 5.3 * _TB, 448 * _GB, _400_GBIT, "amd.com MI300X platform"),
+        Device("l40s", "NVIDIA L40S", 48 * _GB, 864 * _GB, _PCIE_4, None, "nvidia.com/en-us/data-center/l40s"),
+        Device("l40", "NVIDIA L40", 48 * _GB, 864 * _GB, _PCIE_4, None, "nvidia.com/en-us/data-center/l40"),
+        Device("l4", "NVIDIA L4", 24 * _GB, 300 * _GB, _PCIE_4, None, "nvidia.com/en-us/data-center/l4"),
+        Device("a40", "NVIDIA A40", 48 * _GB, 696 * _GB, _PCIE_4, None, "nvidia.com/en-us/data-center/a40"),
+        Device(
+            "a10", "NVIDIA A10", 24 * _GB, 600 * _GB, _PCIE_4, None, "nvidia.com/en-us/data-center/products/a10-gpu"
+        ),
+        Device("t4", "Tesla T4", 16 * _GB, 300 * _GB, _PCIE_3, None, "nvidia.com/en-us/data-center/tesla-t4"),
+        Device(
+            "rtx6000-ada", "NVIDIA RTX 6000 Ada Generation", 48 * _GB, 960 * _GB, _PCIE_4, None,
+            "nvidia.com/en-us/design-visualization/rtx-6000",
+        ),
+        Device(
+            "rtx-a6000", "NVIDIA RTX A6000", 48 * _GB, 768 * _GB, _PCIE_4, None,
+            "nvidia.com/en-us/design-visualization/rtx-a6000",
+        ),
+        # 32 and 24 GB of a GeForce are GiB, of which torch.cuda.mem_get_info has 31.4 and 23.6
+        # (github.com/Wan-Video/Wan2.1/issues/465, github.com/ali-vilab/VGen/issues/104).
+        Device(
+            "rtx5090", "NVIDIA GeForce RTX 5090", 31.3 * _GIB, 1792 * _GB, _PCIE_5, None,
+            "nvidia.com/en-us/geforce/graphics-cards/50-series/rtx-5090",
+        ),
+        Device(
+            "rtx4090", "NVIDIA GeForce RTX 4090", 23.6 * _GIB, 1008 * _GB, _PCIE_4, None,
+            "nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4090",
+        ),
+        Device(
+            "rtx3090", "NVIDIA GeForce RTX 3090", 23.6 * _GIB, 936 * _GB, _PCIE_4, None,
+            "nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3090-3090ti",
+        ),
     )
 }  # fmt: skip
+"""Devices by the name in ``plan.device``."""
 
 
 def device_of(name: str) -> Device:
-    """Return the device of this name.
+    """Return the device of this name; ``RTX 4090``, ``4090`` and the driver's name stand for ``rtx4090`` too.
 
     Raises:
         UserError: it is not in the catalogue.
     """
     if name in DEVICES:
         return DEVICES[name]
+    for device in DEVICES.values():
+        if _letters(name) in (_letters(device.name), _letters(device.driver_name)):
+            return device
     close = nearest(name, [*DEVICES])
     hint = f"did you mean plan.device={close[0]}?" if close else f"known are {', '.join(DEVICES)}"
     raise UserError(f"plan.device={name} is not in the catalogue of devices; {hint}")
+
+
+def _letters(name: str) -> str:
+    """Return a name without case, punctuation and words that do not tell cards apart."""
+    return re.sub("nvidia|geforce|tesla|rtx|amd|instinct|[^a-z0-9]", "", name.lower())
 
 
 def device_of_driver(driver_name: str) -> Device | None:

@@ -192,11 +192,14 @@ def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> S
 
 def _capacity(config: RunConfig) -> int | None:
     """Return the bytes of the GPU that is planned for; None: none is."""
-    has_gpu = measured_rates(config).is_gpu if config.plan.rates else _is_for_gpus(config) or config.plan.device
+    named = config.plan.device or config.plan.memory
+    has_gpu = measured_rates(config).is_gpu if config.plan.rates else _is_for_gpus(config) or named
     return _gpu_bytes(config) if has_gpu else None
 
 
 def _gpu_bytes(config: RunConfig) -> int:
+    if config.plan.memory_bytes:
+        return config.plan.memory_bytes
     if (config.plan.device or config.plan.rates) and (device := planned_device(config)):
         return int(device.memory_bytes)
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES

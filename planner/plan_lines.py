@@ -1,8 +1,10 @@
 """The lines of ``serried plan``: does it fit, what ranks send, what would help, how long it takes."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+
+import torch
 
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
@@ -12,14 +14,17 @@ from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import gradient_accumulation
 from serried.parallel.step_phases import BACKWARD
 from serried.planner.advice import KEEPS_LESS, Advice, Planned, advice
+from serried.planner.alternatives import Faster, Search, faster
+from serried.planner.devices import Device
 from serried.planner.memory_formula import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.planner.plan_terms import IN_HOST_MEMORY, Fits, Memory
 from serried.planner.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_unused
-from serried.planner.time.planned_time import Timed
+from serried.planner.time.planned_time import Timed, planned_device
 from serried.planner.time.time_model import Step
 from serried.planner.trace.cuda_allocator import has_expandable_segments
 from serried.planner.trace.traced_step import CannotTrace, memory_of, trace_step
 from serried.planner.traffic import Flow
+from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
 _ADVICE_LINES = 3
@@ -60,12 +65,47 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
         traced = () if planned.memory.activations or plan.found != TRACED else _traced_advice(planned, task, plan)
         for number, each in enumerate(advice(planned, BACKWARD, 0.9 * fits.usable, traced)[:_ADVICE_LINES]):
             yield "" if number else "better", f"{each.override:<42} saves about {size(each.saved)}{each.note}"
+        if fits.answer == "no" and planned.memory.activations:
+            yield from _fitting_lines(Search(planned, task, plan))
     if plan.time is not None:
         yield from time_lines(config, plan.time)
+    if fits is not None and fits.answer == "yes":
+        yield from _faster_lines(faster(Planned(config, task, plan.layout.world), plan))
+    if fits is not None and (device := planned_device(config)) and device.lacks_bf16 and _computes_in_bf16(config):
+        yield "WARNING", no_bf16(config, device)
     if isinstance(plan.time, Timed) and (text := _far_apart(config, plan.time.step.seconds)):
         yield "WARNING", text
     trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
     yield "trust", f"memory: {plan.found}{_assumed(plan)}{trust}"
+
+
+def _fitting_lines(search: Search) -> Iterator[tuple[str, str]]:
+    """Yield overrides with which the run fits, and overrides that miss by the least."""
+    for number, each in enumerate(search.found()):
+        text = "; ".join([f"{size(each.fits.needed)}, {size(each.fits.margin)} are left", *each.changes()])
+        yield "" if number else "fits with", f"{each.words():<42} {text}"
+    if nearest := search.nearest():
+        yield "nearest", f"{nearest.words():<42} {size(-nearest.fits.margin)} are missing"
+
+
+def _faster_lines(found: Sequence[Faster]) -> Iterator[tuple[str, str]]:
+    """Yield overrides that save time; each is for a run with the lines above it."""
+    for number, each in enumerate(found):
+        more = f"{size(abs(each.bytes))} {'more' if each.bytes > 0 else 'less'}" if each.bytes else "no more memory"
+        above = ", with the lines above" if number else ""
+        yield "" if number else "faster", f"{each.override:<42} about {each.saved:.0%} less time, {more}{above}"
+
+
+def _computes_in_bf16(config: RunConfig) -> bool:
+    return LOW_DTYPES[config.precision.name] == torch.bfloat16
+
+
+def no_bf16(config: RunConfig, device: Device) -> str:
+    """Return what to do about a device that has no bf16."""
+    return (
+        f"precision={config.precision.name}: {device.name} has no hardware for bf16, and a run on it is refused; use "
+        "precision=fp16"
+    )
 
 
 def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Advice]:

@@ -1,9 +1,11 @@
 """All valid layouts of a run, priced by formula: which are fastest, and which need less memory."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.compile import check_blocks
 from serried.parallel.layout.checks import checked_layout, with_values
 from serried.parallel.layout.mesh import Layout
+from serried.parallel.nf4 import is_packed, whole_numel
 from serried.parallel.parallelize import check_plan
 from serried.planner.activations.estimate import activation_estimate
+from serried.planner.alternatives import MICRO_BATCHES, Fitting, smaller, task_for, word
 from serried.planner.devices import DEVICES
 from serried.planner.memory_formula import Sizes, formula_memory, planned_memory, share_of
 from serried.planner.plan_lines import seconds_text
+from serried.planner.plan_terms import Fits
 from serried.planner.step_plan import fits_of
-from serried.planner.time.planned_time import planned_cluster, planned_device, planned_rates
+from serried.planner.time.planned_time import planned_cluster, planned_device, planned_rates, unknown_device
 from serried.planner.time.published_rates import software_for
 from serried.planner.time.step_work import doubts, job_of, shape_of, unknown_why
 from serried.planner.time.time_model import Job, held_elements, step_of
@@ -31,7 +36,7 @@ from serried.records.report.html import html_page
 from serried.trainer.model import model_to_train
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.optimizer_state import state_bytes
-from serried.trainer.precision import trained_type
+from serried.trainer.precision import frozen_type, trained_type
 from serried.trainer.task import Task
 
 _FP32_BYTES = 4
@@ -43,9 +48,10 @@ _SLOWEST = 2
 _SHOWN = 8
 _MESHES, _OF_A_MESH = 20, 3
 """Meshes, and candidates of each, whose timelines are played."""
+_LEAST = 16
+"""Layouts that need the least memory, with which a smaller run is tried before all layouts are."""
 _MOST_CONTEXT = 32
 _MOST_STAGES = 64
-_MICRO_BATCHES = (1, 2, 4, 8)
 _SET_BY_CHOICE: dict[str, dict[str, Any]] = {
     "ddp": {"parallel.replicate": -1, "parallel.shard": 1},
     "fsdp": {"parallel.replicate": 1, "parallel.shard": -1},
@@ -74,12 +80,13 @@ class Candidate:
 
     def words(self) -> str:
         """Return the overrides, to paste."""
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.overrides.items()) or "(as it is)"
+        return " ".join(map(word, self.overrides, self.overrides.values())) or "(as it is)"
 
 
 def search(config: RunConfig, task: Task, processes: int) -> str:
     """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
-    ``plan.as_json``. Write a page of them if ``plan.out``.
+    ``plan.as_json``. Write a page of them if ``plan.out``. If none fits, the same for a run with less state, frozen
+    weights in 4 bits or shorter samples.
 
     Raises:
         UserError: the time of this model or on this device is unknown, no layout fits, or the page cannot be written.
@@ -90,7 +97,6 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     written = None if out is None else output_file(out)
     searched = _Search(config, task, processes)
     found = searched.fitting()
-    device = searched.cluster.device.name
     fastest = searched.fastest(found)
     if not searched.valid:
         batch = config.trainer.global_batch
@@ -98,16 +104,32 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
             f"no layout of {processes} processes divides trainer.global_batch={batch} and the model; use another "
             "launch.processes or trainer.global_batch"
         )
+    device = searched.cluster.device.name
+    nearest = None if fastest else searched.nearest()
+    if nearest is not None and nearest.bytes <= searched.limit:  # by the plan, if not by the first estimate
+        fastest, found, nearest = [nearest], [nearest], None
     if not fastest:
-        raise UserError(
-            f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(searched.limit)}; use more "
-            "processes, shorter samples or a smaller model"
-        )
+        tried: dict[str, str] = {}
+        limit = searched.limit
+        for other in _smaller(config, task, processes):
+            for key, value in other.changes.items():
+                tried[value if key == "optim.name" else key] = word(key, value)
+            if other.may_fit(searched) and (fastest := other.fastest(found := other.fitting())):
+                searched = other
+                break
+        else:
+            nor = f", nor with {', '.join(tried.values())}" if tried else ""
+            least = f"the nearest is {_missing(nearest, limit)}; " if nearest is not None else ""
+            raise UserError(
+                f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(limit)}{nor}; {least}"
+                "use more processes, shorter samples or a smaller model"
+            )
     covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
     covered = searched.fastest(covered)[:3]
     frugal = searched.frugal(found, fastest)
     tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
     data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
+    data |= {"changed": dict(searched.changes), "nearest": nearest and searched.as_data(nearest)}
     data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, each)] for name, each in tables.items()}}
     if written is not None:
         shown = {each.words() for table in tables.values() for each in table}
@@ -118,6 +140,9 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
         return json.dumps(data)
     of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
     lines = [f"{'searched':<10} {of}; rates of {searched.rates_of}"]
+    if nearest is not None:
+        lines.append(f"{'changed':<10} {'; '.join(searched.what_changes())}")
+        lines.append(f"{'nearest':<10} without this change: {_missing(nearest, searched.limit)}")
     lines += searched.table(fastest, is_numbered=True)
     equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
     if equal > 1:
@@ -133,6 +158,24 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     return "\n".join(lines)
 
 
+def _missing(nearest: Candidate, limit: float) -> str:
+    return f"{nearest.words()}, {size(nearest.bytes)}, of which {size(nearest.bytes - limit)} are missing"
+
+
+def _smaller(config: RunConfig, task: Task, processes: int) -> Iterator["_Search"]:
+    """Yield searches of runs that need less memory than ``config``; the first change the least."""
+    options = [
+        [values for values in steps if not {key.partition(".")[0] for key in values} & {"trainer", "parallel"}]
+        for steps in smaller(config, processes)
+    ]
+    alone = [values for steps in options for values in steps]
+    pairs = [{**one, **other} for one, other in combinations(alone, 2) if not {*one} & {*other}]
+    for values in (*alone, *pairs):
+        changed = with_values(config, values)
+        with suppress(UserError):
+            yield _Search(changed, task_for(task, changed), processes, values)
+
+
 def _write(out: Path, title: str, data: dict[str, Any]) -> None:
     try:
         write_atomically(out, html_page(title, data, ("format", "specs", "layouts")))
@@ -143,13 +186,18 @@ def _write(out: Path, title: str, data: dict[str, Any]) -> None:
 class _Search:
     """The layouts of a run on a number of processes."""
 
-    def __init__(self, config: RunConfig, task: Task, processes: int) -> None:
-        """Raises UserError: the time of this model or on this device is unknown."""
+    def __init__(self, config: RunConfig, task: Task, processes: int, changes: Mapping[str, Any] | None = None) -> None:
+        """Take what differs from the command as ``changes``.
+
+        Raises:
+            UserError: the time of this model or on this device is unknown.
+        """
         if config.trainer.activation_memory_budget < 1:
             raise UserError(
                 "plan.search=true chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
             )
-        self.config, self.task, self.processes = config, task, processes
+        self.config, self.task = config, task
+        self.processes, self.changes = processes, changes or {}
         built = model_to_train(config, task)
         self.model, self.plan, self.blocks = built.module, built.plan, len(built.blocks)
         device, shape = planned_device(config), shape_of(config, self.model, self.plan)
@@ -157,32 +205,70 @@ class _Search:
             raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
         if shape is None or not device.peak(config.precision.name):
             why = unknown_why(config, shape, device)
-            raise UserError(f"plan.search=true: {why}; use precision=bf16, and a built-in family")
+            hint = "" if "; use " in why else "; use precision=bf16, and a built-in family"
+            raise UserError(f"plan.search=true: {why}{hint}")
+        if unknown := unknown_device(config, device, processes):
+            raise UserError(f"plan.search=true: {unknown}")
         self.shape = shape
         self.cluster, self.rates = planned_cluster(config, device), planned_rates(config, device)
         self.rates_of = str(config.plan.rates or software_for(device.name))
         self.capacity = int(device.memory_bytes)
         self.limit = _USABLE_SHARE * device.memory_bytes
         self.state_bytes = 0 if config.offloads_state else state_bytes(config.optim).per_element
+        parameters = [*self.model.parameters()]
+        elements = sum(map(whole_numel, parameters))
+        self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / elements
+        """Share of the parameters that are trained."""
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        width = (frozen_type(config, self.plan) or torch.float32).itemsize
+        packed = torch.bfloat16.itemsize
+        held = (parameter.numel() * (packed if is_packed(parameter) else width) for parameter in frozen)
+        self.frozen_bytes = sum(held) / elements
+        """Bytes of all frozen parameters, divided by the number of all parameters."""
         self.valid = 0
+        self._tried: list[tuple[float, Mapping[str, Any]]] = []
+        """Bytes and overrides of the valid ones."""
         self._refused: dict[object, UserError | None] = {}
 
     def fitting(self) -> list[Candidate]:
         """Return the candidates that fit the device, about, the fastest first."""
-        found = []
-        for overrides in self._overrides():
-            config = _changed(self.config, overrides)
-            try:
-                layout, accumulation = checked_layout(config, self.processes)
-                self._check_model(config, layout)
-            except UserError:
-                continue
-            job = job_of(config, self.shape, layout, accumulation)
-            self.valid += 1
-            if (held := self._held(config, job)) <= self.limit:
-                step = step_of(job, self.cluster, self.rates, is_quick=True)
-                found.append(Candidate(overrides, config, job, step.seconds, held))
-        return sorted(found, key=lambda each: each.seconds)
+        valid = [*filter(None, map(self._candidate, self._overrides()))]
+        self.valid = len(valid)
+        sizes = ((candidate.bytes, candidate.overrides) for candidate in valid)
+        self._tried = sorted(sizes, key=lambda pair: pair[0])
+        fitting = (self._timed(candidate) for candidate in valid if candidate.bytes <= self.limit)
+        return sorted(fitting, key=lambda candidate: candidate.seconds)
+
+    def may_fit(self, whole: "_Search") -> bool:
+        """Whether one of the ``whole`` search's smallest layouts fits, about."""
+        candidates = filter(None, (self._candidate(overrides) for _, overrides in whole._tried))
+        return any(candidate.bytes <= self.limit for candidate in islice(candidates, _LEAST))
+
+    def nearest(self) -> Candidate | None:
+        """Return the candidate that needs the least memory, by the plan."""
+        least = (self._candidate(overrides) for _, overrides in self._tried[:_OF_A_MESH])
+        played = map(self._played, filter(None, least))
+        return min(played, key=lambda candidate: candidate.bytes, default=None)
+
+    def what_changes(self) -> list[str]:
+        """Return the overrides that all candidates share, and their effects."""
+        words = Fitting(self.changes, Fits(0, 0))
+        return [words.words(), *words.changes()]
+
+    def _candidate(self, overrides: Mapping[str, Any]) -> Candidate | None:
+        """Return a candidate without its time; None: it is not valid."""
+        config = _changed(self.config, overrides)
+        try:
+            layout, accumulation = checked_layout(config, self.processes)
+            self._check_model(config, layout)
+        except UserError:
+            return None
+        job = job_of(config, self.shape, layout, accumulation)
+        return Candidate({**self.changes, **overrides}, config, job, math.inf, self._held(config, job))
+
+    def _timed(self, candidate: Candidate) -> Candidate:
+        step = step_of(candidate.job, self.cluster, self.rates, is_quick=True)
+        return replace(candidate, seconds=step.seconds)
 
     def _check_model(self, config: RunConfig, layout: Layout) -> None:
         """Raise UserError if the model cannot be divided or compiled so. Asks once for what is alike."""
@@ -246,7 +332,7 @@ class _Search:
         """Yield what differs from the config, of each candidate, valid or not."""
         for mesh in self._meshes():
             ways = _ways(mesh.get("parallel"), mesh.get("parallel.pipeline", 1))
-            for way, micro_batch, checkpoint in product(ways, _MICRO_BATCHES, ("none", "selective", "full")):
+            for way, micro_batch, checkpoint in product(ways, MICRO_BATCHES, ("none", "selective", "full")):
                 trainer = {"trainer.micro_batch": micro_batch, "trainer.activation_checkpoint": checkpoint}
                 yield self._different({**mesh, **way, **trainer})
 
@@ -302,8 +388,9 @@ class _Search:
         share = share_of(config, layout, job.accumulation, self.blocks, 0)
         activations = 0 if estimate is None else estimate(share)
         weights = (trained_type(config) or torch.float32).itemsize
-        states = (not config.parallel.offload) * elements / divided * (weights + _FP32_BYTES + self.state_bytes)
-        return states + 2 * gathered + _FP32_BYTES * whole + activations
+        of_trained = self.trained * (weights + _FP32_BYTES + self.state_bytes)
+        states = (not config.parallel.offload) * elements / divided * (of_trained + self.frozen_bytes)
+        return states + layout.is_sharded * 2 * gathered + _FP32_BYTES * self.trained * whole + activations
 
     def _played(self, candidate: Candidate) -> Candidate:
         """Return it with the time of its timeline and the plan's memory."""

@@ -126,7 +126,7 @@ def _row(row: Mapping[str, Any], shape: Shape) -> Row:
     job = Job(
         shape, layout, row["sequence"], micro_batch, row["batch"] // (micro_batch * data), row.get("recompute", "none"),
         is_fused=row.get("is_fused", True), frees_after_forward=zero == 3,
-        **{name: row[name] for name in ("precision", "is_flash", "hides_exchanges") if name in row},
+        **{name: row[name] for name in ("precision", "is_flash", "hides_exchanges", "is_adapter") if name in row},
     )  # fmt: skip
     device = device_of(row["device"])
     if "memory_rate" in row:

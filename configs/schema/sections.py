@@ -9,6 +9,7 @@ need files live with the code that opens them.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -497,7 +498,9 @@ class PlanSection(Section):
     kept in the run folder."""
 
     device: str | None = Field(default=None, min_length=1)
-    """Device to plan for, such as ``h100`` or ``a100``; when null this machine's, or ``h100``."""
+    """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; when null this machine's, or ``h100``."""
+    memory: str | None = None
+    """Memory of the device, such as ``24GiB``, if it is another than that of ``plan.device``."""
     per_node: PositiveCount | None = None
     """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
     mode: Literal["formula", "trace"] | None = None
@@ -515,6 +518,16 @@ class PlanSection(Section):
     """HTML page of these layouts to write; ``serried plan search out=FILE``."""
     as_json: bool = False
     """Print one JSON object instead of lines; ``serried plan json=true``."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([GT])(i?)B", self.memory or "")
+        return found and int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2]))
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.memory is not None and not 2**30 <= (self.memory_bytes or 0) <= 2**50:
+            yield f"plan.memory={self.memory} is not the memory of a device; e.g. plan.memory=24GiB or plan.memory=24GB"
 
 
 class TaskSection(Section):

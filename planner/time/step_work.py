@@ -57,6 +57,8 @@ def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
         return f"{device.source} has rates of precision={known} alone; serried plan calibrate measures others"
     if shape is None:
         return "there are no rates for the sizes of this model, or for its task"
+    if device.lacks_bf16 and config.precision.name in ("bf16", "float8", "int8"):
+        return f"{device.name} has no hardware for bf16; use precision=fp16"
     return f"there are no rates for precision={config.precision.name} on {device.name}"
 
 
@@ -160,7 +162,7 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
         yield "experts"
     if job.precision not in ("bf16", "8bit"):
         yield f"precision={job.precision}"
-    if job.is_adapter:
+    if job.is_adapter and not seen.has_adapters:
         yield "adapters"
     if job.gathers_fp32:
         yield "code of transformers"

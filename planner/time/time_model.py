@@ -196,7 +196,7 @@ def held_elements(job: Job) -> float:
 def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> dict[str, float]:
     """Return the seconds of ``work`` by kind: products, attention, and all else, which waits for memory."""
     device = cluster.device
-    peak, half_peak = device.peak(precision), device.peak("bf16")
+    peak, half_peak = device.peak(precision), device.half_peak
     assert peak and half_peak
     best = peak * (rates.products_8bit if precision == "8bit" else rates.products)
     products = 0.0
@@ -401,7 +401,7 @@ class _Clock:
             short, long = sorted((rows, columns))
             products = Counter([(short, short, long), (short, short, short), (short, long, short)])
             work = Work().plus(Work(products), _NEWTON_SCHULZ_STEPS)
-            precision = "fp32" if job.precision == "fp32" else "bf16"
+            precision = job.precision if job.precision in ("fp32", "fp16") else "bf16"
             each = seconds_of(work, precision, self.cluster, self.rates)["products"]
             whole, longest = whole + shape.layers / layout.pipeline * count * each, max(longest, each)
             elements += shape.layers / layout.pipeline * count * rows * columns
@@ -419,7 +419,7 @@ class _Clock:
         job, device = self.job, self.cluster.device
         parts = job.layout.tensor if job.layout.sequence else 1
         is_inside = job.layout.world // job.layout.pipeline < self.cluster.per_node
-        rate = device.link_rate * self.rates.links if is_inside else device.network_rate * self.rates.network
+        rate = device.link_rate * self.rates.links if is_inside else device.between_nodes * self.rates.network
         return job.tokens * job.shape.dim * job.width / parts / rate + self.rates.latency
 
     def _gather(self, whole_bytes: float, group: _Group) -> float:
@@ -434,7 +434,9 @@ class _Clock:
         """Return the seconds of an exchange in which each rank sends so many bytes."""
         device, rates = self.cluster.device, self.rates
         inside = bytes_of_rank * (group.inside - 1) / group.ranks / (device.link_rate * rates.links)
-        between = bytes_of_rank * (1 - group.inside / group.ranks) / (device.network_rate * rates.network)
+        between = 0.0
+        if group.inside < group.ranks:
+            between = bytes_of_rank * (1 - group.inside / group.ranks) / (device.between_nodes * rates.network)
         return max(inside, between) + rates.latency + (group.ranks / group.inside - 1) * rates.hop
 
 
@@ -447,7 +449,7 @@ def _wire(group: _Group, device: Device, rates: Rates) -> tuple[float, float]:
     hops = group.ranks / group.inside - 1
     slowest = device.link_rate * rates.links
     if hops:
-        slowest = min(slowest, group.inside * device.network_rate * rates.network)
+        slowest = min(slowest, group.inside * device.between_nodes * rates.network)
     return slowest, rates.latency + hops * rates.hop
 
 

@@ -36,7 +36,8 @@ def plan(words: list[str]) -> int:
 
     RUN          a run folder: its own config, on as many processes; overrides come on top
     plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, sooner
-    plan.device  h100, a100, ...: the GPU to plan for; plan.tokens=15T and plan.price=2.5: what the time adds up to
+    plan.device  h100, rtx4090, ...: the GPU to plan for, plan.memory=24GiB for another memory; plan.tokens=15T and
+                 plan.price=2.5: what the time adds up to
     plan.rates   file of rates of another machine, as serried plan calibrate writes it
     json=true    print one JSON object
     search       as the first word: the fastest of all valid layouts, with the overrides for each, instead;

@@ -11,10 +11,12 @@ from torch.distributed import pipelining
 from serried import cli
 from serried.commands import plan_runs
 from serried.configs.compose import compose, config_yaml
-from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.planner.devices import DEVICES, Cluster
+from serried.planner.memory_formula import Sizes
+from serried.planner.step_plan import plan_step
 from serried.planner.time.pipeline_timeline import Cost, Slot, duration, play
-from serried.planner.time.published_rates import OUTSIDE, RATES, SEEN, WITHIN
+from serried.planner.time.published_rates import ADAPTERS, FLOAT8, OUTSIDE, RATES, SEEN, WITHIN
 from serried.planner.time.step_work import doubts, shape_of
 from serried.planner.time.time_model import Job, Shape, step_of
 from serried.program import main
@@ -117,6 +119,37 @@ def test_ranges_are_the_quantiles_of_the_errors():
     assert high >= OUTSIDE[1]
 
 
+def test_ranges_of_fp8_and_adapters_are_those_of_their_rows_with_torchtitans_rates():
+    def ratios(of):
+        return sorted(1 + row.error(RATES["torchtitan"]) for row in of)
+
+    others = [row for row in rows() if row.use != "calibration"]
+    in_fp8 = [row for row in others if row.job.precision == "8bit" and not row.job.is_adapter]
+    own, every = ratios(row for row in in_fp8 if row.software == "torchtitan"), ratios(in_fp8)
+    assert every[int(0.1 * len(every))] == pytest.approx(FLOAT8[0], abs=0.01)
+    assert own[int(0.9 * len(own))] == pytest.approx(FLOAT8[1], abs=0.01)
+    adapters = ratios(row for row in others if row.job.is_adapter and row.software == "torchtitan")
+    assert len(adapters) == 6
+    assert (adapters[0], adapters[-1]) == pytest.approx(ADAPTERS, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high", "text"),
+    [
+        (["precision=float8"], FLOAT8[0], FLOAT8[1], "in FP8 by 8% (median) to 29% (p90)"),
+        (["adapter=lora"], ADAPTERS[0], ADAPTERS[1], "with adapters took 0.75 times as long, on one device, to 1.67"),
+    ],
+)
+def test_trust_covers_fp8_and_adapters(words, low, high, text):
+    config = compose(["recipe=llama8b", "data.tokenizer=bytes", "dry_run=true", "plan.device=h100", *words])
+    task, layout = CausalLM(config), resolve_layout(config.parallel, 8)
+    built = build_model(config, task)
+    sizes, accumulation = Sizes(config, layout, built.module, built.plan), 64
+    time = plan_step(config, task, accumulation, sizes, None, is_timed=True).time
+    assert time.range == pytest.approx((low * time.step.seconds, high * time.step.seconds))
+    assert text in time.trust
+
+
 def test_what_rates_cover_is_in_the_rows():
     for software, seen in SEEN.items():
         known = [row for row in rows() if row.software == software and row.cluster.device.name in seen.devices]
@@ -198,6 +231,7 @@ def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["dry_run=true", "plan.memory=24"], "plan.memory=24 is not the memory of a device; e.g. plan.memory=24GiB"),
         (
             ["dry_run=true", "plan.device=h10"],
             "plan.device=h10 is not in the catalogue .* did you mean plan.device=h100",
@@ -282,7 +316,12 @@ def test_search_says_which_groups_are_larger_than_any_measured():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["recipe=llama405b", "launch.processes=8"], "none of [\\d,]+ valid layouts of 8 h100 fits 67.1GiB"),
+        (
+            ["recipe=llama70b", "launch.processes=2"],
+            "none of [\\d,]+ valid layouts of 2 h100 fits 67.1GiB, nor with optim=adamw8bit, .*=512; the nearest is "
+            ".* [\\d.]+GiB are missing; use more processes",
+        ),
+        (["recipe=llama8b", "plan.memory=24GiB"], "plan.memory=24GiB does not tell how fast the device is; add"),
         (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
         (["precision=fp32", "plan.device=b200"], "there are no rates for precision=fp32 on b200"),
         (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is not a file in an existing folder"),

@@ -42,9 +42,15 @@ PEAK_FLOPS: dict[str, _Peaks] = {
     "NVIDIA L40S": _peaks(362.05, tf32=183, fp32=91.6),
     "NVIDIA L40": _peaks(181.05, tf32=90.5, fp32=90.5),
     "NVIDIA L4": _peaks(121, tf32=60, fp32=30.3),
-    # White papers "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU Architecture": sums in fp32, as torch has
+    # White papers of the Blackwell (RTX), Ada and Ampere GA102 architectures: sums in fp32, as torch has
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 5090": _peaks(209.5, tf32=104.8, fp32=104.8),
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
     "NVIDIA GeForce RTX 4090": _peaks(165.2, tf32=82.6, fp32=82.6),
+    "NVIDIA RTX 6000 Ada Generation": _peaks(364.2, tf32=182.1, fp32=91.1),
+    # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf
     "NVIDIA GeForce RTX 3090": _peaks(71, tf32=35.6, fp32=35.6),
+    "NVIDIA RTX A6000": _peaks(154.8, tf32=77.4, fp32=38.7),
     # https://www.nvidia.com/en-us/data-center/v100/, tesla-t4/
     "Tesla V100-SXM2-16GB": _V100_SXM,
     "Tesla V100-SXM2-32GB": _V100_SXM,

@@ -25,21 +25,23 @@ def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
 
 
 def keys_named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that ``names`` names in the ``config.json`` ``found``."""
+    """Return our keys with their values in the ``config.json`` ``found``; ``names`` maps our names to its names."""
     return {ours: found[theirs] for ours, theirs in names.items()}
 
 
 def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[str, Any]:
-    """Return the ``config.json`` ``found`` with what transformers takes for keys that it leaves out. A ``model_type``
-    that transformers does not have is taken for that of ``section``, or of its nearest base class that it has.
+    """Return the ``config.json`` ``found`` with the defaults of transformers for the keys that it leaves out.
+
+    For a ``model_type`` that transformers does not have, the defaults of the family of ``section`` are used, or of its
+    nearest base class.
 
     Raises ``ValueError`` if a key is null that transformers does not take without a value.
     """
-    own = [each.opens_as[0] for each in section.__mro__ if issubclass(each, ModelSection)]
-    kind = next((each for each in (str(found.get("model_type")), *own) if each in DEFAULTS), "")
+    own = [base.opens_as[0] for base in section.__mro__ if issubclass(base, ModelSection)]
+    kind = next((name for name in (str(found.get("model_type")), *own) if name in DEFAULTS), "")
     defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
-    named = [each for each in found if each not in aliases] + [each for each in found if each in aliases]
-    values = {aliases.get(each, each): found[each] for each in named}  # transformers reads further names last
+    named = [key for key in found if key not in aliases] + [key for key in found if key in aliases]
+    values = {aliases.get(key, key): found[key] for key in named}  # transformers reads further names last
     for key in NOT_NULL.get(kind, ()):
         if key in values and values[key] is None:
             raise ValueError(
@@ -53,8 +55,8 @@ READ_EARLIER: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"rms_norm_eps": 1e-6},
     "mixtral": {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
 }
-"""What a version before the defaults of transformers took for keys that a ``config.json`` leaves out, where that
-differs and counts for a frozen model."""
+"""Defaults of an earlier version of serried for keys that a ``config.json`` leaves out, if they differ from the
+defaults of transformers and change the numbers of a frozen model."""
 
 
 class ModelSection(Section):
@@ -63,7 +65,7 @@ class ModelSection(Section):
     free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std", "attention")
     # Sizes among them are compared by the shapes of tensors.
     names: ClassVar[Mapping[str, str]] = {}
-    """Keys -> their names in a ``config.json``, for those that stand there as they are."""
+    """Keys that a ``config.json`` holds unchanged -> their names there."""
     opens_as: ClassVar[tuple[str, str]] = ("", "")
     """``model_type`` of a checkpoint, and the class of transformers that opens it."""
 

@@ -1,4 +1,4 @@
-"""Registries of what a config chooses by name: optimizers, schedules, model families, tasks.
+"""Registries of optimizers, schedules, model families and tasks, which a config chooses by name.
 
 The registry of data sources is in ``configs/schema/data.py``.
 
@@ -65,9 +65,10 @@ class Registry:
         """Add an entry. Raises ``UserError`` if there is another entry of this name.
 
         Args:
-            name: What a config calls it.
-            section: Its keys.
-            load: Function that imports and returns the implementation, or its name, as ``package.module:Class``.
+            name: Name in a config.
+            section: Section with the keys of the entry.
+            load: Function that imports and returns the implementation, or the name of the implementation, as
+                ``package.module:Class``.
         """
         self._load_built_in()
         own = section
@@ -132,7 +133,8 @@ class Registry:
 
     def _load_built_in(self) -> None:
         patterns, self.built_in = self.built_in, ()
-        for package_name, _, pattern in (each.rpartition(".") for each in patterns):
+        for path in patterns:
+            package_name, _, pattern = path.rpartition(".")
             package = import_module(package_name)
             for module in pkgutil.iter_modules(package.__path__):
                 if fnmatchcase(module.name, pattern):
@@ -168,7 +170,7 @@ tasks = Registry(
 
 
 def task_of_model(name: str) -> Any:
-    """Return the class of the task that opens a model which the task ``name`` has trained: one without a teacher."""
+    """Return the class of the task that opens a model trained by the task ``name``: a task without a teacher."""
     opened_as = getattr(tasks.get(name).own, "opened_as", None)
     return tasks.get(opened_as or name).load()
 

@@ -107,7 +107,7 @@ _NO_JOB_OF_OURS = (
 
 
 def _wrong_options(options: str | None) -> Iterator[str]:
-    """Yield what is wrong with ``slurm.options``."""
+    """Yield a sentence for each mistake in ``slurm.options``."""
     try:
         words = shlex.split(options or "")
     except ValueError as error:

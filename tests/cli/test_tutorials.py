@@ -59,6 +59,7 @@ def test_commands_of_pages_are_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen commands, on a busy machine
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of_a_tutorial_run(page: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "train.py", tmp_path)

@@ -66,10 +66,14 @@ class ImageSection(LabelledSection):
 class TextsSection(SampledSection):
     """Texts, and a model of transformers."""
 
+    by_content = ("bad_rows",)
+
     path: PathText = Field(default="texts.jsonl", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     text_column: str = "text"
     """Column of the texts."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """``skip``: leave out rows of files that cannot be used, and count them."""
     model: PathText = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = True

@@ -126,7 +126,8 @@ class Classification(Task):
     def _sizes(self, samples: str) -> str:
         data = self._data
         held_out = f"{len(data.validation):,} to evaluate on" if data.validation is not None else "none to evaluate on"
-        return f"{self.config.path}: {len(data.training):,} {samples}, {held_out}"
+        left_out = f", {data.bad_rows:,} bad rows left out" if data.bad_rows else ""
+        return f"{self.config.path}: {len(data.training):,} {samples}, {held_out}{left_out}"
 
     @property
     def opens_in(self) -> str:

@@ -141,7 +141,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
             [f"task.model={tmp_path / 'roberta'}", "task.pretrained=false", "task.sequence_length=32"],
             "takes 30 tokens; use task.sequence_length=30",
         ),
-        ([f"task.path={tmp_path / 'rows.jsonl'}"], "row 1: needs a text; fix"),
+        ([f"task.path={tmp_path / 'rows.jsonl'}"], "line 1: needs a text; fix"),
         (["task.text_column=body"], "has the columns text; use task.text_column=text"),
         (["task.label_column=label"], "task.label_column"),
         (["task.mask_share=0"], "task.mask_share"),

@@ -262,6 +262,29 @@ def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_te
         open_texts(section, encoder)
 
 
+def test_bad_rows_are_all_named_or_left_out(folder: Path, tmp_path: Path) -> None:
+    encoder, good = open_encoder(folder / "bert", 16), '{"text": "good film", "label": 1}'
+    (tmp_path / "train.jsonl").write_text("\n".join([good, "{", '{"text": 5, "label": 1}', "", good, '{"text": "a"}']))
+    (tmp_path / "val.csv").write_text("text,label\ngood,1\nbad\n")
+    with pytest.raises(UserError) as refused:
+        open_texts(TextClassSection(path=str(tmp_path)), encoder)
+    head, *rows = str(refused.value).splitlines()
+    assert head == "3 rows cannot be used; fix or remove them, or leave them out with task.bad_rows=skip:"
+    starts = (
+        "line 2 is not JSON: ",
+        "line 3: needs a text and",
+        "line 6 has the columns text and no task.label_column",
+    )
+    for row, start in zip(rows, starts, strict=True):
+        assert row.strip().startswith(f"{tmp_path / 'train.jsonl'} {start}")
+    found = open_texts(TextClassSection(path=str(tmp_path), bad_rows="skip"), encoder)
+    assert found.validation is not None
+    assert (len(found.training), len(found.validation), found.bad_rows) == (2, 1, 4)
+    (tmp_path / "train.jsonl").write_text("1")
+    with pytest.raises(UserError, match=r"train\.jsonl line 1 is a number \(1\), not an object"):
+        open_texts(TextClassSection(path=str(tmp_path), bad_rows="skip"), encoder)
+
+
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import datasets
 
@@ -283,8 +306,11 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     for name, label in (("train", "a"), ("val", "b")):
         (tmp_path / "classes" / f"{name}.csv").write_text(f"text,label\ngood,{label}\nfine,c\n")
     for words, told in (
-        ([f"task.path={tmp_path / 'column.jsonl'}"], "row 1 has the columns text, kind; use task.label_column="),
-        ([f"task.path={tmp_path / 'text.jsonl'}"], "row 1: needs a text"),
+        (
+            [f"task.path={tmp_path / 'column.jsonl'}"],
+            "has the columns text, kind; use task.label_column=",
+        ),
+        ([f"task.path={tmp_path / 'text.jsonl'}"], "line 1: needs a text"),
         ([f"task.path={tmp_path / 'json.jsonl'}"], "line 1 is not JSON"),
         ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
         ([f"task.path={tmp_path / 'blank.jsonl'}", "dry_run=false"], "the text of row 1 has no tokens"),

@@ -1,12 +1,9 @@
 """Tokenized texts, with classes if they have any: JSON or CSV rows, or a Hugging Face dataset."""
 
-import csv
 import hashlib
-import io
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,11 +14,14 @@ from serried.recipes.data.labelled.splits_and_classes import (
     TRAINING,
     Classes,
     LabelledData,
-    check_columns,
+    missing_column,
     open_dataset,
     validation_split,
 )
+from serried.recipes.data.readers.csv_rows import CsvRows
 from serried.recipes.data.readers.files import assignment, library
+from serried.recipes.data.readers.json_parquet_rows import JsonLines
+from serried.recipes.data.readers.source import SHOWN_ROWS, bad_rows
 
 _KINDS = (".jsonl", ".csv")
 
@@ -102,71 +102,70 @@ def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed
         raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
     split = validation_split(section, files)
     read = [_read(files[name], section) for name in (TRAINING, split) if name]
-    are_mixed = len({type(label) for _, labels, _ in read for label in labels}) > 1  # labels of CSV files are strings
-    of_splits = [[str(label) for label in labels] if are_mixed else labels for _, labels, _ in read]
+    are_mixed = len({type(label) for file in read for label in file.labels}) > 1  # labels of CSV files are strings
+    of_splits = [[str(label) for label in file.labels] if are_mixed else file.labels for file in read]
     classes = Classes(of_splits[0])
     if split:
         classes.check(of_splits[1], str(files[split]))
     training, *others = (
-        Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint + form)
-        for (texts, _, fingerprint), labels in zip(read, of_splits, strict=True)
+        Texts(file.texts, [classes.number(label) for label in labels], encoder, file.digest + form)
+        for file, labels in zip(read, of_splits, strict=True)
     )
-    return LabelledData(classes.names, training, others[0] if others else None)
+    left_out = sum(file.bad_rows for file in read)
+    return LabelledData(classes.names, training, others[0] if others else None, left_out)
 
 
-def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int], str]:
-    """Return the texts and labels of a file, and a digest."""
+class _TextAndLabel:
+    """The text and the label of a row; the label is empty if the task has none."""
+
+    def __init__(self, section: TextsSection) -> None:
+        self._columns, self._text = _columns(section), section.text_column
+        self._label = section.label_column if isinstance(section, LabelledSection) else None
+
+    def content_of(self, row: Mapping[str, Any]) -> tuple[str, str | int]:
+        """Return text and label. Raises ``UserError`` if one is missing or of another type; the message follows the
+        row's place."""
+        names = [str(name) for name in row]
+        if missing := missing_column(self._columns, names):
+            typed, instead = missing
+            raise UserError(f" has the columns {', '.join(names)}; use {instead} in place of {typed}")
+        text, label = row[self._text], "" if self._label is None else row[self._label]
+        if not isinstance(text, str) or not isinstance(label, str | int):
+            labelled = " and, as its label, a text or a whole number" if self._label is not None else ""
+            raise UserError(f": needs a text{labelled}; fix or remove the row")
+        return text, label
+
+
+class _File(NamedTuple):
+    """Rows of a file."""
+
+    texts: list[str]
+    labels: Sequence[str | int]
+    digest: str
+    bad_rows: int
+    """Number of bad rows, which are left out."""
+
+
+def _read(path: Path, section: TextsSection) -> _File:
+    """Read the rows of a file. Raises ``UserError`` if there are none, or ``task.bad_rows`` refuses one."""
     try:
         content = read_regular(path)
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"cannot read {path}: it is not UTF-8") from None
     except (OSError, NotPlainData) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    texts: list[str] = []
-    labels: list[str | int] = []
-    columns, label_column = _columns(section), section.label_column if isinstance(section, LabelledSection) else None
-    rows = _csv_rows if path.suffix == ".csv" else _json_rows
-    for number, row in enumerate(rows(path, text), 1):
-        where = f"{path}, row {number}"
-        check_columns(columns, [str(name) for name in row], where)
-        one, label = row[section.text_column], "" if label_column is None else row[label_column]
-        if not isinstance(one, str) or not isinstance(label, str | int):
-            labelled = " and, as its label, a text or a whole number" if label_column is not None else ""
-            raise UserError(f"{where}: needs a text{labelled}; fix or remove the row")
-        texts.append(one)
-        labels.append(label)
-    if not texts:
-        raise UserError(f"{path} holds no rows; use another file")
-    return texts, labels, hashlib.sha256(content).hexdigest()
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    count, before = 0, csv.field_size_limit(len(text))
-    try:
-        # Strict: otherwise an unclosed quote swallows all later rows.
-        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        names = list(rows.fieldnames or ())
-        if twice := [name for name in names if names.count(name) > 1]:  # the last one would be used
-            raise UserError(f"{path} has {names.count(twice[0])} columns named {twice[0]!r}; leave all but one out")
-        for row in rows:
-            count += 1
-            yield row
-    except csv.Error as error:
-        raise UserError(f"cannot read {path}, row {count + 1}: {error}; fix or remove the row") from None
-    finally:
-        csv.field_size_limit(before)
-
-
-def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would split inside JSON strings, too
-        if not line.strip():
+    reader: type[CsvRows | JsonLines] = CsvRows if path.suffix == ".csv" else JsonLines
+    rows: list[tuple[str, str | int]] = []
+    shown: list[str] = []
+    bad = 0
+    for row in reader(name=str(path), size_bytes=len(content), path=path, column=_TextAndLabel(section)).all_rows():
+        if row.error is None:
+            rows.append(cast(tuple[str, str | int], row.content))
             continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where} is not JSON: {error}; fix or remove the row") from None
-        if not isinstance(row, dict):
-            raise UserError(f'{where} is not an object; write {{"text": "..."}}, and a label where texts have classes')
-        yield row
+        bad += 1
+        if len(shown) < SHOWN_ROWS:
+            shown.append(str(row.error))
+    if not rows:  # if all are wrong, the first says what is wrong with the format
+        raise UserError(shown[0] if bad else f"{path} holds no rows; use another file")
+    if bad and section.bad_rows == "refuse":
+        raise bad_rows(shown, bad, key="task.bad_rows")
+    texts, labels = zip(*rows, strict=True)
+    return _File(list(texts), list(labels), hashlib.sha256(content).hexdigest(), bad)

@@ -35,6 +35,8 @@ class LabelledData(NamedTuple):
     classes: Sequence[str]
     training: Dataset
     validation: Dataset | None
+    bad_rows: int = 0
+    """Number of bad rows that were left out."""
 
     def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
         """Return the same samples, with the class numbers of a model with the classes ``names``. Raises
@@ -47,7 +49,7 @@ class LabelledData(NamedTuple):
             return sample._replace(label=numbers[sample.label])
 
         validation = self.validation and MappedSamples(self.validation, renumbered)
-        return LabelledData(names, MappedSamples(self.training, renumbered), validation)
+        return LabelledData(names, MappedSamples(self.training, renumbered), validation, self.bad_rows)
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
@@ -150,9 +152,15 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
 
 def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
     """Raise ``UserError`` if a column (by the config key that names it) is not in ``names``."""
+    if missing := missing_column(columns, names):
+        typed, instead = missing
+        raise UserError(f"{typed}: {where} has the columns {', '.join(names)}; use {instead}")
+
+
+def missing_column(columns: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the override for the first of ``columns`` that is not in ``names``, and an override that fits better."""
     left = [name for name in names if name not in columns.values()] or ["COLUMN"]
     for key, column in columns.items():
-        if column in names:
-            continue
-        near = nearest(column, left) or left
-        raise UserError(f"{key}={column}: {where} has the columns {', '.join(names)}; use {key}={near[0]}")
+        if column not in names:
+            return f"{key}={column}", f"{key}={(nearest(column, left) or left)[0]}"
+    return None

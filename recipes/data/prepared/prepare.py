@@ -32,7 +32,6 @@ from serried.recipes.data.prepared.tokenize import (
     Splitter,
     TokenCounts,
     all_characters,
-    bad_rows,
     held_out_of,
     jobs_of,
     texts_to_learn_from,
@@ -40,7 +39,7 @@ from serried.recipes.data.prepared.tokenize import (
 )
 from serried.recipes.data.readers.files import assignment
 from serried.recipes.data.readers.progress import Progress, Show, usable_cores
-from serried.recipes.data.readers.source import SPLITS, Place, Source, Unit, open_source
+from serried.recipes.data.readers.source import SPLITS, Place, Source, Unit, bad_rows, open_source
 from serried.recipes.data.tokenizers.encode_rows import Encoder, TextEncoder
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import CharsTokenizer, Tokenizer, token_dtype

@@ -15,7 +15,7 @@ from serried.configs.errors import UserError
 from serried.recipes.data.prepared.token_shards import Shard, ShardWriter
 from serried.recipes.data.readers.files import PIECE_BYTES
 from serried.recipes.data.readers.progress import Progress, ordered
-from serried.recipes.data.readers.source import SPLITS, Row, Unit
+from serried.recipes.data.readers.source import SHOWN_ROWS, SPLITS, Row, Unit, bad_rows
 from serried.recipes.data.tokenizers.encode_rows import Encoded, Encoder, Joiner, as_bytes, texts_of
 
 _SHARD_BYTES = 64 << 20
@@ -31,21 +31,8 @@ _LEARN_BYTES = 1 << 30
 
 BUCKETS = 48
 
-
-SHOWN_ROWS = 10
-"""Number of bad rows that are shown with their line; the rest are counted."""
-
 _ALL_BAD = 1000
 """Number of bad rows, without any valid row, after which the rest is not read: the format is wrong."""
-
-
-def bad_rows(shown: Sequence[str], count: int, head: str = "") -> UserError:
-    """Return the error for ``count`` bad rows, with the lines ``shown`` of the first ones."""
-    cure = "fix or remove them, or leave them out with data.bad_rows=skip"
-    if count == 1:
-        return UserError(f"{shown[0]}; or leave such rows out: data.bad_rows=skip")
-    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
-    return UserError(*shown, *more, head=f"{head or f'{count:,} rows cannot be used'}; {cure}")
 
 
 @dataclass

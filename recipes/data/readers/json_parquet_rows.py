@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from serried.configs.errors import UserError
 from serried.recipes.data.readers.files import (
@@ -53,6 +53,13 @@ _SHARED = "conversations"
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
 """Columns of prompts, one of which may accompany pairs of answers."""
+
+
+class RowContent(Protocol):
+    """The part of a row that is read."""
+
+    def content_of(self, row: Mapping[str, Any]) -> Any:
+        """Return the content of ``row``. Raises ``UserError`` if it has none; the message follows the row's place."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +312,7 @@ class JsonLines(Unit):
     """The lines of a file that start at byte ``start_bytes`` or later, and before ``stop_bytes``."""
 
     path: Path | str
-    column: Column
+    column: RowContent
     start_bytes: int = 0
     stop_bytes: int | None = None
     """End in bytes; None: the end of the file."""
@@ -405,7 +412,7 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
         yield row_of(number, place, content, column.content)
 
 
-def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Content]) -> Row:
+def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Any]) -> Row:
     """Return the row with the content ``content(found)``, or with the error if it has none."""
     try:
         if isinstance(found, UserError):

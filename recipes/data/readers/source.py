@@ -15,6 +15,8 @@ from serried.recipes.data.readers.files import PIECE_BYTES, open_plain
 from serried.recipes.data.readers.progress import Progress
 
 SPLITS = ("train", "validation")
+SHOWN_ROWS = 10
+"""Number of bad rows that are shown with their line; the rest are counted."""
 
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
 """A document: text; the messages of a conversation (with ``tools`` that it may call: a dict with both); or a dict of
@@ -52,6 +54,16 @@ class AtRow(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.where}{self.said}"
+
+
+def bad_rows(shown: Sequence[str], count: int, head: str = "", key: str = "data.bad_rows") -> UserError:
+    """Return the error for ``count`` bad rows, with the lines ``shown`` of the first ones. ``key=skip``
+    leaves them out."""
+    cure = f"fix or remove them, or leave them out with {key}=skip"
+    if count == 1:
+        return UserError(f"{shown[0]}; or leave such rows out: {key}=skip")
+    more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+    return UserError(*shown, *more, head=f"{head or f'{count:,} rows cannot be used'}; {cure}")
 
 
 class Row(NamedTuple):

@@ -11,8 +11,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
 from serried.recipes.data.prepared.prepare import Prepared
 from serried.recipes.data.prepared.token_shards import TokenStream
-from serried.recipes.data.prepared.tokenize import SHOWN_ROWS
-from serried.recipes.data.readers.source import SPLITS
+from serried.recipes.data.readers.source import SHOWN_ROWS, SPLITS
 from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces
 from serried.recipes.models.layers.lm_head import IGNORE
 

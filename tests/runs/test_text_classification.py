@@ -273,7 +273,7 @@ def test_bad_rows_are_all_named_or_left_out(folder: Path, tmp_path: Path) -> Non
     starts = (
         "line 2 is not JSON: ",
         "line 3: needs a text and",
-        "line 6 has the columns text and no task.label_column",
+        "line 6 has the columns text; use task.label_column=",
     )
     for row, start in zip(rows, starts, strict=True):
         assert row.strip().startswith(f"{tmp_path / 'train.jsonl'} {start}")

@@ -25,6 +25,7 @@ from serried.recipes.data.labelled.labelled_images import (
     open_images,
 )
 from serried.recipes.models.hugging_face.image_models import IMAGENET, normalization
+from serried.task_class import make_task
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import resumed_checkpoints
 from testing.cluster import Cluster
@@ -75,9 +76,10 @@ def images(folder: Path, run_dir: Path, *more: str, model: str = "vit") -> list[
 
 def configured(section: ImageSection, run_dir: Path) -> ImageClassification:
     """The task of a run in ``run_dir``."""
-    task = ImageClassification()
     run = RunSection(name="run", dir=run_dir)
-    task.configure(RunConfig.model_construct(run=run, task=section, checkpoint=CheckpointSection()))
+    config = RunConfig.model_construct(run=run, task=section, checkpoint=CheckpointSection())
+    task = make_task(config, ImageClassification)
+    assert isinstance(task, ImageClassification)
     return task
 
 

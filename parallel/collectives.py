@@ -21,7 +21,7 @@ _functional = torch.ops._c10d_functional
 
 def _all_gather_on_cpu(x: Tensor, ranks: int, group_name: str) -> Tensor:
     gathered = x.new_empty(ranks * len(x), *x.shape[1:])
-    sent, received = (torch.view_as_real(each) if x.is_complex() else each for each in (x, gathered))
+    sent, received = (torch.view_as_real(tensor) if x.is_complex() else tensor for tensor in (x, gathered))
     _functional.all_gather_into_tensor_out(sent, ranks, group_name, out=received)
     return gathered
 
@@ -66,9 +66,10 @@ def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tens
 
 
 def start_shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send ``x`` to the next rank of the ring; call the result to wait for that of the rank before.
+    """Start to send ``x`` to the next rank of the ring; call the result to wait for the tensor of the previous
+    rank.
 
-    No gradient: what is sent while something else is computed has none of its own.
+    Without a gradient.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent, received = [0] * ranks, [0] * ranks

@@ -26,7 +26,7 @@ def check_blocks(
     there are none, or they cannot be compiled."""
     if keeps_less and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and a mixture of experts, which cannot be compiled; use "
+            f"trainer.compile=true with {keeps_less[0]} and a mixture of experts cannot be compiled; use "
             f"{keeps_less[1]}, or trainer.compile=false"
         )
     names = plan.blocks_in(module)
@@ -38,8 +38,8 @@ def check_blocks(
     buffers = [f"{name}.{buffer}" for name in names for buffer, _ in module.get_submodule(name).named_buffers()]
     if keeps_less and buffers:  # the second forward would change them again
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}), which a forward may "
-            f"change; use {keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}): a forward may "
+            f"change them; use {keeps_less[1]}, or trainer.compile=false"
         )
     return names
 
@@ -60,9 +60,9 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
     torch._dynamo.config.optimize_ddp = False  # it would divide the graph of a block at DDP's buckets
     for mixture in mixtures(module, plan).values():  # how many tokens an expert gets is known when the router ran
         mixture.forward = torch.compiler.disable(mixture.forward)
-    for each in context_points(module, plan):
-        if isinstance(each.context, Ring):  # its messages travel while something else is computed
-            each.context.attend = torch.compiler.disable(each.context.attend)  # type: ignore[method-assign]
+    for point in context_points(module, plan):
+        if isinstance(point.context, Ring):  # its messages travel while something else is computed
+            point.context.attend = torch.compiler.disable(point.context.attend)  # type: ignore[method-assign]
     blocks: list[Any] = [module.get_submodule(name) for name in check_blocks(module, plan)]
     here = [block for block in blocks if any(True for _ in block.parameters())]  # others are in another stage
     for part in module.modules():

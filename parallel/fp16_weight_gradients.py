@@ -1,4 +1,4 @@
-"""Gradients of fp16 products in fp32, so that which step overflows does not depend on the layout.
+"""Weight gradients of fp16 products in fp32, so that the same steps overflow on every layout.
 
 The gradient of a linear layer's weight sums over all tokens of a micro-batch. Its fp16 sum leaves the range earlier if
 a rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
@@ -16,8 +16,10 @@ from serried.parallel.plan import ParallelPlan
 
 
 def widen_gradients(model: nn.Module, plan: ParallelPlan) -> None:
-    """Let every ``nn.Linear`` of ``model``, and what has a role of ``Conv1D``, sum its gradients in fp32 under fp16
-    autocast."""
+    """Make linear layers of ``model`` sum weight gradients in fp32 under fp16 autocast.
+
+    These are every ``nn.Linear`` and the modules with a role of ``Conv1D``.
+    """
     for name, module in model.named_modules():
         is_conv1d = (plan.role(name) or "").startswith("conv1d")
         if is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):

@@ -1,4 +1,4 @@
-"""Units of any module for FSDP2: what is gathered together if a model declares no plan."""
+"""FSDP2 units of a module without a plan: the parameters that are gathered together."""
 
 from collections import defaultdict
 
@@ -38,7 +38,7 @@ def blocks_of(module: nn.Module, name: str = "") -> list[str]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         repeated = {key: each for key, each in child.named_children() if _size(each)}
-        classes = {type(each) for each in repeated.values()}
+        classes = {type(module) for module in repeated.values()}
         are_blocks = len(repeated) > 1 and len(classes) == 1 and not classes & _WITHOUT_FORWARD
         if isinstance(child, _CONTAINERS) and are_blocks:
             found += [f"{path}.{key}" for key in repeated]

@@ -23,38 +23,38 @@ _BLOCK_NUMBERS = 2**20
 
 @torch.no_grad()
 def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None], seed: int) -> None:
-    """Fill what this rank holds of every parameter, in place.
+    """Fill this rank's part of every parameter, in place.
 
     ``std_of(name)`` is the standard deviation of a normal around zero, or None for ones.
     """
-    for each in held:
-        std, box = std_of(each.name), each.box
+    for shard in held:
+        std, box = std_of(shard.name), shard.box
         if std is None:
-            each.local.fill_(1.0)
+            shard.local.fill_(1.0)
         elif box.numel:
             first_row, count = (box.starts[0], box.sizes[0]) if box.sizes else (0, 1)
-            rows = normal_rows(seed, each.name, each.spec.shape or (1,), first_row, count)
-            each.local.copy_(rows[(slice(None), *box.columns())].mul_(std).view(box.sizes))
+            rows = normal_rows(seed, shard.name, shard.spec.shape or (1,), first_row, count)
+            shard.local.copy_(rows[(slice(None), *box.columns())].mul_(std).view(box.sizes))
 
 
 def padding_rows(module: nn.Module) -> dict[str, int]:
     """Return the row that each embedding of ``module`` has for padding, by the name of its weight."""
-    named = {f"{name}.weight": getattr(each, "padding_idx", None) for name, each in module.named_modules()}
+    named = {f"{name}.weight": getattr(child, "padding_idx", None) for name, child in module.named_modules()}
     return {name: row for name, row in named.items() if row is not None}
 
 
 @torch.no_grad()
 def clear_rows(held: Iterable[HeldTensor], rows: Mapping[str, int]) -> None:
     """Fill one of the ``rows``, by name, of each parameter with zeros where this rank holds it."""
-    for each in held:
-        row = rows[each.name] - each.box.starts[0] if each.name in rows else -1
-        if 0 <= row < each.box.sizes[0]:
-            each.local[row] = 0.0
+    for shard in held:
+        row = rows[shard.name] - shard.box.starts[0] if shard.name in rows else -1
+        if 0 <= row < shard.box.sizes[0]:
+            shard.local[row] = 0.0
 
 
 @torch.no_grad()
 def initialize_uniform(held: HeldTensor, bound: float, seed: int) -> None:
-    """Fill what this rank holds of a matrix from a uniform distribution over [-bound, bound), in place."""
+    """Fill this rank's part of a matrix from a uniform distribution over [-bound, bound), in place."""
     box = held.box
     if box.numel:
         rows = _rows(seed, held.name, held.spec.shape, box.starts[0], box.sizes[0], np.random.Generator.random)

@@ -1,6 +1,6 @@
 """Low-rank adapters of linear layers: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353).
 
-An adapter is parameters of the layer itself, beside its weight, and a hook that adds to what the layer returns. So the
+An adapter is parameters of the layer itself, beside its weight, and a hook that adds to its output. So the
 names of all weights stay, and what replaces a layer's forward, as the tensor axis does, need not know of adapters.
 
 Shapes: I inputs, O outputs of the layer, R rank.
@@ -19,7 +19,7 @@ from serried.parallel.fp16_weight_gradients import linear
 from serried.parallel.layout.local_shards import evaluating
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-"""Names of the parameters: [R, I], [O, R] and, of DoRA, [O]."""
+"""Names of the parameters: [R, I], [O, R] and, with DoRA, [O]."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Adapter:
     scale: float
     dropout: float
     is_conv1d: bool
-    """Whether the layer's weight is [I, O], as that of transformers' ``Conv1D``, not [O, I]."""
+    """Whether the layer's weight is [I, O], like in transformers' ``Conv1D``, instead of [O, I]."""
     is_on: bool = True
     """Whether the layer computes with it; see ``without_adapters``."""
     sum: Callable[[Tensor], Tensor] | None = None
@@ -37,7 +37,7 @@ class Adapter:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether adapters can be attached: to an ``nn.Linear`` that is called, and to what is called ``Conv1D``."""
+    """Return whether adapters can be attached: to an ``nn.Linear`` that is called, and to a class named ``Conv1D``."""
     # MultiheadAttention reads the weight of its last layer without calling it.
     is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return (isinstance(module, nn.Linear) and is_called) or type(module).__name__ == "Conv1D"

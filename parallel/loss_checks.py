@@ -15,7 +15,7 @@ LOSS_ALONE: Shapes = {"loss_sum": (), "weight": ()}
 
 
 def refuse_own_backward(root: nn.Module) -> None:
-    """Raise ``UserError`` if the first loss of a run left gradients: its task may step an optimizer of its own."""
+    """Raise ``UserError`` if the first loss of a run left gradients. Its task may step another optimizer."""
     if any(parameter.grad is not None for parameter in root.parameters()):
         raise UserError(
             "loss() called backward(); return all losses added up in serried.LossTerms: backward and the update of "

@@ -115,8 +115,10 @@ class DistributedModel:
 
     @property
     def model(self) -> Any:
-        """What to call in place of the module, for its forward, until weights change. Several ranks must get and call
-        it together."""
+        """Return a function to call in place of the module's forward until weights change.
+
+        With several ranks, a collective: all of them must get it and call it together.
+        """
         self._set_scales()
         if not self.layout.is_sharded:
             return self.module
@@ -219,11 +221,11 @@ class DistributedModel:
         return global_sum_of_squares(self._by_copies, self.layout, self.device)
 
     def reshard(self) -> None:
-        """Free what a forward without backward left gathered."""
+        """Free parameters that a forward without a backward left gathered."""
         self.runner.reshard()
 
     def _set_scales(self, phase: str | None = None) -> None:
-        """Let weights that are gathered in float8 have the scales of what they are now."""
+        """Update the scales of weights that are gathered in float8 to their current values."""
         if self._gather is None:
             return
         if phase is not None:

@@ -25,7 +25,7 @@ _LEVELS = (
 
 
 def can_quantize(module: nn.Module) -> bool:
-    """Whether the weight of ``module`` consists of whole blocks, and its forward is that of ``nn.Linear``."""
+    """Return whether ``module`` has the forward of ``nn.Linear`` and a weight of whole blocks."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return module.in_features % BLOCK == 0

@@ -46,7 +46,7 @@ def check_offloadable(model: nn.Module) -> None:
     """Raise ``UserError`` if a parameter cannot be in host memory with ``parallel.offload=true``."""
     if name := next(iter(unshardable(model)), None):
         raise UserError(
-            f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {name}, which has no dims or "
+            f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {name}: it has no dims or "
             "holds integers; use parallel.offload=false, or optim.offload=true"
         )
 
@@ -98,11 +98,11 @@ def parallelize(
 
         for axis in active_axes(layout):
             axis.apply(stage, plan, layout, place, groups)
-        for each in context_points(stage, plan):
-            each.context.hidden_parts = layout.tensor if layout.sequence else 1
+        for point in context_points(stage, plan):
+            point.context.hidden_parts = layout.tensor if layout.sequence else 1
         prepare(stage)
         units = () if plan.is_one_unit else _units_of_stage(stage, plan) if plan.units else units_of(stage)
-        experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
+        experts = [mixture.experts for mixture in mixtures(stage, plan).values()] if layout.expert > 1 else []
         whole = unshardable(stage)
         divided = ParallelPlan(units, is_one_unit=plan.is_one_unit)
         sync = Sharded(stage, groups, divided, gathered_dtype, section, [*whole.values()], experts)
@@ -177,7 +177,7 @@ def _allocate(
     """``on_host``: parameters are in host memory, and buffers on ``device``."""
     if not is_meta:
         # FSDP2 puts what it offloads into its place itself.
-        if not on_host and any(each.device != device for each in (*root.parameters(), *root.buffers())):
+        if not on_host and any(tensor.device != device for tensor in (*root.parameters(), *root.buffers())):
             root.to(device)  # which refuses tensors without data, as of a plan
         return
     buffers = {name: each for name, each in model.named_buffers() if not each.is_meta}

@@ -51,17 +51,19 @@ class Pipeline:
         phases: Phases,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """``stages``: those of this rank, by number."""
+        """``stages``: the stages of this rank, by number."""
         self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
         self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1
         self.borders: dict[tuple[int, torch.Size], Tensor] = {}
-        """What enters a stage, on meta; by the stage, and by the shape of what enters the first. After the last stage
-        comes what it returns. Those that are known are not asked for."""
+        """Inputs of stages, on meta, by stage and shape of the first stage's input; after the last stage, its output.
+
+        Known ones are not exchanged again.
+        """
         self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
-        """By number and shape of the micro-batches."""
+        """Schedules by number and shape of the micro-batches."""
         self._shapes: dict[torch.Size, None] = {}
-        """Of the micro-batches of the last step."""
+        """Shapes of the micro-batches of the last step."""
 
     def train(
         self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int]
@@ -74,7 +76,7 @@ class Pipeline:
         inputs = [objective.inputs(batch) for batch in batches]
         # On other data ranks the shapes may change at other steps, and to learn those of the borders takes all of them.
         known = self._shapes if self._layout.data_ranks > 1 else {}
-        shapes = known | {each.stream.shape: None for each in inputs}
+        shapes = known | {micro_batch.stream.shape: None for micro_batch in inputs}
         if len(shapes) > 1:
             raise UserError(
                 f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, and these are "
@@ -109,7 +111,7 @@ class Pipeline:
         return None if output is None else check_terms(objective.terms(output, batch))
 
     def logits(self, ids: Tensor, index: int) -> Tensor:
-        """Return those of token ``index`` of ``ids`` [B, S], on every rank: [B, 1, V]."""
+        """Return the logits of token ``index`` of ``ids`` [B, S], on every rank: [B, 1, V]."""
         output = self._forward(Inputs(ids))
         if output is not None:
             output = output[:, index : index + 1].contiguous()
@@ -120,7 +122,7 @@ class Pipeline:
         return found
 
     def reshard(self) -> None:
-        """Free what a forward without backward left gathered."""
+        """Free parameters that a forward without a backward left gathered."""
         for sync in self._stages.values():
             sync.reshard()
 
@@ -196,7 +198,7 @@ class Pipeline:
 
 
 class _Marks:
-    """What the stages of this rank do and wait for: what is between the phases of their work is waiting."""
+    """Phases of the stages of this rank. Time between the phases of their work is counted as waiting."""
 
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
@@ -205,15 +207,15 @@ class _Marks:
         self._sent_to: tuple[int, ...] = ()
 
     def expect(self, kind: str, stage: int, index: int, receives: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Note what a forward or backward waits for; return it."""
-        for each in receives:
-            self._awaited[kind, stage, index] = each.peer
+        """Record the messages that a forward or backward waits for; return them."""
+        for message in receives:
+            self._awaited[kind, stage, index] = message.peer
         self._wait()
         return receives
 
     def send(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Note who is to take what this rank sends; return it."""
-        self._sent_to = tuple(each.peer for each in sends) or self._sent_to
+        """Record the receivers of this rank's messages; return the messages."""
+        self._sent_to = tuple(message.peer for message in sends) or self._sent_to
         self._wait()
         return sends
 

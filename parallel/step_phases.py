@@ -13,8 +13,10 @@ import torch
 DATA, FORWARD, BACKWARD, PIPELINE, OPTIMIZER, HOST = PHASES = (
     "data", "forward", "backward", "pipeline", "optimizer", "host",
 )  # fmt: skip
-"""What a step's time is split into: ``pipeline`` is the time in which a stage waits for others. Anything else that is
-entered within a step is ``host``."""
+"""Phases into which the time of a step is split.
+
+``pipeline`` is the time in which a stage waits for others. Any other phase entered within a step counts as ``host``.
+"""
 
 _Mark = float | torch.cuda.Event
 

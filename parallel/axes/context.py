@@ -29,7 +29,7 @@ def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
     length = whole.shape[dim]
     if length % (2 * parts):
         raise UserError(
-            f"parallel.context={parts} with a sequence of {length} tokens, which is not a multiple of {2 * parts} = "
+            f"parallel.context={parts} with a sequence of {length} tokens: that is not a multiple of {2 * parts} = "
             f"2 x {parts}; pad the sequences of the batch to a multiple of it, or use parallel.context=1"
         )
     size = length // (2 * parts)
@@ -68,7 +68,7 @@ class Gather(_Part):
     """Keys and values of all ranks are gathered; their gradients are summed and scattered."""
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """The keys are in the order of the ranks: to put them into that of the sequence would be a copy for nothing."""
+        """Return the mask. Keys are in the order of the ranks; reordering them by sequence would be a needless copy."""
         places = self._places(length, device)
         return make((places[self._index], torch.cat(places)))
 
@@ -80,7 +80,7 @@ class Gather(_Part):
 class Ring(_Part):
     """Keys and values travel around the ring of ranks, once in the forward and, with their gradients, in the backward.
 
-    What a forward keeps is this rank's part alone. The backward computes the attention to each part again: its kernels
+    A forward keeps only this rank's part. The backward computes the attention to each part again: its kernels
     return gradients only together with a forward.
     """
 
@@ -113,14 +113,14 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, mixed, logsumexp = ctx.saved_tensors
         pair = torch.stack((k, v))
         # A part's gradients set out with the first rank that it visits, gather at each, and reach home after the last.
-        grad_q, home = (torch.zeros_like(each, dtype=torch.float32) for each in (q, pair))
+        grad_q, home = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, pair))
         travelling: Callable[[], Tensor] | None = None
         along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
         for hop, mask in enumerate(ctx.masks):
             received = start_shift(pair, ctx.group) if hop + 1 < len(ctx.masks) else None
             mine = torch.zeros_like(home) if hop else home
             if mask is not None:
-                leaves = [each.detach().requires_grad_() for each in (q, *pair.unbind())]
+                leaves = [tensor.detach().requires_grad_() for tensor in (q, *pair.unbind())]
                 with torch.enable_grad():
                     out, sums = ctx.kernel(*leaves, mask)
                 weight = (sums.detach() - logsumexp).exp()  # of this hop in the merged result
@@ -186,14 +186,14 @@ class ContextAxis:
         del place
         assert groups.context is not None
         kind = Ring if layout.context_method == "ring" else Gather
-        for each in context_points(module, plan):
-            each.context = kind(each.context, groups.context)
+        for point in context_points(module, plan):
+            point.context = kind(point.context, groups.context)
 
 
 def context_points(module: nn.Module, plan: ParallelPlan) -> list[Any]:
-    """Return the modules with a ``Context``; those of other stages of a pipeline are not here."""
-    named = [each for name, each in module.named_modules() if any(matches(name, glob) for glob in plan.context)]
-    return [each for each in named if isinstance(getattr(each, "context", None), Context)]
+    """Return the modules of this rank's pipeline stages that have a ``Context``."""
+    named = [child for name, child in module.named_modules() if any(matches(name, glob) for glob in plan.context)]
+    return [child for child in named if isinstance(getattr(child, "context", None), Context)]
 
 
 CONTEXT = ContextAxis()

@@ -86,7 +86,7 @@ class Exchange(Dispatch):
         self._group, self._ranks = group, dist.get_world_size(group)
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """As ``Dispatch.run``. All ranks must call it together; one without a row takes part all the same."""
+        """Run the experts, see ``Dispatch.run``. A collective: a rank without rows takes part too."""
         experts_here = [len(counts) // self._ranks] * self._ranks
         # [ranks x experts here]: rows from each rank for each expert here
         received = collectives.exchange(counts, experts_here, experts_here, self._group)
@@ -112,7 +112,7 @@ class Exchange(Dispatch):
 
 
 class _Reordered(torch.autograd.Function):
-    """rows[order], whose backward gathers as well: that of indexing would add, which is slower and varies on a GPU."""
+    """``rows[order]`` with a backward that gathers. Indexing's own backward adds: slower, and varying on a GPU."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -29,9 +29,13 @@ class ModelAxis(Protocol):
         """Return whether a rank's gradient of the parameter ``name`` is one of the terms of a sum over the axis."""
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
-        """Replace the parameters of ``module``, on meta or with values, by the slices that the rank at ``place`` holds,
-        and let its forward exchange what it must. Raises ``UserError`` if the plan does not declare what the axis
-        needs."""
+        """Replace the parameters of ``module`` by the slices of the rank at ``place``; add collectives to its forward.
+
+        The parameters may be on meta or have values.
+
+        Raises:
+            UserError: The plan does not declare what the axis needs.
+        """
 
 
 AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
@@ -39,7 +43,7 @@ AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
 
 def active_axes(layout: Layout) -> list[ModelAxis]:
     """Return the axes of more than one rank."""
-    return [each for each in AXES if getattr(layout, each.axis) > 1]
+    return [axis for axis in AXES if getattr(layout, axis.axis) > 1]
 
 
 def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, ShardSpec]:
@@ -51,10 +55,10 @@ def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[st
     specs = {}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
-        slices = [each for axis in axes for each in axis.slices(plan, layout, name, shape)]
+        slices = [cut for axis in axes for cut in axis.slices(plan, layout, name, shape)]
         if layout.is_sharded and name not in whole:
             slices.append(sharding(slices, shape, layout))
-        is_divided = any("expert" in each.axes for each in slices)  # over the ranks of all other axes too
+        is_divided = any("expert" in cut.axes for cut in slices)  # over the ranks of all other axes too
         sums_over = tuple(axis.axis for axis in axes if not is_divided and axis.is_partial(plan, layout, name))
         holders = tuple(layout.pipeline_of(stage) for stage in stages[name])
         specs[name] = ShardSpec(name, shape, tuple(slices), holders, sums_over)

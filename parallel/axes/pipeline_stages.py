@@ -15,7 +15,7 @@ from serried.parallel.plan import ParallelPlan
 
 
 class SkippedModule(nn.Module):
-    """In place of a module that another stage holds: returns its first argument."""
+    """Placeholder of a module that another stage holds. Returns its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SkippedModule(nn.Module):
 
 
 class TiedEnd(SkippedModule):
-    """In place of a module with tied parameters, whose forward is the first stage's: the last stage reads them."""
+    """Placeholder, in the last stage, of a module with tied parameters. The first stage computes its forward."""
 
     def __init__(self, module: nn.Module, tied: Iterable[str], *, is_last: bool) -> None:
         """``tied``: names within ``module``, such as ``table.weight``; None on the stages between."""
@@ -60,8 +60,8 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
         )
     if len(plan.blocks) < layout.stages:
         raise UserError(
-            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages, which is more than the blocks of "
-            f"{type(model).__name__} ({len(plan.blocks)}); use fewer stages"
+            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages: more than the {len(plan.blocks)} blocks "
+            f"of {type(model).__name__}; use fewer stages"
         )
     _refuse_undeclared_ties(model, plan, layout)
     stages = {stage: copy.deepcopy(model) for stage in layout.stages_of(pipeline)}
@@ -77,14 +77,16 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
         if not set(stages[name]) <= set(stages[first]):
             raise UserError(
                 f"{name} and {first} are one parameter in different stages of parallel.pipeline={layout.pipeline}, "
-                f"which the plan does not declare; return ParallelPlan(tied=({first!r},), ...), which the first and "
+                f"and the plan does not declare it; return ParallelPlan(tied=({first!r},), ...), which the first and "
                 "the last stage can share, or use parallel.pipeline=1"
             )
 
 
 def shared_buffers(names: Iterable[str], plan: ParallelPlan) -> dict[str, bool]:
-    """Return for each of ``names``, the model's buffers, whether every stage has a copy: those of modules around the
-    blocks."""
+    """Return for each of ``names``, buffers of the model, whether every stage has a copy.
+
+    Every stage has a copy of the buffers of modules around the blocks.
+    """
     around = _around(plan)
     return {name: name.rpartition(".")[0] in around for name in names}
 
@@ -137,8 +139,8 @@ class _Border:
         self._refuse_unless(self._expected.equal(_bits((result,), {})), f"after {self._last}")
 
     def _end(self, *_: Any) -> None:
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _refuse_unless(self, is_equal: bool, place: str) -> None:
         if not is_equal:
@@ -169,4 +171,4 @@ def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[st
 def _around(plan: ParallelPlan) -> set[str]:
     """Names of the modules that contain blocks: the model itself, and its list of layers."""
     parts = [block.split(".") for block in plan.blocks]
-    return {".".join(each[:length]) for each in parts for length in range(len(each))}
+    return {".".join(part[:length]) for part in parts for length in range(len(part))}

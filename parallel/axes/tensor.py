@@ -1,4 +1,4 @@
-"""The tensor axis: matrices divided over ranks, with the residual stream and the vocabulary.
+"""Tensor parallelism: matrices, the vocabulary and the residual stream are sharded over ranks.
 
 A parameter is a plain local tensor, this rank's slice, and modules exchange at their borders by explicit collectives
 (Megatron-LM, https://arxiv.org/abs/1909.08053). With ``parallel.sequence`` the stream between the matrices is divided
@@ -54,7 +54,7 @@ class Tensors:
     axis = "tensor"
 
     def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
-        """By the role of the module."""
+        """Return the slices of a parameter by the role of its module."""
         del layout, shape
         module, _, parameter = name.rpartition(".")
         dim = _SLICED_DIMS.get(plan.role(module) or "", {}).get(parameter)
@@ -125,11 +125,11 @@ class _Stream:
         self._group, self._is_divided = group, is_divided
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return what a region reads: all of the stream."""
+        """Gather the whole stream, the input of a region."""
         return collectives.gather(x, 1, self._group) if self._is_divided else collectives.copy(x, self._group)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of what the ranks add to the stream."""
+        """Sum the ranks' contributions to the stream."""
         self._check_length(x)
         return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
 
@@ -144,8 +144,8 @@ class _Stream:
         ranks, length = dist.get_world_size(self._group), x.shape[-2]
         if self._is_divided and length % ranks:
             raise UserError(
-                f"parallel.tensor={ranks} does not divide a sequence of {length}, which its ranks divide too; use "
-                "parallel.sequence=false"
+                f"parallel.tensor={ranks} does not divide a sequence of {length}, and parallel.sequence=true shards "
+                "the sequence; use parallel.sequence=false"
             )
 
 
@@ -228,7 +228,7 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
     """Raise ``UserError`` where the forward that a role puts in place would compute something else."""
     if role not in (*_SLICED_DIMS, "source", "region"):
         raise UserError(
-            f"parallel.tensor={layout.tensor}: the model's plan has {role} for {name}, which is not known here; use "
+            f"parallel.tensor={layout.tensor}: the model's plan has the unknown role {role} for {name}; use "
             "parallel.tensor=1, or a native family"
         )
     forward = type(module).forward
@@ -254,13 +254,13 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         own = f"has a forward of its own ({type(module).__name__})"
         why = f"is an embedding with {', '.join(options)}" if fits else own
         raise UserError(
-            f"parallel.tensor={layout.tensor}: {name} has the role {role} and {why}, which tensor ranks would leave "
-            "out; use parallel.tensor=1, or change the module or its role in parallel_plan()"
+            f"parallel.tensor={layout.tensor}: {name} has the role {role} and {why}; tensor ranks would leave "
+            "that out; use parallel.tensor=1, or change the module or its role in parallel_plan()"
         )
 
 
 def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[str, int]:
-    """Return the rows of each embedding and head by name; a tied head has those of the largest embedding."""
+    """Return the number of rows of each embedding and head by name. A tied head has those of the largest embedding."""
     ends = {name: module.get_submodule(name).weight for name, role in roles.items() if role in ("vocabulary", "head")}
     rows = {name: len(weight) for name, weight in ends.items() if isinstance(weight, Tensor)}
     largest = max((count for name, count in rows.items() if roles[name] == "vocabulary"), default=0)
@@ -297,7 +297,7 @@ def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -
 
 
 def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
-    """As the module's own forward."""
+    """Return the whole logits, like the module's own forward."""
     return vocabulary.logits(hidden, module.weight)
 
 

@@ -37,7 +37,7 @@ class Float8Gather:
     def set_scales(self) -> None:
         """Set the scales of the weights from their current values; there must be at least one weight. A collective;
         call it before they are gathered."""
-        largest = torch.stack([torch.linalg.vector_norm(each.shard, torch.inf) for each in self.weights]).float()
+        largest = torch.stack([torch.linalg.vector_norm(weight.shard, torch.inf) for weight in self.weights]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         scales = self.weights[0].product.scales_of(largest)
         for weight, scale in zip(self.weights, scales.unbind(), strict=True):
@@ -59,7 +59,7 @@ class _Weight:
     def _round(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return what to gather, and what ``_wrap`` needs beside it."""
+        """Return the tensors to gather, and the metadata that ``_wrap`` needs."""
         del mesh, outer_size, outer_stride, module, mp_policy  # FSDP2 checks the number of arguments
         # As bytes: Gloo gathers no float8.
         return (self.product.round(self.shard, self.scale).view(torch.uint8),), self.scale

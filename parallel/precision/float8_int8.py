@@ -11,7 +11,7 @@ from serried.configs.errors import UserError
 from serried.parallel.precision.low_precision_linear import check_torchao, import_torchao
 
 MULTIPLE = 16
-"""Of which outputs and inputs of a layer must be a multiple, on GPUs."""
+"""On GPUs, the number of outputs and of inputs of a layer must be a multiple of this."""
 _CAPABILITIES = {"float8": ((8, 9), "8.9 (Ada, Hopper)"), "int8": ((8, 0), "8.0 (Ampere)")}
 
 
@@ -45,8 +45,13 @@ class Float8:
     """
 
     def __init__(self, recipe: str, *, gathers: bool = False, emulates: bool = False) -> None:
-        """``recipe``: a name of torchao's. ``gathers``: see ``Float8Gather``. ``emulates``: multiply in fp32 what was
-        rounded, as on CPUs, for which torch's products in float8 are thousands of times slower."""
+        """Make the products of a recipe.
+
+        Args:
+            recipe: Name of a recipe of torchao.
+            gathers: See ``Float8Gather``.
+            emulates: Multiply rounded numbers in fp32. On CPUs torch's float8 products are thousands of times slower.
+        """
         import_torchao()
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -84,7 +89,7 @@ class Float8:
         return to_fp8_saturated(weight.to(torch.bfloat16).float() * scale, dtype)
 
     def rounded(self, numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a weight that ``__call__`` takes as rounded already, to these ``numbers``. ``dtype``: that of its
+        """Return a weight that ``__call__`` takes as rounded already, to these ``numbers``. ``dtype``: type of its
         gradient."""
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 

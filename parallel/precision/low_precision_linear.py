@@ -28,9 +28,9 @@ class Chosen(NamedTuple):
     """The linear layers of the blocks of a model."""
 
     names: Sequence[str]
-    """Those that can compute in another way."""
+    """Linear layers that support low-precision products."""
     others: dict[str, list[str]]
-    """Names of the rest, by the reason."""
+    """Names of the other linear layers, by the reason."""
 
     def describe(self) -> str:
         """``28 of 29 linear layers of the blocks (not layers.0.mlp.down_proj: 24 inputs, no multiple of 16)``."""
@@ -119,12 +119,12 @@ def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) 
 
 
 def import_torchao() -> None:
-    """Import torchao without what it says of GPU kernels that are not needed."""
+    """Import torchao without its warnings about GPU kernels that are not needed."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [each.level for each in loggers]
+    levels = [logger.level for logger in loggers]
     try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torchao.prototype.qat  # noqa: F401 -- and all that it imports

@@ -1,5 +1,5 @@
-"""Quantization-aware training: linear layers that compute with their weights, and inputs, rounded as torchao quantizes
-them later.
+"""Quantization-aware training: linear layers compute with weights and inputs that are rounded as torchao
+quantizes them later.
 
 Gradients pass the rounding as if it were not there, except where a number leaves the range. What is rounded is formed
 again in the backward: kept, it would be a copy of all weights that FSDP2 does not free.
@@ -62,9 +62,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        given = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        given = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            x, weight = (round_one(each) for round_one, each in zip(ctx.rounds, given, strict=True))
+            x, weight = (round_one(tensor) for round_one, tensor in zip(ctx.rounds, given, strict=True))
         of_x = torch.autograd.grad(x, given[0], grad @ weight.detach())[0]
         rows = grad.flatten(0, -2).T @ x.detach().flatten(0, -2)
         return of_x, torch.autograd.grad(weight, given[1], rows)[0], None, None

@@ -53,20 +53,20 @@ class Sharded:
         def along(parameter: nn.Parameter) -> Shard:
             return Shard(groups.expert_shard_dim(parameter))
 
-        for each in experts:
+        for mixture in experts:
             over: dict[str, Any] = {"mesh": groups.expert_fsdp, "shard_placement_fn": along}
-            fully_shard(each, reshard_after_forward=reshard, **over, **options)
+            fully_shard(mixture, reshard_after_forward=reshard, **over, **options)
         options["mesh"] = groups.fsdp
         for unit in plan.units:
             modules = [module.get_submodule(name) for name in unit]
             fully_shard(modules, reshard_after_forward=reshard and unit is not plan.units[-1], **options)
         fully_shard(self.root, reshard_after_forward=False, **options)
-        self._units = [each for each in self.root.modules() if isinstance(each, FSDPModule)]
-        for each in self._units:
+        self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        for wrapped in self._units:
             # Sums, not averages. Both calls on every unit: they are not recursive, and Gloo has no pre-multiplied sum
             # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
-            each.set_force_sum_reduction_for_comms(True)
-            each.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)
+            wrapped.set_gradient_divide_factor(1.0)
         self._sync_every_micro_batch = section.sync_every_micro_batch
         self._keep_gathered = not reshard
         self._groups = groups.fsdp.get_all_groups()
@@ -87,7 +87,7 @@ class Sharded:
             self.sum_whole_gradients()
 
     def sum_whole_gradients(self) -> None:
-        """Sum the gradients of what FSDP2 cannot shard over the ranks over which it sums those of all else."""
+        """Sum the gradients of parameters that FSDP2 cannot shard, over the ranks over which it sums all others."""
         assert isinstance(self.root, Root)
         for name in self._whole:  # scalars: a handful
             parameter = self.root.module.get_parameter(name)

@@ -14,7 +14,7 @@ _LONGEST_FP32_ROW = 2**15
 
 
 def sum_in_fp32(module: nn.Module, *, reduces_each: bool) -> None:
-    """Let micro-batches add up their gradients in fp32, for parameters of fewer bits.
+    """Accumulate gradients of micro-batches in fp32, for parameters of fewer bits.
 
     FSDP2 does so with those that are not reduced yet. ``reduces_each``: it reduces those of each micro-batch, and adds
     them up in the type of ``.grad``.
@@ -50,7 +50,7 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group: dist.ProcessGroup) -> None:
     """Sum the gradients that are terms of a sum over ``axis``, in one exchange a step."""
-    partial = [each.tensor for each in parameters if axis in each.spec.sums_over and each.tensor.requires_grad]
+    partial = [shard.tensor for shard in parameters if axis in shard.spec.sums_over and shard.tensor.requires_grad]
     if not partial:
         return
     for parameter in partial:
@@ -60,7 +60,7 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 
 
@@ -91,7 +91,8 @@ def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Lay
     """
     squares = {}
     for copies, parameters in by_copies.items():
-        gradients = [each.grad for each in parameters if each.requires_grad and each.grad is not None]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         squares[copies] = (
             sum_of_squares(gradients).to(device)  # from host memory, if they are there
             if gradients

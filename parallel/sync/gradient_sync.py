@@ -91,8 +91,10 @@ class Replicated:
 
 
 class Summed(NoSync):
-    """Every rank holds the model, with gradients of another type than the parameters, which DDP refuses: that of each
-    parameter is summed as soon as it is complete."""
+    """Data parallelism with gradients of another type than the parameters, which DDP refuses.
+
+    Every rank holds the model. The gradient of each parameter is summed as soon as it is complete.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

@@ -20,25 +20,25 @@ _HALVES = (0, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What the processes of a node, or of several, did in a second."""
+    """Rates measured on the processes of one or several nodes."""
 
     path: Path
     cluster: Cluster
-    """A device whose peaks are what was measured, in nodes as they were."""
+    """Nodes of the measurement. The peaks of their device are the measured rates."""
     rates: Rates
-    """Of those peaks."""
+    """Shares of the peaks of ``cluster``'s device."""
     products: Mapping[Shape, float]
     """Seconds of each product that was timed."""
     precision: str
     hidden: float
-    """Share of an exchange that computing beside it hides."""
+    """Share of a collective's time that overlapping computation hides."""
     date: str
     torch: str
     is_gpu: bool
 
     def product_seconds(self, shape: Shape) -> float:
-        """Return the seconds of a product: as the fit says, corrected by what it is off at the nearest one timed."""
-        near = min(self.products, key=lambda each: math.dist([*map(math.log, each)], [*map(math.log, shape)]))
+        """Return the seconds of a matrix product: the fit, corrected by its error at the nearest timed shape."""
+        near = min(self.products, key=lambda timed: math.dist([*map(math.log, timed)], [*map(math.log, shape)]))
         return self._fitted(shape) * self.products[near] / self._fitted(near)
 
     def _fitted(self, shape: Shape) -> float:
@@ -47,7 +47,7 @@ class MeasuredRates:
         return 2 * math.prod(dim + self.rates.half for dim in shape) / (peak * self.rates.products)
 
     def notes(self) -> list[str]:
-        """Return what to know about them."""
+        """Return remarks for the user, such as another version of torch."""
         here = torch.__version__
         return [] if self.torch == here else [f"they were measured with torch {self.torch}, and this is {here}"]
 
@@ -100,14 +100,14 @@ def _positive(value: Any) -> float:
 
 
 def _fit(products: Mapping[Shape, float]) -> tuple[float, float]:
-    """Return the FLOP/s of long products, and how long a dim has half of them, as fits best."""
+    """Return the best fit of (FLOP/s of large products, dim length that reaches half of that rate)."""
 
     def peaks(half: float) -> list[float]:
         return sorted(2 * math.prod(dim + half for dim in shape) / seconds for shape, seconds in products.items())
 
     def misfit(half: float) -> float:
         found = peaks(half)
-        return sum(math.log(each / found[len(found) // 2]) ** 2 for each in found)
+        return sum(math.log(peak / found[len(found) // 2]) ** 2 for peak in found)
 
     half = min(_HALVES, key=misfit)
     found = peaks(half)

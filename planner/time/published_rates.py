@@ -1,4 +1,4 @@
-"""How much of what a device could do it really does, by software, as published runs show."""
+"""Shares of a device's peaks that training software reaches, fitted to published runs."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,17 @@ class Rates(NamedTuple):
     attention: float
     memory: float
     links: float
-    """Within a node."""
+    """Share of the bandwidth within a node."""
     launch: float
-    """Of one operation."""
+    """Seconds to launch one operation."""
     network: float = 0.8
-    """Between nodes. This and what follows is assumed: no run determines it."""
+    """Share of the bandwidth between nodes. This and the following fields are assumptions: no run determines them."""
     half: float = 150.0
-    """A product reaches half of the best rate for each of its dims that is this long."""
+    """Dim length of a matrix product at which it reaches half of the best rate."""
     latency: float = 15e-6
-    """Of a collective."""
+    """Seconds to start a collective."""
     hop: float = 5e-6
-    """Of a collective, for each node after the first."""
+    """Seconds that each node after the first adds to a collective."""
 
 
 RATES = {
@@ -30,12 +30,12 @@ RATES = {
     "nvidia": Rates(0.618, 0.619, 0.43, 0.687, 0.785, 7.3e-6),
     "megatron-2021": Rates(0.833, 0.86, 0.297, 0.729, 0.859, 2.5e-6),
 }
-"""By software: fitted to the rows of ``tools/published.toml`` that are marked so, by
-``python -m tools.published fit``."""
+"""Rates by software. ``python -m tools.published fit`` fits them to the calibration rows of
+``tools/published.toml``."""
 
 
 class Seen(NamedTuple):
-    """What the published runs of a software cover."""
+    """Range that the published runs of a software cover."""
 
     devices: tuple[str, ...]
     sequence: int
@@ -51,21 +51,21 @@ SEEN = {
     "megatron-2021": Seen(("a100",), 32768, 64),
 }
 WITHIN = (0.86, 1.13)
-"""The time over the predicted one, p10 to p90: of the held-out rows."""
+"""Measured over predicted time of the held-out rows, p10 to p90."""
 OUTSIDE = (0.86, 1.8)
-"""The same of the blind rows that are longer than the calibration's, or of another device."""
+"""Measured over predicted time of the blind rows with longer sequences than the calibration's, or another device."""
 FLOAT8 = (0.70, 1.29)
-"""The same of rows in FP8, with torchtitan's rates: p10 of all of them, of which NVIDIA's are faster, and p90 of
-torchtitan's own."""
+"""Measured over predicted time of FP8 rows, with torchtitan's rates: p10 of all rows (NVIDIA's are faster), p90 of
+torchtitan's rows."""
 ADAPTERS = (0.75, 1.67)
-"""The same of the six rows with LoRA that have torchtitan's rates: the shortest, on one device, and the longest, in a
-pipeline of tensor ranks."""
+"""Measured over predicted time of the six LoRA rows, with torchtitan's rates. The smallest ratio is of a run on one
+device, the largest of one with pipeline and tensor ranks."""
 MEASURED = (0.8, 1.25)
-"""The same where rates were measured with ``serried plan calibrate``: assumed."""
+"""Measured over predicted time if ``serried plan calibrate`` measured the rates. An assumption."""
 FAR = 4
-"""Groups of so many times the largest are outside."""
+"""Factor over the largest published FSDP group above which a group counts as outside the range."""
 
 
 def software_for(device: str) -> str:
-    """Return whose rates stand for this software on a device: torch's, or those of Megatron on an A100."""
+    """Return the software whose rates represent this one: torchtitan, or Megatron on an A100."""
     return "megatron-2021" if device.startswith("a100") else "torchtitan"

@@ -1,4 +1,4 @@
-"""How long a step takes: the work of a block, turned into seconds by rates, on the timeline of each rank."""
+"""Model of the step time: rates turn the work of a block into seconds on the timeline of each rank."""
 
 import math
 from collections import Counter
@@ -15,19 +15,19 @@ from serried.planner.time.published_rates import Rates
 _HALF_BYTES = 2
 _FP32_BYTES = 4
 _OPTIMIZER_BYTES = 30
-"""Read and written for each parameter in an update: its gradient, two moments and itself."""
+"""Bytes that an update reads and writes for each parameter: the gradient, two moments and the parameter."""
 _NEWTON_SCHULZ_STEPS = 5
-"""Of Muon, with three products each."""
+"""Newton-Schulz iterations of Muon, with three matrix products each."""
 _BACKWARD_OF_ATTENTION = 2.5
-"""Five products in place of two."""
+"""Cost of the backward of attention over its forward: five products instead of two."""
 _HIDDEN_AT_THE_END = 0.8
 """Share of the last backward that hides sums of gradients."""
 _EXPOSED_AT_LEAST = 0.1
 _LARGEST_SEEN = 512
 """Ranks of the largest FSDP group of a published run."""
 _LOST_BEYOND = 0.025
-"""Of the time, for each doubling of that group, whose ranks wait for each other in each block: assumed, as published
-runs lose 1 to 5 % a doubling from 128 to 512."""
+"""Share of the step time lost for each doubling of the FSDP group beyond ``_LARGEST_SEEN``, as ranks wait for each
+other in each block. An assumption: published runs lose 1 to 5 % for each doubling from 128 to 512."""
 
 
 class Shape(NamedTuple):
@@ -46,18 +46,18 @@ class Shape(NamedTuple):
     experts_per_token: int = 0
     expert_hidden: int = 0
     dense_layers: int = 0
-    """Those without experts, if there are experts; ``hidden`` is the mean of theirs and that of shared experts."""
+    """Layers without experts in a model with experts. ``hidden`` is the mean over these layers and shared experts."""
     attended: float = 1.0
-    """Share of the scores that windows of attention leave."""
+    """Share of the attention scores that sliding windows keep."""
 
     @property
     def width(self) -> int:
-        """Of all heads."""
+        """Total dim of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def matrices(self) -> int:
-        """In a feed-forward."""
+        """Number of matrices in a feed-forward."""
         return 3 if self.is_gated else 2
 
     @property
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """All but norms and biases."""
+        """Parameters of the model except norms and biases."""
         return self.layers * (self.of_dense + self.of_experts) + self.of_head * (1 if self.is_tied else 2)
 
     @property
@@ -110,28 +110,28 @@ class Job:
     recompute: str = "none"
     """``none``, ``full``, ``selective`` (half of the products, and all but products) or ``attention`` alone."""
     recomputing: float = 1.0
-    """Share of the blocks that do."""
+    """Share of the blocks that use ``recompute``."""
     rest: str = "none"
-    """What the others do."""
+    """Recomputation of the other blocks."""
     precision: str = "bf16"
-    """Of products: as of ``Device.peak``."""
+    """Precision of matrix products, as ``Device.peak`` takes it."""
     frees_after_forward: bool = True
     reduces_each: bool = True
     """Whether gradients are reduced after each micro-batch."""
     is_fused: bool = False
     """Whether operations between products are fused, as a compiler does."""
     is_flash: bool = True
-    """Whether attention is one kernel that leaves out masked scores; else scores are in memory."""
+    """Whether attention is one kernel that skips masked scores. Otherwise the scores are materialized."""
     hides_exchanges: float = 0.0
-    """Share of the tensor exchanges that products hide."""
+    """Share of tensor-parallel communication that overlaps with matrix products."""
     is_adapter: bool = False
-    """Whether all but adapters is frozen: no gradients of weights."""
+    """Whether only adapters are trained, so that base weights need no gradients."""
     orthogonalizes: bool = False
     """Whether the optimizer is Muon."""
     offloads: bool = False
-    """Whether parameters or the optimizer's state are in host memory. What copying them takes is not known."""
+    """Whether parameters or optimizer state are in host memory. The time to copy them is unknown."""
     gathers_fp32: bool = False
-    """Whether FSDP gathers parameters in fp32, whatever the precision."""
+    """Whether FSDP gathers parameters in fp32 at every precision."""
 
     @property
     def width(self) -> int:
@@ -145,22 +145,22 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch, on a rank."""
+        """Tokens of a micro-batch on one rank."""
         return self.micro_batch * self.sequence / self.layout.context
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Samples of a step."""
         return self.micro_batch * self.accumulation * self.layout.data_ranks
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes."""
+    """Predicted time of a step."""
 
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a rank on average, by what it does or waits for; they add up to ``seconds``."""
+    """Seconds by activity or wait, averaged over ranks. The sum is ``seconds``."""
 
 
 class _Group(NamedTuple):
@@ -210,8 +210,10 @@ def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> di
 
 
 def block_work(job: Job) -> Work:
-    """Return the forward of a block, of one micro-batch on one rank."""
-    shape, layout, tokens = job.shape, job.layout, job.tokens
+    """Return the work of a block's forward for one micro-batch on one rank."""
+    shape = job.shape
+    layout = job.layout
+    tokens = job.tokens
     tensor = layout.tensor
     parts = tensor if layout.sequence else 1  # of activations between the matrices
     projections = 2 * shape.dim * (shape.width + shape.kv_heads * shape.head_dim)
@@ -248,10 +250,12 @@ def block_work(job: Job) -> Work:
 
 
 class _Clock:
-    """Seconds of what the ranks of a job do."""
+    """Seconds of each activity of a job's ranks."""
 
     def __init__(self, job: Job, cluster: Cluster, rates: Rates) -> None:
-        self.job, self.cluster, self.rates = job, cluster, rates
+        self.job = job
+        self.cluster = cluster
+        self.rates = rates
         axes = "tensor", "context", "fsdp", "replicate", "expert", "expert fsdp"
         groups = [_group(job.layout, axis, cluster.per_node) for axis in axes]
         self.tensor, self.context, self.sharding, self.copies, self.expert, self.expert_sharding = groups
@@ -259,9 +263,13 @@ class _Clock:
     # one block ---------------------------------------------------------------------------------------------------
 
     def block(self) -> _Block:
-        job, shape, tensor = self.job, self.job.shape, self.job.layout.tensor
+        job = self.job
+        shape = job.shape
+        tensor = job.layout.tensor
         once = self._seconds(block_work(job))
-        attention, memory, products = once["attention"], once["memory"], once["products"]
+        attention = once["attention"]
+        memory = once["memory"]
+        products = once["products"]
         again = {
             "none": 0.0,
             "offload": 0.0,
@@ -280,8 +288,10 @@ class _Clock:
         return _Block(forward, backward, shape.of_dense / tensor, shape.of_experts / job.layout.expert)
 
     def _exchanges(self) -> dict[str, tuple[float, float]]:
-        """Return the seconds of what ranks of the other axes exchange in a block, in forward and backward."""
-        job, shape, layout = self.job, self.job.shape, self.job.layout
+        """Return (forward, backward) seconds of tensor, context and expert communication in a block, by axis."""
+        job = self.job
+        shape = job.shape
+        layout = job.layout
         full = job.recomputing if job.recompute == "full" else 0.0  # messages are not kept
         found = {}
         if layout.tensor > 1:
@@ -304,7 +314,9 @@ class _Clock:
 
     def head(self) -> dict[str, float]:
         """Return the seconds of head and loss, forward and backward."""
-        job, shape, tensor = self.job, self.job.shape, self.job.layout.tensor
+        job = self.job
+        shape = job.shape
+        tensor = job.layout.tensor
         dims = tuple(max(1, round(dim)) for dim in (job.tokens, shape.dim, shape.vocab / tensor))
         m, n, k = dims
         products = {(m, n, k): 3 * job.tokens * shape.of_head / tensor / (m * n * k)}
@@ -313,7 +325,7 @@ class _Clock:
     # all of it ---------------------------------------------------------------------------------------------------
 
     def _work(self, block: _Block, head: Mapping[str, float], times: float) -> dict[str, float]:
-        """Return the seconds of all blocks and the ``head``, for so many micro-batches."""
+        """Return the seconds of all blocks and the ``head`` for ``times`` micro-batches."""
         of_blocks = _sum(block.forward, block.backward)
         parts = {name: times * self.job.shape.layers * seconds for name, seconds in of_blocks.items()}
         for name, seconds in head.items():
@@ -333,7 +345,7 @@ class _Clock:
         return _step(parts)
 
     def pipelined(self, played: Callable[..., float]) -> Step:
-        """Return a step of a pipeline, whose ranks wait for each other; ``played``: a function of the clock."""
+        """Return a step of a pipeline, including the waits between ranks. ``played`` computes the duration."""
         job, layout = self.job, self.job.layout
         block, head = self.block(), self.head()
         forward, backward = sum(block.forward.values()), sum(block.backward.values())
@@ -353,7 +365,7 @@ class _Clock:
         return _step(parts)
 
     def _gathers(self, block: _Block) -> float:
-        """Return what is not hidden of gathering parameters for each use, and of summing gradients."""
+        """Return the exposed seconds of FSDP's all-gathers and reduce-scatters, if parameters are freed after use."""
         job, group = self.job, self.sharding
         head = job.shape.of_head / job.layout.tensor
         forward, backward = sum(block.forward.values()), sum(block.backward.values())
@@ -365,15 +377,15 @@ class _Clock:
         first = max(0.0, gather - forward)
 
         def exposed(reduce: float, head_reduce: float) -> float:
-            each = first + max(0.0, gather + reduce - backward)
+            of_block = first + max(0.0, gather + reduce - backward)
             ends = gather + reduce + 2 * self._gather(head * job.gathered_width, group) + head_reduce
-            return job.shape.layers * each + ends
+            return job.shape.layers * of_block + ends
 
         last = exposed(reduce, self._gather(head * _FP32_BYTES, group))
         return last + (job.accumulation - 1) * (last if job.reduces_each else exposed(0.0, 0.0))
 
     def _sums(self, micro_batch: float, only_copies: bool = False) -> float:
-        """Return what the last backward does not hide of summing all gradients, and of gathering parameters once."""
+        """Return the exposed seconds of one gradient reduction and one parameter all-gather in the last backward."""
         if self.job.is_adapter:
             return 0.0
         share = held_elements(self.job)
@@ -391,10 +403,14 @@ class _Clock:
         return seconds + (self._orthogonalizing() if self.job.orthogonalizes else 0.0)
 
     def _orthogonalizing(self) -> float:
-        """Return what Muon adds: each matrix of the blocks goes to a rank, which orthogonalizes it, and back."""
-        job, shape, layout = self.job, self.job.shape, self.job.layout
+        """Return the seconds that Muon adds: one rank orthogonalizes each matrix of the blocks and sends it back."""
+        job = self.job
+        shape = job.shape
+        layout = job.layout
         ranks = layout.world // layout.pipeline
-        whole, longest, elements = 0.0, 0.0, 0.0
+        whole = 0.0
+        longest = 0.0
+        elements = 0.0
         for rows, columns, count in shape.block_matrices():
             if not columns:
                 continue
@@ -402,8 +418,9 @@ class _Clock:
             products = Counter([(short, short, long), (short, short, short), (short, long, short)])
             work = Work().plus(Work(products), _NEWTON_SCHULZ_STEPS)
             precision = job.precision if job.precision in ("fp32", "fp16") else "bf16"
-            each = seconds_of(work, precision, self.cluster, self.rates)["products"]
-            whole, longest = whole + shape.layers / layout.pipeline * count * each, max(longest, each)
+            of_matrix = seconds_of(work, precision, self.cluster, self.rates)["products"]
+            whole += shape.layers / layout.pipeline * count * of_matrix
+            longest = max(longest, of_matrix)
             elements += shape.layers / layout.pipeline * count * rows * columns
         sent = elements / ranks * (1 + layout.replicate) * job.width
         group = _Group(ranks, min(ranks, self.cluster.per_node))
@@ -415,7 +432,7 @@ class _Clock:
         return seconds_of(work, self.job.precision, self.cluster, self.rates)
 
     def _transfer(self) -> float:
-        """Return the seconds from a stage to the next."""
+        """Return the seconds to send activations from one stage to the next."""
         job, device = self.job, self.cluster.device
         parts = job.layout.tensor if job.layout.sequence else 1
         is_inside = job.layout.world // job.layout.pipeline < self.cluster.per_node
@@ -423,15 +440,17 @@ class _Clock:
         return job.tokens * job.shape.dim * job.width / parts / rate + self.rates.latency
 
     def _gather(self, whole_bytes: float, group: _Group) -> float:
-        """Return the seconds of an all-gather to, or a reduce-scatter of, so many bytes: rings, through the network
-        cards of all ranks in a node."""
+        """Return the seconds of an all-gather or reduce-scatter of ``whole_bytes``.
+
+        Rings use the network cards of all ranks in a node.
+        """
         if group.ranks == 1 or not whole_bytes:
             return 0.0
         rate, of_call = _wire(group, self.cluster.device, self.rates)
         return whole_bytes * (group.ranks - 1) / group.ranks / rate + of_call
 
     def _all_to_all(self, bytes_of_rank: float, group: _Group) -> float:
-        """Return the seconds of an exchange in which each rank sends so many bytes."""
+        """Return the seconds of an all-to-all in which each rank sends ``bytes_of_rank``."""
         device, rates = self.cluster.device, self.rates
         inside = bytes_of_rank * (group.inside - 1) / group.ranks / (device.link_rate * rates.links)
         between = 0.0
@@ -441,7 +460,7 @@ class _Clock:
 
 
 def wire(layout: Layout, axis: str, cluster: Cluster, rates: Rates) -> tuple[float, float]:
-    """Return how many bytes a second a rank sends along an axis, as ``Flow`` names it, and the seconds of a call."""
+    """Return (bytes per second of a rank, seconds to start a collective) along an axis, named as in ``Flow``."""
     return _wire(_group(layout, axis, cluster.per_node), cluster.device, rates)
 
 

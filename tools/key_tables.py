@@ -206,7 +206,7 @@ def transformers_defaults() -> str:
         "from typing import Any",
         "",
         f'VERSION = "{transformers.__version__}"',
-        '"""Of transformers."""',
+        '"""Version of transformers that the tables were recorded with."""',
         "# fmt: off",
     ]
     purposes = {

@@ -194,7 +194,12 @@ class DataSection(LoadingSection, SourceSection):
 
 
 sources = Registry(
-    "data source", "data", "serried.data_sources", DataSection, built_in=("serried.recipes.data.sources.*",)
+    "data source",
+    "data",
+    "serried.data_sources",
+    DataSection,
+    built_in=("serried.recipes.data.sources.*",),
+    first="text",
 )
 
 

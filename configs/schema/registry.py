@@ -59,6 +59,8 @@ class Registry:
     built_in: Sequence[str] = ()
     """Modules that register the built-in entries, as ``package.*_config``. They are imported by name when an entry is
     asked for, like the entry points of installed packages."""
+    first: str = ""
+    """Entry with which lists begin; the others follow by name."""
     _entries: dict[str, Entry] = field(default_factory=dict)
 
     def register(self, name: str, section: type[Section], load: Callable[[], Any] | str) -> None:
@@ -98,13 +100,13 @@ class Registry:
         return sorted({*self._entries, *self._installed}, key=self._rank)
 
     def entries(self) -> list[Entry]:
-        """Return the entries that are registered, without those of packages that were not imported: the default
-        first, then by name."""
+        """Return the entries that are registered, without those of packages that were not imported: ``first``,
+        then the others by name."""
         self._load_built_in()
         return [self._entries[name] for name in sorted(self._entries, key=self._rank)]
 
     def _rank(self, name: str) -> tuple[bool, str]:
-        return name != self.base.model_fields[self.key].get_default(), name
+        return name != self.first, name
 
     def get(self, name: str) -> Entry:
         """Entry ``name``; the package that provides it is imported if need be. Raises ``UserError`` if there is
@@ -154,7 +156,12 @@ def _entry_points() -> Any:
 
 
 optimizers = Registry(
-    "optimizer", "optim", "serried.optimizers", OptimSection, built_in=("serried.trainer.optim.algorithms.*_config",)
+    "optimizer",
+    "optim",
+    "serried.optimizers",
+    OptimSection,
+    built_in=("serried.trainer.optim.algorithms.*_config",),
+    first="adamw",
 )
 schedules = Registry(
     "schedule", "schedule", "serried.schedules", ScheduleSection, built_in=("serried.trainer.optim.schedules.*",)
@@ -162,10 +169,12 @@ schedules = Registry(
 models = Registry(
     "model family", "model", "serried.models", ModelSection, key="family",
     built_in=("serried.recipes.models.families.*_config", "serried.recipes.models.hugging_face.*_config"),
+    first="llama",
 )  # fmt: skip
 tasks = Registry(
     "task", "task", "serried.tasks", TaskSection,
     built_in=("serried.recipes.text.*_config", "serried.recipes.classes.*_config"),
+    first="causal_lm",
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ from serried.configs.schema.fields import Section
 class ShapeSection(Section):
     name: str = "square"
 
-registry = Registry("shape", "shape", "no.entry.points", ShapeSection, built_in=("shapes.*_config",))
+registry = Registry("shape", "shape", "no.entry.points", ShapeSection, built_in=("shapes.*_config",), first="square")
 """
 CONFIG = """
 from shapes import ShapeSection, registry
@@ -66,7 +66,7 @@ def test_module_and_its_config_beside_it_are_an_entry_without_a_line_elsewhere(
         (folder / f"{name}_config.py").write_text(CONFIG.format(name=name, Name=name.title()))
     monkeypatch.syspath_prepend(tmp_path)
     registry: Registry = import_module("shapes").registry
-    assert registry.names() == ["square", "circle"], "the default first"
+    assert registry.names() == ["square", "circle"], "the first one, then by name"
     assert not {"shapes.circle", "shapes.square"} & sys.modules.keys(), "only the sections were imported"
     assert registry.get("circle").load().__name__ == "Circle"
     for name in [name for name in sys.modules if name.partition(".")[0] == "shapes"]:

@@ -34,7 +34,7 @@ class Advice(NamedTuple):
     saved: int
     """Bytes."""
     note: str
-    """Its cost."""
+    """Cost of the override, as a clause."""
 
 
 class Planned:
@@ -49,7 +49,7 @@ class Planned:
         self.memory = self.of(config, world_size)
 
     def of(self, config: RunConfig, world_size: int) -> FormulaMemory:
-        """Raises UserError where the config does not go together."""
+        """Return the memory of ``config``. Raises UserError if its settings cannot be combined."""
         layout, accumulation = checked_layout(config, world_size)
         return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
 
@@ -67,14 +67,15 @@ class Planned:
 
 
 def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] = ()) -> list[Advice]:
-    """Return what saves memory in ``stage``, what keeps the numbers first, and of these what saves most; but parameters
-    in host memory, which each step copies, after these, unless no other override is enough.
+    """Return overrides that save memory in ``stage``.
 
-    ``usable``: bytes that the run may take. ``more``: others that keep the numbers.
+    Overrides that keep the numerics come first, each kind sorted by saved bytes. Offloading parameters to host memory
+    is slow, so it comes after them, unless no other override is enough. ``usable``: bytes that the run may use.
+    ``more``: further overrides that keep the numerics.
     """
     threshold = _WORTH_A_LINE_SHARE * planned.memory.total
     same, other = (
-        sorted((each for each in kind if each.saved > threshold), key=lambda each: -each.saved)
+        sorted((found for found in kind if found.saved > threshold), key=lambda found: -found.saved)
         for kind in ([*_that_keep_the_numbers(planned, stage, usable), *more], _that_change_them(planned, stage))
     )
     if planned.device == "cpu" or unshardable(planned.model):
@@ -82,12 +83,14 @@ def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] =
     last = planned.advice("parallel.offload", True, ", which host memory then holds; much slower")
     if last.saved <= threshold:
         return [*same, *other]
-    fits = [planned.memory.total - each.saved <= usable for each in (last, *same)]
+    fits = [planned.memory.total - found.saved <= usable for found in (last, *same)]
     return [last, *same, *other] if fits[0] and not any(fits[1:]) else [*same, last, *other]
 
 
 def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Iterator[Advice]:
-    config, plan, world = planned.config, planned.plan, planned.world_size
+    config = planned.config
+    plan = planned.plan
+    world = planned.world_size
     layout = resolve_layout(config.parallel, world)
     budget, mode = config.trainer.activation_memory_budget, config.trainer.activation_checkpoint
 
@@ -146,8 +149,10 @@ def _that_change_them(planned: Planned, stage: str) -> Iterator[Advice]:
 
 
 def fitting(planned: Planned, limit: int) -> str:
-    """Return the overrides with which a rank needs at most ``limit`` bytes, in a clause; on more processes if none of
-    the layouts of as many as planned does."""
+    """Return the overrides, as a clause, with which a rank needs at most ``limit`` bytes.
+
+    They use more processes if no layout of the planned number is enough.
+    """
     config, processes = planned.config, planned.world_size
     for more in (1, 2, 4, 8, 16):
         for overrides in _candidates(config):

@@ -62,14 +62,17 @@ def choose(
         changed = with_values(planned.config, {"trainer.activation_checkpoint": mode, "trainer.micro_batch": samples})
         return Fits(on_host + _needed(changed, task, layout, planned, is_open=is_open), usable)
 
-    kept = next((each for each in allowed if each == earlier), 0)
+    kept = next((samples for samples in allowed if samples == earlier), 0)
     found = kept if kept and fits(kept).answer == "yes" else _largest(allowed, fits)
     if not found:
         raise UserError(_refusal(planned, fits(allowed[-1]), [*_others(planned, allowed, fits)]))
     others = [f"{samples} with {override}" for override, samples in _others(planned, allowed, fits) if samples > found]
     why = "as before" if found == kept else "all of a rank's" if found == allowed[0] else "the most that fit"
     rank = f"{size(fits(found).needed)} of {size(usable)} that a rank may have"
-    return found, f"{'chosen':<10} trainer.micro_batch={found}, {why}: {rank}{''.join(f'; {each}' for each in others)}"
+    return (
+        found,
+        f"{'chosen':<10} trainer.micro_batch={found}, {why}: {rank}{''.join(f'; {other}' for other in others)}",
+    )
 
 
 def _largest(allowed: list[int], fits: Callable[[int], Fits]) -> int:
@@ -113,8 +116,8 @@ def _refusal(planned: Planned, fits: Fits, others: list[tuple[str, int]]) -> str
     if not remedies:
         most = 0.9 * fits.usable
         found = advice(planned, BACKWARD, most)
-        remedies = [each.override for each in found if fits.needed - each.saved <= most][:1]
-        remedies = remedies or [f"{each.override}, which alone is not enough," for each in found[:1]]
+        remedies = [remedy.override for remedy in found if fits.needed - remedy.saved <= most][:1]
+        remedies = remedies or [f"{remedy.override}, which alone is not enough," for remedy in found[:1]]
     return (
         f"trainer.micro_batch=auto: {least} needs {size(fits.needed)}, and a rank may have {size(max(0, fits.usable))} "
         f"and keeps a tenth; use {' or '.join([*remedies, f'trainer.micro_batch={least} to try'])}"

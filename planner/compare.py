@@ -36,7 +36,7 @@ _TRACE = re.compile(r"steps-\d+-\d+-rank-0\.json\.gz")
 _MOST_BYTES = 2**30
 """Most bytes of a profile that are read."""
 _MESSAGES = ("send", "recv", "gloo:send", "gloo:recv")
-"""Messages of a pipeline. Waiting for them is a phase of its own."""
+"""Pipeline messages. The time that ranks wait for them is a separate phase."""
 
 
 class Exchanged(NamedTuple):

@@ -1,4 +1,4 @@
-"""Devices that a run can be planned for: what their makers state, each with its source.
+"""Devices that a run can be planned for, as their makers specify them, with sources.
 
 Peaks of matrix products are those of ``trainer.metrics.peak_flops``.
 """
@@ -21,18 +21,18 @@ class Device(NamedTuple):
     driver_name: str
     memory_bytes: float
     memory_rate: float
-    """Bytes a second."""
+    """Memory bandwidth in bytes per second."""
     link_rate: float
-    """Bytes a second that it sends to others of its node."""
+    """Bandwidth to devices of the same node, one direction, in bytes per second."""
     network_rate: float | None
-    """Bytes a second that it sends to other nodes: its share of the node's network cards, of the maker's own system.
+    """Bandwidth to other nodes in bytes per second: the device's share of the network cards in the maker's own system.
     None: the maker has no such system."""
     source: str
     measured: Mapping[str, float] | None = None
-    """FLOP/s that were reached, by precision, in place of what the maker states."""
+    """Measured FLOP/s by precision, which replace the maker's specification."""
 
     def peak(self, precision: str) -> float | None:
-        """FLOP/s of matrix products at most; ``precision`` is ``8bit``, float8, bf16, fp16 or fp32. None: unknown."""
+        """Return the peak FLOP/s of matrix products in ``8bit``, float8, bf16, fp16 or fp32; None if unknown."""
         if self.measured is not None:
             return self.measured.get(precision)
         peaks = PEAK_FLOPS[self.driver_name]
@@ -50,12 +50,12 @@ class Device(NamedTuple):
 
     @property
     def lacks_bf16(self) -> bool:
-        """Whether matrix products in bf16 have no hardware, while those in fp16 do."""
+        """Whether the hardware supports matrix products in fp16 but not in bf16."""
         return self.measured is None and not self.peak("bf16") and bool(self.peak("fp16"))
 
     @property
     def between_nodes(self) -> float:
-        """``network_rate`` of a device whose maker states it."""
+        """``network_rate`` of a device that has one."""
         assert self.network_rate is not None
         return self.network_rate
 
@@ -67,10 +67,16 @@ class Cluster(NamedTuple):
     per_node: int = 8
 
 
-_GB, _TB, _GIB = 1e9, 1e12, 2**30
-_400_GBIT, _200_GBIT, _50_GBIT = 50 * _GB, 25 * _GB, 6.25 * _GB
-_PCIE_5, _PCIE_4, _PCIE_3 = 64 * _GB, 32 * _GB, 16 * _GB
-"""x16, in one direction. A bridge of NVLink, which joins two cards, is not counted."""
+_GB = 1e9
+_TB = 1e12
+_GIB = 2**30
+_400_GBIT = 50 * _GB
+_200_GBIT = 25 * _GB
+_50_GBIT = 6.25 * _GB
+_PCIE_5 = 64 * _GB
+_PCIE_4 = 32 * _GB
+_PCIE_3 = 16 * _GB
+"""Bandwidth of PCIe x16 in one direction, by generation. An NVLink bridge between two cards is not counted."""
 
 DEVICES = {
     device.name: device
@@ -142,5 +148,5 @@ def _letters(name: str) -> str:
 
 
 def device_of_driver(driver_name: str) -> Device | None:
-    """Return the device that the driver calls so, if it is in the catalogue."""
+    """Return the device with this driver name; None if it is not in the catalogue."""
     return next((device for device in DEVICES.values() if device.driver_name == driver_name), None)

@@ -100,9 +100,9 @@ def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetch
         yield from _MicroBatch(parts, blocks, how, activations, has_earlier, is_last).moments()
     units = [parts.rest, *parts.before, *parts.blocks, *parts.after]
     for number, part in enumerate(units if how.is_pipelined else ()):
-        gathered = how.gathers * sum(each.gathered for each in units[number + 1 :])
-        to_come = (_FP32_BYTES if how.holds_whole else how.width) * sum(each.trained for each in units[number:])
-        formed = how.held_width * sum(each.held for each in units[number * how.offloads : number + 1])
+        gathered = how.gathers * sum(unit.gathered for unit in units[number + 1 :])
+        to_come = (_FP32_BYTES if how.holds_whole else how.width) * sum(unit.trained for unit in units[number:])
+        formed = how.held_width * sum(unit.held for unit in units[number * how.offloads : number + 1])
         yield Moment("backward", gathered, formed + to_come, _FP32_BYTES * part.trained, activations("start", 0, True))
 
 
@@ -110,7 +110,9 @@ class _MicroBatch:
     def __init__(
         self, parts: Parts, blocks: int, how: How, activations: Activations, has_earlier: bool, is_last: bool
     ) -> None:
-        self._parts, self._blocks, self._how = parts, blocks, how
+        self._parts = parts
+        self._blocks = blocks
+        self._how = how
         self._activations = partial(activations, has_earlier=has_earlier)
         self._has_earlier, self._is_last = has_earlier, is_last
         self._reduces = how.is_sharded and not how.is_pipelined and (is_last or how.reduces_each)
@@ -118,8 +120,11 @@ class _MicroBatch:
         """Order of the backward."""
 
     def moments(self) -> Iterator[Moment]:
-        """Yield what may be most: both ends of the forward and the backward, and the blocks whose neighbours differ."""
-        parts, blocks, after, rest = self._parts, self._blocks, len(self._parts.after), self._parts.rest
+        """Yield the possible peaks: both ends of forward and backward, and blocks whose neighbours differ."""
+        parts = self._parts
+        blocks = self._blocks
+        after = len(parts.after)
+        rest = parts.rest
         yield Moment("forward", self._after_forward(), self._gradients(0), 0, self._activations("forward", blocks))
         begins = self._activations("backward", blocks)
         yield Moment("backward", self._in_backward(0, starts=not after), self._gradients(0), 0, begins)
@@ -139,10 +144,10 @@ class _MicroBatch:
             yield from self._reduced(len(self._order), rest, starts)
 
     def _within(self, place: int, part: Part, activations: float, tied: int | None = None) -> Moment:
-        """In the backward of a part: the gradient of its largest parameter has been formed.
+        """Return the moment in the backward of a part at which its largest parameter's gradient exists.
 
-        ``tied``: as the part holds the embedding, which the head uses too, its gradients of both and their sum are
-        formed; otherwise that of the head waits for it.
+        ``tied``: the part holds the embedding that the head shares, so the gradients of both uses and their sum exist.
+        In other parts the gradient of the head's use waits.
         """
         how = self._how
         times = (3 if tied > 1 else 1) if tied is not None else 1
@@ -152,7 +157,7 @@ class _MicroBatch:
         return Moment("backward", self._in_backward(place), self._gradients(place), passing, activations)
 
     def _reduced(self, place: int, part: Part, activations: float) -> Iterator[Moment]:
-        """After the backward of a part: its gradients are on their way."""
+        """Yield the moment after the backward of a part, while its gradients are reduced."""
         how = self._how
         if not how.is_sharded:
             if how.held_width > how.width and not how.gathers:  # bf16 weights: one gradient is widened
@@ -191,7 +196,10 @@ class _MicroBatch:
         return _FP32_BYTES * [*self._order, self._parts.rest][place - 1].trained
 
     def _after_forward(self) -> float:
-        """Return what is gathered, with the buffer in which the last part arrived: it is freed at the next gather."""
+        """Return the gathered bytes after the forward, including the buffer of the last all-gather.
+
+        The next all-gather frees this buffer.
+        """
         units, rest = self._order, self._parts.rest.gathered
         last = units[0].gathered if units else rest
         kept = last * bool(units) if self._how.frees else sum(part.gathered for part in units)
@@ -199,7 +207,7 @@ class _MicroBatch:
         return self._how.gathers * (rest + kept + arrives * last)
 
     def _in_backward(self, place: int, *, starts: bool = False) -> float:
-        """Return what is gathered in the backward of a part: with it the next, unless it ``starts``."""
+        """Return the gathered bytes in the backward of a part, including the prefetched next one unless ``starts``."""
         units, rest = self._order, self._parts.rest.gathered
         if not self._how.frees:
             left = units[place:] if self._is_last else units

@@ -41,7 +41,7 @@ _FRAGMENTED_SHARE = 0.05
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether ``error``, or its cause, is that the device or the host has no more memory."""
+    """Return whether ``error`` or its cause is out of memory on the device or the host."""
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     texts = _TEXTS + (_NO_THREAD if is_limited else ())
     while error is not None:
@@ -148,8 +148,8 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
         return {}
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     state = [
-        value for each in parameters for value in optimizer.state.get(each, {}).values()
-        if isinstance(value, Tensor) and value.device == each.device
+        value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and value.device == parameter.device
     ]  # fmt: skip
     kinds = {
         "parameters": parameters,
@@ -190,7 +190,7 @@ def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> li
 
 
 def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str]:
-    """Return lines with an override each: those that keep the numbers first, by the bytes that they save."""
+    """Return one line for each override, sorted by saved bytes. Overrides that keep the numerics come first."""
     config, more = planned.config, []
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
         copy = saved_bytes(config, planned.model, planned.plan) // planned.world_size

@@ -42,7 +42,7 @@ _STATISTICS = (
 )
 _FP32_BYTES = 4
 _LARGE_GPU_BYTES = 80 * 2**30
-"""Of an A100 or H100, assumed by a plan on a machine without GPUs."""
+"""Memory of an A100 or H100, which a plan assumes on a machine without GPUs."""
 
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
@@ -133,7 +133,7 @@ def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
 
 
 def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
-    """Return ``config`` with a number for ``trainer.micro_batch=auto`` on what it is planned for, and a line on it."""
+    """Return ``config`` with a number for ``trainer.micro_batch=auto`` on the planned device, and a line on it."""
     launch, capacity = config.launch, _capacity(config)
     if launch.device == "cuda" or (launch.device == "auto" and (launch.name == "slurm" or torch.cuda.is_available())):
         capacity = _gpu_bytes(config)
@@ -331,7 +331,7 @@ def _memory(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> s
 
 
 def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
-    """What blocks keep within a budget."""
+    """Return the text on how blocks meet an activation memory budget."""
     firsts = number_of_firsts(mix, layout, blocks, range(layout.stages))
     first, rest = mix.kept
     kept = (firsts * first + (blocks - firsts) * rest) / blocks
@@ -340,7 +340,7 @@ def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
 
 
 def _checkpointing(trainer: TrainerSection) -> str:
-    """What activation checkpointing does."""
+    """Return the text on activation checkpointing."""
     every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
     blocks = f"1 of {every} blocks" if every > 1 else "blocks"
     if mode == "offload":

@@ -101,7 +101,7 @@ def _computes_in_bf16(config: RunConfig) -> bool:
 
 
 def no_bf16(config: RunConfig, device: Device) -> str:
-    """Return what to do about a device that has no bf16."""
+    """Return the advice for a device without bf16."""
     return (
         f"precision={config.precision.name}: {device.name} has no hardware for bf16, and a run on it is refused; use "
         "precision=fp16"
@@ -147,7 +147,7 @@ def _parts(memory: Memory) -> str:
 
 
 def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
-    """What a rank sends in a step, an axis a line, the most first."""
+    """Yield one line for each axis with the bytes that a rank sends in a step, largest first."""
     axes: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for flow in flows:
         axes[flow.axis, flow.ranks][flow.kind.replace("_", "-")] += flow.bytes
@@ -163,7 +163,7 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
-    """Return what an end without warning may cost, if checkpoints are more than an hour apart."""
+    """Return a line on the work lost in a crash, if checkpoints are more than an hour apart."""
     checkpoint = config.checkpoint
     steps = min(checkpoint.every, config.trainer.last_step)
     if checkpoint.minutes_between or steps * step_seconds <= _HOUR:
@@ -185,7 +185,7 @@ def _assumed(plan: StepPlan) -> str:
 
 
 def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]]:
-    """Yield the lines as (name, text); a single one where the time is unknown."""
+    """Yield the lines as (name, text); a single line if the time is unknown."""
     if isinstance(time, str):
         yield "step", f"unknown: {time}"
         return

@@ -1,4 +1,4 @@
-"""All valid layouts of a run, priced by formula: which are fastest, and which need less memory."""
+"""Search over all valid layouts of a run, by formula, for the fastest and for those that need less memory."""
 
 import json
 import math
@@ -42,14 +42,14 @@ from serried.trainer.task import Task
 _FP32_BYTES = 4
 _USABLE_SHARE = 0.9
 _EQUAL = 1.05
-"""Times that are nearer to each other cannot be told apart."""
+"""Ratio of two predicted times below which they count as equal."""
 _SLOWEST = 2
-"""Times as long as the fastest that are worth less memory."""
+"""Largest ratio to the fastest time at which a layout with less memory is shown."""
 _SHOWN = 8
 _MESHES, _OF_A_MESH = 20, 3
-"""Meshes, and candidates of each, whose timelines are played."""
+"""Number of meshes, and of candidates for each, for which the timeline is played."""
 _LEAST = 16
-"""Layouts that need the least memory, with which a smaller run is tried before all layouts are."""
+"""Number of lowest-memory layouts that a smaller run is tried with, before all layouts."""
 _MOST_CONTEXT = 32
 _MOST_STAGES = 64
 _SET_BY_CHOICE: dict[str, dict[str, Any]] = {
@@ -69,17 +69,17 @@ class Candidate:
     config: RunConfig
     job: Job
     seconds: float
-    """By a formula."""
+    """Step time by a formula."""
     bytes: float
-    """On the rank that needs the most, about."""
+    """Approximate memory of the rank that needs the most."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a device."""
+        """Tokens per second of one device."""
         return self.job.samples * self.job.sequence / self.seconds / self.job.layout.world
 
     def words(self) -> str:
-        """Return the overrides, to paste."""
+        """Return the overrides as words to paste."""
         return " ".join(map(word, self.overrides, self.overrides.values())) or "(as it is)"
 
 
@@ -107,7 +107,9 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     device = searched.cluster.device.name
     nearest = None if fastest else searched.nearest()
     if nearest is not None and nearest.bytes <= searched.limit:  # by the plan, if not by the first estimate
-        fastest, found, nearest = [nearest], [nearest], None
+        fastest = [nearest]
+        found = [nearest]
+        nearest = None
     if not fastest:
         tried: dict[str, str] = {}
         limit = searched.limit
@@ -124,16 +126,18 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
                 f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(limit)}{nor}; {least}"
                 "use more processes, shorter samples or a smaller model"
             )
-    covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
+    covered = (
+        [candidate for candidate in found if not searched.doubts(candidate)] if searched.doubts(fastest[0]) else []
+    )
     covered = searched.fastest(covered)[:3]
     frugal = searched.frugal(found, fastest)
     tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
     data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
     data |= {"changed": dict(searched.changes), "nearest": nearest and searched.as_data(nearest)}
-    data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, each)] for name, each in tables.items()}}
+    data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, table)] for name, table in tables.items()}}
     if written is not None:
-        shown = {each.words() for table in tables.values() for each in table}
-        others = [searched.as_data(each) for each in found if each.words() not in shown]
+        shown = {candidate.words() for table in tables.values() for candidate in table}
+        others = [searched.as_data(candidate) for candidate in found if candidate.words() not in shown]
         title = f"{config.run.name}: layouts of {processes} {device}"
         _write(written, title, data | {"title": title, "limit": searched.limit, "others": others})
     if config.plan.as_json:
@@ -144,14 +148,14 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
         lines.append(f"{'changed':<10} {'; '.join(searched.what_changes())}")
         lines.append(f"{'nearest':<10} without this change: {_missing(nearest, searched.limit)}")
     lines += searched.table(fastest, is_numbered=True)
-    equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
+    equal = sum(candidate.seconds <= _EQUAL * fastest[0].seconds for candidate in fastest)
     if equal > 1:
         lines.append(f"{'equal':<10} 1 to {equal} are within 5%, less than the error of these times: choose by memory")
     if covered:
         lines += [f"{'covered':<10} the fastest of those that published runs cover", *searched.table(covered)]
     if frugal:
         lines += [f"{'smaller':<10} layouts that need less memory than any faster one", *searched.table(frugal)]
-    if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
+    if noted := {doubt for candidate in (*fastest, *frugal) for doubt in searched.doubts(candidate)}:
         lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
     if out is not None:
         lines.append(f"{'page':<10} {out}, {size(out.stat().st_size)}; open it in a browser")
@@ -187,7 +191,7 @@ class _Search:
     """The layouts of a run on a number of processes."""
 
     def __init__(self, config: RunConfig, task: Task, processes: int, changes: Mapping[str, Any] | None = None) -> None:
-        """Take what differs from the command as ``changes``.
+        """``changes``: values that differ from the command, by key.
 
         Raises:
             UserError: the time of this model or on this device is unknown.
@@ -199,7 +203,9 @@ class _Search:
         self.config, self.task = config, task
         self.processes, self.changes = processes, changes or {}
         built = model_to_train(config, task)
-        self.model, self.plan, self.blocks = built.module, built.plan, len(built.blocks)
+        self.model = built.module
+        self.plan = built.plan
+        self.blocks = len(built.blocks)
         device, shape = planned_device(config), shape_of(config, self.model, self.plan)
         if device is None:
             raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
@@ -227,11 +233,11 @@ class _Search:
         """Bytes of all frozen parameters, divided by the number of all parameters."""
         self.valid = 0
         self._tried: list[tuple[float, Mapping[str, Any]]] = []
-        """Bytes and overrides of the valid ones."""
+        """Bytes and overrides of the valid candidates."""
         self._refused: dict[object, UserError | None] = {}
 
     def fitting(self) -> list[Candidate]:
-        """Return the candidates that fit the device, about, the fastest first."""
+        """Return the candidates that fit the device by the rough estimate, fastest first."""
         valid = [*filter(None, map(self._candidate, self._overrides()))]
         self.valid = len(valid)
         sizes = ((candidate.bytes, candidate.overrides) for candidate in valid)
@@ -240,7 +246,7 @@ class _Search:
         return sorted(fitting, key=lambda candidate: candidate.seconds)
 
     def may_fit(self, whole: "_Search") -> bool:
-        """Whether one of the ``whole`` search's smallest layouts fits, about."""
+        """Whether one of the smallest layouts of the search ``whole`` fits by the rough estimate."""
         candidates = filter(None, (self._candidate(overrides) for _, overrides in whole._tried))
         return any(candidate.bytes <= self.limit for candidate in islice(candidates, _LEAST))
 
@@ -256,7 +262,7 @@ class _Search:
         return [words.words(), *words.changes()]
 
     def _candidate(self, overrides: Mapping[str, Any]) -> Candidate | None:
-        """Return a candidate without its time; None: it is not valid."""
+        """Return the candidate of these overrides, without its time; None if they are not valid."""
         config = _changed(self.config, overrides)
         try:
             layout, accumulation = checked_layout(config, self.processes)
@@ -271,7 +277,7 @@ class _Search:
         return replace(candidate, seconds=step.seconds)
 
     def _check_model(self, config: RunConfig, layout: Layout) -> None:
-        """Raise UserError if the model cannot be divided or compiled so. Asks once for what is alike."""
+        """Raise UserError if the model cannot be sharded or compiled this way. Equal cases are checked once."""
         kind = (layout.tensor, layout.stages, config.trainer.activation_checkpoint)
         if kind not in self._refused:
             self._refused[kind] = None
@@ -286,32 +292,35 @@ class _Search:
             raise refused
 
     def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the fastest, each of another mesh, with the time of its timeline and the plan's memory."""
+        """Return the fastest candidates, one for each mesh, with time by timeline and memory by the plan."""
         by_mesh: dict[object, list[Candidate]] = {}
-        for each in found:
-            layout = each.job.layout
+        for candidate in found:
+            layout = candidate.job.layout
             mesh = (layout.replicate, layout.context, layout.tensor, layout.pipeline, layout.expert)
             if mesh in by_mesh or len(by_mesh) < _MESHES:
-                by_mesh.setdefault(mesh, []).append(each)
+                by_mesh.setdefault(mesh, []).append(candidate)
         best = []
         for of_mesh in by_mesh.values():
-            played = [each for each in map(self._played, of_mesh[:_OF_A_MESH]) if each.bytes <= self.limit]
-            best += sorted(played, key=lambda each: each.seconds)[:1]
-        return sorted(best, key=lambda each: each.seconds)[:_SHOWN]
+            played = [
+                candidate for candidate in map(self._played, of_mesh[:_OF_A_MESH]) if candidate.bytes <= self.limit
+            ]
+            best += sorted(played, key=lambda candidate: candidate.seconds)[:1]
+        return sorted(best, key=lambda candidate: candidate.seconds)[:_SHOWN]
 
     def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
-        """Return slower ones that need less memory than all that are faster and than those ``shown``, by a tenth."""
-        least, longest = min(each.bytes for each in shown), _SLOWEST * shown[0].seconds
-        found = [each for each in found if each.seconds <= longest]
-        front = [self._played(each) for each in _front(found, least)[:_SHOWN]]
-        return _front(sorted(front, key=lambda each: each.seconds), least)
+        """Return slower candidates that need a tenth less memory than ``shown`` and than every faster candidate."""
+        least = min(candidate.bytes for candidate in shown)
+        longest = _SLOWEST * shown[0].seconds
+        found = [candidate for candidate in found if candidate.seconds <= longest]
+        front = [self._played(candidate) for candidate in _front(found, least)[:_SHOWN]]
+        return _front(sorted(front, key=lambda candidate: candidate.seconds), least)
 
     def table(self, candidates: Sequence[Candidate], *, is_numbered: bool = False) -> list[str]:
         rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
-        for number, each in enumerate(candidates, 1):
-            time = f"{seconds_text(each.seconds)}{'?' if self.doubts(each) else ''}"
-            rate = f"{each.tokens_per_second:,.0f}"
-            rows.append((str(number) if is_numbered else " ", time, rate, size(each.bytes), each.words()))
+        for number, candidate in enumerate(candidates, 1):
+            time = f"{seconds_text(candidate.seconds)}{'?' if self.doubts(candidate) else ''}"
+            rate = f"{candidate.tokens_per_second:,.0f}"
+            rows.append((str(number) if is_numbered else " ", time, rate, size(candidate.bytes), candidate.words()))
         return columns(rows)
 
     def as_data(self, candidate: Candidate) -> dict[str, Any]:
@@ -325,11 +334,11 @@ class _Search:
         }
 
     def doubts(self, candidate: Candidate) -> list[str]:
-        """Return what no published run shows about it."""
+        """Return the properties of ``candidate`` that no published run covers."""
         return [] if self.config.plan.rates else [*doubts(candidate.job, self.cluster, self.rates_of)]
 
     def _overrides(self) -> Iterator[dict[str, Any]]:
-        """Yield what differs from the config, of each candidate, valid or not."""
+        """Yield the overrides of each candidate, valid or not."""
         for mesh in self._meshes():
             ways = _ways(mesh.get("parallel"), mesh.get("parallel.pipeline", 1))
             for way, micro_batch, checkpoint in product(ways, MICRO_BATCHES, ("none", "selective", "full")):
@@ -338,14 +347,16 @@ class _Search:
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         """Yield all meshes, as keys of ``parallel``."""
-        plan, ranks, per_node = self.plan, self.processes, self.cluster.per_node
+        plan = self.plan
+        ranks = self.processes
+        per_node = self.cluster.per_node
         if ranks == 1:
             yield {}
             return
-        powers = [each for each in divisors(ranks) if each & (each - 1) == 0]
-        tensors = [each for each in powers if each <= per_node] if plan.roles else [1]
-        contexts = [each for each in powers if each <= _MOST_CONTEXT] if plan.context else [1]
-        pipelines = [each for each in divisors(ranks) if each <= _MOST_STAGES] if plan.blocks else [1]
+        powers = [degree for degree in divisors(ranks) if degree & (degree - 1) == 0]
+        tensors = [degree for degree in powers if degree <= per_node] if plan.roles else [1]
+        contexts = [degree for degree in powers if degree <= _MOST_CONTEXT] if plan.context else [1]
+        pipelines = [degree for degree in divisors(ranks) if degree <= _MOST_STAGES] if plan.blocks else [1]
         yield {"parallel": "ddp", **dict.fromkeys(("parallel.tensor", "parallel.context", "parallel.pipeline"), 1)}
         for tensor, context, pipeline, expert in product(
             tensors, contexts, pipelines, powers if plan.mixtures else [1]
@@ -364,7 +375,7 @@ class _Search:
                     yield {**strategy, **mesh}
 
     def _different(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what of ``wanted`` has another value in the config."""
+        """Return the items of ``wanted`` that have another value in the config."""
         strategy = wanted.get("parallel")
         is_other = strategy not in (None, self.config.parallel.strategy)
         now = _SET_BY_CHOICE[strategy] if is_other and strategy else {}
@@ -376,7 +387,7 @@ class _Search:
         }
 
     def _held(self, config: RunConfig, job: Job) -> float:
-        """Return about how many bytes the first rank needs."""
+        """Return an approximate number of bytes that the first rank needs."""
         layout, elements = job.layout, held_elements(job)
         divided = layout.shard * layout.context
         block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
@@ -393,7 +404,7 @@ class _Search:
         return states + layout.is_sharded * 2 * gathered + _FP32_BYTES * self.trained * whole + activations
 
     def _played(self, candidate: Candidate) -> Candidate:
-        """Return it with the time of its timeline and the plan's memory."""
+        """Return ``candidate`` with time by timeline and memory by the plan."""
         job = candidate.job
         step = step_of(job, self.cluster, self.rates)
         sizes = Sizes(candidate.config, job.layout, self.model, self.plan)
@@ -403,23 +414,23 @@ class _Search:
 
 
 def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
-    """Return each of ``found`` that needs a tenth less than ``least`` and than all before it."""
+    """Return the candidates of ``found`` that need a tenth less than ``least`` and than all before them."""
     front: list[Candidate] = []
-    for each in found:
-        if each.bytes < 0.9 * least:
-            front.append(each)
-            least = each.bytes
+    for candidate in found:
+        if candidate.bytes < 0.9 * least:
+            front.append(candidate)
+            least = candidate.bytes
     return front
 
 
 def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
-    """Return when FSDP gathers and sums."""
+    """Return the settings of when FSDP gathers parameters and reduces gradients, as overrides."""
     if strategy is None:
         return [{}]
     key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"
     if pipeline > 1 or strategy == "ddp":
         return [{key: None, sync: False}]
-    return [{key: frees, sync: each} for frees in (None, False) for each in (False, True)]
+    return [{key: frees, sync: syncs} for frees in (None, False) for syncs in (False, True)]
 
 
 def _value(config: RunConfig, key: str) -> Any:

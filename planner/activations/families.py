@@ -15,7 +15,7 @@ _CHUNK_LOGITS, _MINIMUM_CHUNK_TOKENS = 2**24, 1024
 
 
 def _chunk_tokens(rows: int) -> int:
-    """Return the tokens whose logits exist at a time, on a rank with ``rows`` of the vocabulary."""
+    """Return the number of tokens whose logits exist at the same time on a rank with ``rows`` of the vocabulary."""
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // rows)
 
 

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline compute what: the order of each schedule, and the timeline that follows from costs.
+"""Timeline of a pipeline step: the order of each schedule, and start times that follow from costs.
 
 Arithmetic alone, without torch, so that thousands of layouts can be compared.
 """
@@ -60,8 +60,10 @@ def play(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: fl
 
 
 def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> float:
-    """Return the seconds of a step as ``play`` does, without playing all of a long one: once the pipeline is full, each
-    round of micro-batches takes as long as the one before."""
+    """Return the seconds of a step as ``play`` computes them, without playing every micro-batch.
+
+    Once the pipeline is full, each round of micro-batches takes as long as the one before.
+    """
     rest = micro_batches % layout.pipeline
     shown = _ROUNDS_TO_FILL * layout.pipeline + rest
     if micro_batches <= shown + layout.pipeline or (rest and layout.schedule.startswith("interleaved")):
@@ -71,8 +73,8 @@ def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer
 
 
 def about(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> float:
-    """Return about the seconds of a step, in closed form: the work of the busiest rank, and the wait of a pipeline
-    of equal stages."""
+    """Return an approximate step time in seconds, in closed form: the work of the busiest rank, and the bubble of a
+    pipeline with equal stages."""
     ranks = [[costs[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pipeline)]
     busiest = max(sum(cost.forward + cost.backward for cost in rank) for rank in ranks)
     mean = sum(cost.forward + cost.backward - 2 * cost.weights for cost in costs) / layout.stages
@@ -117,7 +119,9 @@ class _Player:
     """Places slots in time."""
 
     def __init__(self, layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float) -> None:
-        self._layout, self._micro_batches, self._costs = layout, micro_batches, costs
+        self._layout = layout
+        self._micro_batches = micro_batches
+        self._costs = costs
         self._rank_of = [layout.pipeline_of(stage) for stage in range(layout.stages)]
         ranks = [*self._rank_of, self._rank_of[-1]]
         self._after = [transfer if ranks[stage] != ranks[stage + 1] else 0.0 for stage in range(layout.stages)]
@@ -161,7 +165,7 @@ class _Player:
                 chosen[other] = self._next(other, left)
 
     def _next(self, rank: int, left: Mapping[tuple[str, int], int]) -> tuple[float, Slot] | None:
-        """Return when a rank could begin which slot, if any."""
+        """Return (start time, slot) of the slot that a rank can start next; None if no slot is ready."""
         stages = self._layout.stages_of(rank)
         held = sum(left["forward", stage] - left["inputs", stage] for stage in stages)
         best: tuple[float, int, Slot] | None = None

@@ -1,4 +1,4 @@
-"""How long a step takes, by the rates that are known: those of published runs, or a file of measured ones."""
+"""Step time predicted from known rates: from published runs, or from a file of measurements."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,20 +27,20 @@ from serried.trainer.task import Task
 
 _PER_NODE = 8
 _PART_OF_AXIS = {"fsdp": "data", "replicate": "data", "expert fsdp": "data", "world": "data"}
-"""Other axes are parts of their own name; messages of a pipeline are on its timeline."""
+"""Part of the step time by axis. Any other axis is a part under its own name; the timeline has pipeline messages."""
 
 
 class UnknownTime(Exception):
-    """Why it is not known how long a step takes, in a clause."""
+    """The step time is unknown. The message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """How long a step takes."""
+    """Predicted time of a step, with its uncertainty."""
 
     step: Step
     span: tuple[float, float]
-    """Of the time over the predicted one, p10 to p90."""
+    """Measured over predicted time, p10 to p90."""
     cluster: Cluster
     processes: int
     samples: int
@@ -70,7 +70,7 @@ class Timed:
 
 
 def planned_device(config: RunConfig) -> Device | None:
-    """Return the device that ``config`` is planned for; None: this machine's, which is not in the catalogue.
+    """Return the device that ``config`` is planned for; None if it is this machine's GPU and not in the catalogue.
 
     Raises:
         UserError: the config names one that is not, or rates of another.
@@ -88,7 +88,7 @@ def planned_device(config: RunConfig) -> Device | None:
 
 
 def unknown_device(config: RunConfig, device: Device, processes: int) -> str | None:
-    """Return why nothing is known about the speed of so many of ``device``, in a clause; None: it is known."""
+    """Return the reason, as a clause, that the speed of ``processes`` devices is unknown; None if it is known."""
     plan = config.plan
     if plan.memory and not plan.device and not plan.rates and not torch.cuda.is_available():
         return f"plan.memory={plan.memory} does not tell how fast the device is; add plan.device=NAME of one like it"
@@ -137,12 +137,14 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
 def time_of(
     config: RunConfig, task: Task, accumulation: int, sizes: Sizes, stages: Sequence[Traced], flows: Sequence[Flow]
 ) -> Timed:
-    """Return how long a step takes: by the work that a trace counted if rates were measured, else by sizes.
+    """Return the predicted time of a step: from traced work if rates were measured, otherwise from model sizes.
 
     Raises:
         UnknownTime: there are no rates for it.
     """
-    layout, model, plan = sizes.layout, sizes.model, sizes.plan
+    layout = sizes.layout
+    model = sizes.model
+    plan = sizes.plan
     device, shape = planned_device(config), shape_of(config, model, plan)
     if device is None:
         raise UnknownTime(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}, or plan.rates=FILE")
@@ -199,7 +201,7 @@ def _trust(software: str, doubtful: Sequence[str], job: Job) -> str:
 def traced_step(
     stages: Sequence[Traced], flows: Sequence[Flow], layout: Layout, accumulation: int, measured: MeasuredRates
 ) -> Step:
-    """Return how long a step takes."""
+    """Return the time of a step, from the traced work of its stages."""
     forward, backward = ([_parts(stage, phase, measured) for stage in stages] for phase in (FORWARD, BACKWARD))
     count = len(stages)
     parts: dict[str, float] = defaultdict(float)
@@ -210,7 +212,7 @@ def traced_step(
         parts["pipeline"] = _played(forward, backward, layout, accumulation, flows, measured) - sum(parts.values())
     parts["optimizer"] = sum(sum(_parts(stage, OPTIMIZER, measured).values()) for stage in stages) / count
     computes = {
-        when: accumulation * sum(sum(each.values()) for each in of) / count
+        when: accumulation * sum(sum(parts_of_stage.values()) for parts_of_stage in of) / count
         for when, of in (("forward", forward), ("backward", backward))
     }
     for (when, part), seconds in _exchanged(flows, layout, measured).items():
@@ -220,8 +222,10 @@ def traced_step(
 
 
 def _parts(stage: Traced, phase: str, measured: MeasuredRates) -> dict[str, float]:
-    """Return the seconds of a phase: of one micro-batch, or of the optimizer."""
-    work, rates, device = stage.work.get(phase, Work()), measured.rates, measured.cluster.device
+    """Return the seconds of a phase by part: for one micro-batch, or for the optimizer."""
+    work = stage.work.get(phase, Work())
+    rates = measured.rates
+    device = measured.cluster.device
     peak = device.peak(measured.precision)
     assert peak
     return {
@@ -232,7 +236,7 @@ def _parts(stage: Traced, phase: str, measured: MeasuredRates) -> dict[str, floa
 
 
 def _exchanged(flows: Sequence[Flow], layout: Layout, measured: MeasuredRates) -> Mapping[tuple[str, str], float]:
-    """Return the seconds of exchanges, by phase and part."""
+    """Return the seconds of communication by (phase, part)."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for flow in flows:
         if flow.axis in ("pipeline", "ends", "stage"):
@@ -250,14 +254,15 @@ def _played(
     flows: Sequence[Flow],
     measured: MeasuredRates,
 ) -> float:
-    """Return the seconds of a pipeline's step. Of its ranks the first, the second and the last were traced."""
+    """Return the seconds of a pipeline's step. ``forward`` and ``backward`` are traces of its first, second and last
+    rank."""
     per_rank = layout.stages // layout.pipeline
     costs = []
     for stage in range(layout.stages):
         rank = layout.pipeline_of(stage)
         traced = min(rank, 1) if rank < layout.pipeline - 1 else len(forward) - 1
         weights = backward[traced]["products"] / 2 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 0.0
-        there, back = (sum(each[traced].values()) / per_rank for each in (forward, backward))
+        there, back = (sum(traces[traced].values()) / per_rank for traces in (forward, backward))
         costs.append(Cost(there, back, weights / per_rank))
     sent = [flow for flow in flows if flow.axis == "pipeline" and flow.calls]
     rate, of_call = wire(layout, "pipeline", measured.cluster, measured.rates)

@@ -1,4 +1,4 @@
-"""What a run computes in a step, from its config and its model on meta."""
+"""Work of a step, derived from the config and the model on meta."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,15 +21,17 @@ from serried.recipes.models.hugging_face.any_causal_lm_config import HuggingFace
 from serried.recipes.text.causal_lm_config import CausalLMSection
 
 _OTHER_FORM = 0.05
-"""A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""
+"""Relative difference in parameter count above which a model is treated as an unknown architecture."""
 
 _LARGEST_CONTEXT = 8
-"""Of torchtitan's runs."""
+"""Largest number of context ranks in torchtitan's published runs."""
 
 
 def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
-    """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
-    for more than the next token, in ways that have other work."""
+    """Return the sizes of the model of ``config``.
+
+    None if the model is not a known transformer, or if its objective adds work to next-token prediction.
+    """
     section, data = getattr(config, "model", None), config.data
     if type(config.task) not in (TaskSection, CausalLMSection) or section is None or not isinstance(data, DataSection):
         return None
@@ -51,7 +53,7 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
 
 
 def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
-    """Return why there is no time for a model of this shape, in a clause."""
+    """Return the reason, as a clause, that no step time is known for a model of this shape."""
     if device.measured is not None:
         known = ", ".join(device.measured)
         return f"{device.source} has rates of precision={known} alone; serried plan calibrate measures others"
@@ -63,11 +65,18 @@ def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
 
 
 def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mix | None = None) -> Job:
-    """Return a step of ``config``, whose model has this shape. ``mix``: what its blocks keep within a budget."""
+    """Return a step of ``config`` for a model of this shape.
+
+    ``mix``: activation checkpointing chosen to fit an activation memory budget.
+    """
     trainer = config.trainer
-    recompute, share, rest = trainer.activation_checkpoint, 1 / trainer.activation_checkpoint_every, "none"
+    recompute = trainer.activation_checkpoint
+    share = 1 / trainer.activation_checkpoint_every
+    rest = "none"
     if mix is not None:
-        recompute, share, rest = mix.first, mix.share, mix.rest
+        recompute = mix.first
+        share = mix.share
+        rest = mix.rest
     return Job(
         shape,
         layout,
@@ -89,7 +98,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
 
 
 def _shape(section: Any) -> Shape | None:
-    """Return the sizes of a family, without that of the vocabulary."""
+    """Return the sizes of a family's model, without its vocabulary size."""
     if isinstance(section, HuggingFaceSection):
         return _shape_of_transformers(section.architecture)
     if isinstance(section, GPT2Section):
@@ -139,7 +148,7 @@ def _named(found: Mapping[str, Any], *names: str) -> int:
 
 
 def _attended(section: Any, length: int) -> float:
-    """Return which share of the causal scores the windows of the blocks leave."""
+    """Return the share of causal attention scores that the blocks' sliding windows keep."""
     if not isinstance(section, LlamaSection):
         return 1.0
     windows = [min(section.window(layer) or length, length) for layer in range(section.layers)]
@@ -147,7 +156,7 @@ def _attended(section: Any, length: int) -> float:
 
 
 def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
-    """Yield what no published run with the rates of ``software`` shows about a job."""
+    """Yield the properties of ``job`` that no published run with the rates of ``software`` covers."""
     seen = SEEN[software]
     sharding = job.layout.shard * job.layout.context
     if cluster.device.name not in seen.devices:

@@ -168,11 +168,11 @@ class _Group(NamedTuple):
 
     ranks: int
     inside: int
-    """Of them in a node."""
+    """Ranks of the collective on one node."""
 
 
 class _Block(NamedTuple):
-    """Of the model, on a rank: seconds of one micro-batch, and elements."""
+    """A block of the model on one rank: seconds for one micro-batch, and numbers of elements."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -181,20 +181,20 @@ class _Block(NamedTuple):
 
 
 def step_of(job: Job, cluster: Cluster, rates: Rates, *, is_quick: bool = False) -> Step:
-    """Return how long a step takes; if ``is_quick``, about, with no timeline of a pipeline."""
+    """Return the time of a step. ``is_quick``: approximate a pipeline in closed form, without its timeline."""
     clock = _Clock(job, cluster, rates)
     return clock.pipelined(about if is_quick else duration) if job.layout.pipeline > 1 else clock.alone()
 
 
 def held_elements(job: Job) -> float:
-    """Return how many parameters a rank would hold if FSDP divided none."""
+    """Return the number of parameters that a rank would hold without FSDP sharding."""
     shape, layout = job.shape, job.layout
     experts = shape.layers * shape.of_experts
     return ((shape.parameters - experts) / layout.tensor + experts / layout.expert) / layout.pipeline
 
 
 def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> dict[str, float]:
-    """Return the seconds of ``work`` by kind: products, attention, and all else, which waits for memory."""
+    """Return the seconds of ``work`` by kind: products, attention, and memory-bound operations."""
     device = cluster.device
     peak, half_peak = device.peak(precision), device.half_peak
     assert peak and half_peak

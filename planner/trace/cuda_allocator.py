@@ -1,7 +1,7 @@
 """Fragmentation of torch's CUDA caching allocator, computed by its own rules.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
-free range that holds it, which is split if enough is left, and free neighbours of a segment merge. What is free stays
+free range that holds it, which is split if enough is left, and free neighbours of a segment merge. Free memory stays
 reserved. Requests of up to 1 MiB have segments of their own, some MiB in all, and are left out. With
 ``expandable_segments:True`` a stream has one segment that grows.
 """
@@ -15,8 +15,12 @@ from difflib import SequenceMatcher
 _MIB = 2**20
 _MULTIPLE = 512
 _SMALL = _MIB
-_SEGMENT, _SHARED_UP_TO, _SEGMENT_MULTIPLE = 20 * _MIB, 10 * _MIB, 2 * _MIB
-"""Requests below the second are served from segments of the first; others have one, a multiple of the third."""
+_SEGMENT = 20 * _MIB
+"""Size of a segment that several requests share."""
+_SHARED_UP_TO = 10 * _MIB
+"""Requests from this size on have a segment of their own."""
+_SEGMENT_MULTIPLE = 2 * _MIB
+"""Multiple that the size of a request's own segment is rounded up to."""
 _LEAST_LEFT = _MIB + 1
 """Bytes from which the rest of a range is split off; of an expandable segment, one multiple."""
 

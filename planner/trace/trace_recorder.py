@@ -1,4 +1,4 @@
-"""What one step holds, sends and computes, recorded operation by operation."""
+"""Recorder of the memory, communication and work of one step, operation by operation."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,9 @@ from serried.planner.plan_terms import IN_HOST_MEMORY, Shape, Work
 from serried.planner.trace.cuda_allocator import Phase, anonymous
 from serried.trainer.memory.live_storages import Block, LiveStorages, tensors_in, with_memory
 
-PARAMETERS, GRADIENTS, GATHERED = "parameters", "gradients", "gathered"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+GATHERED = "gathered"
 KEPT, WORKING = "kept for backward", "working memory"
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
@@ -44,21 +46,21 @@ class Collective(NamedTuple):
     """Name of its process group."""
     ranks: int
     bytes: int
-    """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor to gather or scatter, twice that to sum."""
+    """Bytes that this rank sends in a ring: (n - 1)/n of a whole tensor to gather or scatter, twice that to sum."""
 
 
 def known_workspace(name: str, inputs: Sequence[Tensor]) -> int:
     """Return the bytes that an operation allocates and frees while it runs."""
     if name == "index":  # which converts indices
-        return sum(2 * each.nbytes for each in inputs[1:] if each.dtype == torch.int32)
+        return sum(2 * index.nbytes for index in inputs[1:] if index.dtype == torch.int32)
     return inputs[0].nbytes if name in _COPY_THEIR_INPUT else 0
 
 
 def collective_of(operation: Any, args: Any) -> Collective | None:
-    """Return the collective that ``operation`` is; None: another operation, or one that sends nothing.
+    """Return the collective of ``operation``; None if it is another operation or sends nothing.
 
     Raises:
-        NotImplementedError: a collective that is not known.
+        NotImplementedError: the collective is unknown.
     """
     name, namespace = operation.overloadpacket.__name__, operation.namespace
     if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "recv_", "barrier"):
@@ -67,11 +69,11 @@ def collective_of(operation: Any, args: Any) -> Collective | None:
         raise NotImplementedError(name)
     kind, is_functional = _COLLECTIVES[name], namespace == "_c10d_functional"
     if is_functional:
-        group_name: Any = next(each for each in reversed(args) if isinstance(each, str))
+        group_name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
         group, whole = _resolve_process_group(group_name), args[0]
     else:
-        boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
-        group = next(ProcessGroup.unbox(each) for each in boxed if "ProcessGroup" in str(each._type()))
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+        group = next(ProcessGroup.unbox(box) for box in boxed if "ProcessGroup" in str(box._type()))
         whole = args[1] if kind in ("all_gather", "reduce_scatter", "all_to_all") else args[0][0]
     ranks, size = group.size(), whole.nbytes
     if kind == "all_gather":
@@ -97,7 +99,7 @@ def _shown(block: Block) -> str:
 
 
 class Peak(NamedTuple):
-    """The moment at which most is held."""
+    """Memory at the peak of a step."""
 
     phase: str
     parts: dict[str, int]
@@ -115,17 +117,17 @@ class StepTrace(LiveStorages):
         self.phase = FORWARD
         self.forwards = 0
         self.exchanges: Counter[tuple[int, str, Collective]] = Counter()
-        """How often each occurred, after how many forwards and in which phase."""
+        """Count of each collective by (number of forwards before it, phase, collective)."""
         self.work: dict[str, _Tally] = {}
-        """By phase."""
+        """Operations by phase."""
         self._events: list[tuple[Block, int, str]] = []
-        """By how much a storage grew, and in which phase."""
+        """(Block, growth in bytes, phase) of each change of a storage."""
         self._phases: list[list[tuple[Block, int, torch.cpu.Stream]]] = [[]]
         """Storages, their sizes and the streams of FSDP2 that allocate them, from the first on."""
         self._resize = torch.UntypedStorage.resize_
 
     def begin(self) -> None:
-        """Forget what happened so far, and keep what is held."""
+        """Clear all recorded events. Live storages stay recorded."""
         for kind in (FORWARD, BACKWARD, PIPELINE, OPTIMIZER):
             self.label("other", [], kind)
         self._events = [(block, block.size, "") for block, _ in self._live.values()]
@@ -135,7 +137,7 @@ class StepTrace(LiveStorages):
         self._flags = (torch.bool,)
 
     def enter(self, phase: str) -> None:
-        """Begin ``phase``. What a backward leaves behind is gradients, or parts of their sums."""
+        """Begin ``phase``. Storages that a backward leaves behind count as gradients."""
         if self.phase == BACKWARD != phase:
             self.label(GRADIENTS, [], BACKWARD)
         self.forwards += phase == FORWARD
@@ -143,7 +145,7 @@ class StepTrace(LiveStorages):
         self._phases.append([])
 
     def label(self, kind: str, tensors: Iterable[Tensor], instead_of: str | None = None) -> None:
-        """Let ``tensors``, or all that are held of a kind, count as ``kind``."""
+        """Label ``tensors``, and all live storages labelled ``instead_of``, as ``kind``."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
             self.record(storage, storage.size())
@@ -154,7 +156,9 @@ class StepTrace(LiveStorages):
 
     def peak(self) -> Peak:
         """Return the peak since ``begin``."""
-        now, most, at = 0, -1, 0
+        now = 0
+        most = -1
+        at = 0
         host: Counter[str] = Counter()
         apart: Counter[str] = Counter()
         by_phase: Counter[str] = Counter()
@@ -177,7 +181,7 @@ class StepTrace(LiveStorages):
         return Peak(self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
 
     def requests(self) -> list[Phase]:
-        """Return what was requested of the allocator up to now, set-up included."""
+        """Return all allocator requests so far, including the set-up."""
         streams: dict[torch.cpu.Stream, int] = {}
         return anonymous(
             [
@@ -191,7 +195,7 @@ class StepTrace(LiveStorages):
     def resize(self, block: Block, size: int) -> None:
         self._events.append((block, size - block.size, self.phase))
         stream = torch.cpu.current_stream()
-        self._phases[-1] += [(block, each, stream) for each in (0,) * (block.size > 0) + (size,) * (size > 0)]
+        self._phases[-1] += [(block, held, stream) for held in (0,) * (block.size > 0) + (size,) * (size > 0)]
         super().resize(block, size)
 
     def __enter__(self) -> "StepTrace":
@@ -223,10 +227,10 @@ class StepTrace(LiveStorages):
             self.work.setdefault(self.phase, _Tally()).add(name, inputs, outputs)
 
     def _fetched(self, operation: Any, name: str, inputs: Sequence[Tensor]) -> int:
-        """Return the bytes of parameters in host memory that an operation of the device has from there."""
+        """Return the bytes of host-memory parameters that a device operation reads."""
         if self.phase == OPTIMIZER or name in _FREE or getattr(operation, "is_view", False):
             return 0
-        blocks = ((self._live.get(each.untyped_storage()._cdata), each.nbytes) for each in with_memory(inputs))
+        blocks = ((self._live.get(x.untyped_storage()._cdata), x.nbytes) for x in with_memory(inputs))
         return sum(size for live, size in blocks if live and live[0].kind == PARAMETERS + IN_HOST_MEMORY)
 
 
@@ -249,7 +253,7 @@ class _Tally:
             query, key = inputs[is_backward], inputs[is_backward + 1]
             self._attention_flops += (10 if is_backward else 4) * query.numel() * key.shape[-2]
         else:
-            self._moved_bytes += sum(each.nbytes for each in [*inputs, *outputs])
+            self._moved_bytes += sum(tensor.nbytes for tensor in [*inputs, *outputs])
 
     def _add_grouped(self, a: Tensor, b: Tensor) -> None:
         """Count the products of groups of rows, or of columns, as if all groups were of one size."""

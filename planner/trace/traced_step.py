@@ -50,7 +50,7 @@ _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
 class CannotTrace(Exception):
-    """Why a step cannot be followed on tensors without data, in a clause."""
+    """A step cannot be traced on tensors without data. The message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class Traced:
 
     rank: int
     memory: Mapping[str, float]
-    """At the peak, by kind."""
+    """Bytes at the peak, by kind."""
     phase: str
     by_phase: Mapping[str, float]
     """The peak of each phase."""
     flows: Mapping[tuple[str, str, str, int], tuple[float, float]]
-    """Axis, kind, phase and ranks of collectives -> bytes that are sent, and calls."""
+    """(Axis, kind, phase, ranks) of collectives -> (bytes sent, calls)."""
     work: Mapping[str, Work]
-    """Of one micro-batch, by phase; of the optimizer, of the step."""
+    """Work by phase: of the optimizer for a step, of other phases for one micro-batch."""
     requests: list[Phase] | None
-    """Of memory; None: unknown."""
+    """Allocator requests; None if unknown."""
     border: Tensor | None = None
-    """What passes from stage to stage of a pipeline, on meta."""
+    """Tensor sent from stage to stage of a pipeline, on meta."""
 
     @property
     def peak(self) -> float:
@@ -98,13 +98,13 @@ class Traced:
 def trace_step(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, *, is_open: bool = False
 ) -> list[Traced]:
-    """Trace a step on the ranks that hold the most: the first of each coordinate of the pipeline that differs.
+    """Trace a step on the first rank of each pipeline coordinate that differs from the others.
 
-    Equal blocks add equal amounts of everything, so a few of them are traced; one more proves it, or all are.
-    ``is_open``: whether the data of ``task`` is.
+    Equal blocks add equal amounts of memory and work, so only a few are traced. One more block checks the
+    extrapolation; if it fails, all blocks are traced. ``is_open``: whether the data of ``task`` is open.
 
     Raises:
-        CannotTrace: the module, or what it exchanges, needs data.
+        CannotTrace: the module or its communication needs data.
     """
     if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
         raise CannotTrace("ring attention has other kernels on GPUs than here")
@@ -125,7 +125,7 @@ def trace_step(
 def memory_of(stages: Sequence[Traced]) -> Memory:
     """Return the memory of the rank that needs the most."""
     worst = max(stages, key=lambda stage: stage.peak)
-    parts = dict(sorted(worst.memory.items(), key=lambda each: -each[1]))
+    parts = dict(sorted(worst.memory.items(), key=lambda part: -part[1]))
     by_phase = {phase: int(size) for phase, size in worst.by_phase.items()}
     return Memory(parts, worst.phase, by_phase, worst.rank)
 
@@ -139,7 +139,7 @@ def reserved_memory_of(stages: Sequence[Traced], *, is_expandable: bool) -> Memo
 
 
 def flows_of(stages: Sequence[Traced]) -> tuple[Flow, ...]:
-    """Return what the rank that sends the most sends in a step."""
+    """Return the communication in a step of the rank that sends the most."""
     most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.flows.values()))
     return tuple(
         Flow(axis, kind, when, round(sent), round(calls), ranks)
@@ -149,14 +149,16 @@ def flows_of(stages: Sequence[Traced]) -> tuple[Flow, ...]:
 
 
 def products_of(stages: Sequence[Traced]) -> list[tuple[int, int, int]]:
-    """Return the shapes of all matrix products, those that compute the most first."""
-    work = reduce(Work.plus, (each for stage in stages for each in stage.work.values()))
+    """Return the shapes of all matrix products, sorted by FLOPs, largest first."""
+    work = reduce(Work.plus, (of_phase for stage in stages for of_phase in stage.work.values()))
     return sorted(work.products, key=lambda shape: -prod(shape) * work.products[shape])
 
 
 class _Tracer:
     def __init__(self, config: RunConfig, task: Task, layout: Layout, accumulation: int) -> None:
-        self._config, self._task, self._layout = config, task, layout
+        self._config = config
+        self._task = task
+        self._layout = layout
         self._accumulation = accumulation
         model = build_model(config, task)
         self._names = model.blocks
@@ -183,7 +185,7 @@ class _Tracer:
         is_mixed = self._config.trainer.activation_memory_budget < 1  # by the number of blocks
         if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
             return self._trace(rank, None, border)
-        low, high, proof = (self._trace(rank, each * layout.stages, border) for each in points)
+        low, high, proof = (self._trace(rank, point * layout.stages, border) for point in points)
         step = high.plus(low, -1)
         if abs(high.plus(step, 1).peak - proof.peak) > 0:
             return self._trace(rank, None, border)
@@ -205,7 +207,7 @@ class _Tracer:
         peak = trace.peak()
         if found is not None:  # a stage has a buffer for each message of a step
             stages = layout.stages_of(rank * layout.pipeline // layout.world)
-            borders = sum((each > 0) + (each < layout.stages - 1) for each in stages)
+            borders = sum((stage > 0) + (stage < layout.stages - 1) for stage in stages)
             peak.parts["other"] = peak.parts.get("other", 0) - micro_batches * borders * found.nbytes
             peak.parts[RECEIVE_BUFFERS] = self._accumulation * borders * found.nbytes
         work = {
@@ -218,8 +220,10 @@ class _Tracer:
     def _flows(
         self, trace: StepTrace, axes: Mapping[str, str], micro_batches: int
     ) -> dict[tuple[str, str, str, int], tuple[float, float]]:
-        """Return what is sent in a step of all micro-batches: those between the first and the last exchange what both
-        of them do."""
+        """Return the communication in a step of all micro-batches, extrapolated from the traced ones.
+
+        Micro-batches between the first and the last have the communication that these two share.
+        """
         left = self._accumulation - micro_batches
         counts: dict[tuple[str, str, Collective], Counter[int]] = defaultdict(Counter)
         for (forward, phase, exchange), count in trace.exchanges.items():
@@ -238,7 +242,7 @@ class _Tracer:
 
 
 def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
-    """Return how many of the blocks come before those that are all as the last is."""
+    """Return the number of leading blocks before the final run of equal ones."""
 
     def form(name: str) -> list[Any]:
         block = model.get_submodule(name)
@@ -270,7 +274,8 @@ def _trace_rank(
             empty(model.module)
             batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
             phases = Phases()
-            place, state_place = (IN_HOST_MEMORY * each for each in (config.parallel.offload, config.offloads_state))
+            place = IN_HOST_MEMORY if config.parallel.offload else ""
+            state_place = IN_HOST_MEMORY if config.offloads_state else ""
 
             def enter(phase: str) -> None:
                 trace.enter(phase)
@@ -291,14 +296,14 @@ def _trace_rank(
             step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
             trace.label(PARAMETERS + place, [held.tensor for held in parallel.parameters])
             for held in parallel.parameters:
-                for each in optimizer.state.get(held.tensor, {}).values():
-                    if isinstance(each, Tensor):
-                        trace.label("optimizer state" + state_place * (each.ndim > 0), [each])
+                for value in optimizer.state.get(held.tensor, {}).values():
+                    if isinstance(value, Tensor):
+                        trace.label("optimizer state" + (state_place if value.ndim > 0 else ""), [value])
             if has_buckets:
                 for held in parallel.parameters:
                     held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None
                     trace.label(GRADIENTS, [] if held.tensor.grad is None else [held.tensor.grad])
-            map_tensors(lambda each: trace.label("batches", [each]), list(batches))
+            map_tensors(lambda tensor: trace.label("batches", [tensor]), list(batches))
             trace.label("average of weights" + place, average.of.values() if average is not None else ())
             trace.begin()
             step(batches, 1e-3, lambda: 0.0)
@@ -309,10 +314,10 @@ def _trace_rank(
 
 
 class _GroupsAlone(Groups):
-    """Groups of a rank without other ranks: what it sends is what it receives."""
+    """Process groups of a rank without other ranks. It receives its own messages."""
 
     def __init__(self, layout: Layout, border: Tensor | None) -> None:
-        """``border``: the tensor that passes from stage to stage of a pipeline, on meta; None: not known yet."""
+        """``border``: tensor sent from stage to stage of a pipeline, on meta; None if not known yet."""
         super().__init__(layout, "cpu")
         self._border = border
 
@@ -382,7 +387,7 @@ def _shortened(model: Model, blocks: int) -> Model:
 
 def _without(plan: ParallelPlan, removed: Sequence[str]) -> ParallelPlan:
     def is_left(name: str) -> bool:
-        return not any(name == each or name.startswith(f"{each}.") for each in removed)
+        return not any(name == block or name.startswith(f"{block}.") for block in removed)
 
     units = [tuple(filter(is_left, unit)) for unit in plan.units]
     return replace(

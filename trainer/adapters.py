@@ -1,4 +1,4 @@
-"""Which layers of a model get adapters, what these start with, and how a checkpoint holds them: in PEFT's format."""
+"""Adapters of a model: choice of layers, initial values, and PEFT's format in checkpoints."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class CannotAdapt(UserError):
 
 
 class Adapters:
-    """The adapters of a model, whose own parameters, those of the base model, are frozen."""
+    """Trainable adapters of a model. The parameters of the base model are frozen."""
 
     def __init__(
         self, section: AdapterSection, model: nn.Module, plan: ParallelPlan, exported: Exported,
@@ -55,7 +55,7 @@ class Adapters:
             name: exported(f"{name}.weight", module.weight.shape)[0]
             for name, module in _linear_layers(model, exported).items()
         }
-        """Of the layers that could have an adapter, where the weight lies in the base model's checkpoint."""
+        """Location of each adaptable layer's weight in the base model's checkpoint."""
         self._experts = _experts(model, plan, exported)
         self._chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
@@ -93,7 +93,7 @@ class Adapters:
         """
         owner, _, key = name.rpartition(".")
         if self.is_of_head(name):
-            return tuple(each._replace(name=f"{PREFIX}{each.name}") for each in self._of_base(name, shape))
+            return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in self._of_base(name, shape))
         if not self._is_of_adapter(name):
             return ()
         weight = self._weights[owner]
@@ -131,24 +131,28 @@ class Adapters:
 
     @torch.no_grad()
     def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:
-        """Set the adapters to add nothing: A is drawn as PEFT draws it, B is zero, DoRA's lengths are those of rows.
-        The base model has its values."""
-        held = {each.name: each for each in parameters}
-        for name, each in held.items():
+        """Initialize the adapters so that they add zero.
+
+        A is drawn as in PEFT, B is zero, DoRA's magnitudes are the row norms. The base model must have its values.
+        """
+        held = {parameter.name: parameter for parameter in parameters}
+        for name, parameter in held.items():
             owner, _, key = name.rpartition(".")
             if owner not in self._chosen:
                 continue
             if key == A:
-                initialize_uniform(each, 1 / math.sqrt(each.spec.shape[1]), seed)
+                initialize_uniform(parameter, 1 / math.sqrt(parameter.spec.shape[1]), seed)
             elif key == B:
-                each.local.zero_()
+                parameter.local.zero_()
             elif key == MAGNITUDE:
                 lengths = _lengths(held[f"{owner}.weight"].tensor, 0 if self._is_conv1d else 1)
-                each.local.copy_(lengths[each.box.indices()])
+                parameter.local.copy_(lengths[parameter.box.indices()])
 
     def write_config(self, folder: Path, base: str | None, further: Mapping[str, Any]) -> None:
-        """Write ``adapter_config.json``, with which PEFT opens the adapters. ``base``: folder or Hub name; ``further``:
-        what the task adds."""
+        """Write ``adapter_config.json``, which PEFT needs to load the adapters.
+
+        ``base``: folder or Hub name of the base model. ``further``: items that the task adds.
+        """
         section = self._section
         config = {
             "peft_type": "LORA",
@@ -213,7 +217,7 @@ class Adapters:
                     f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}), which are stacked and "
                     "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
-            found = [name for name, known in names.items() if any(_matches(each, pattern) for each in known)]
+            found = [name for name, known in names.items() if any(_matches(alias, pattern) for alias in known)]
             if not found:
                 raise CannotAdapt(pattern, _unmatched(pattern, names))
             chosen.update(found)
@@ -227,7 +231,7 @@ def unknown_layer(folder: Path, name: str) -> str:
 
 def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
     """Return the layers that can have adapters, by name: one tensor of a checkpoint holds the weight of each."""
-    if any(isinstance(each, BATCH_NORMS) for each in model.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         raise UserError(
             "adapter.method: the model has BatchNorm, whose statistics change in training and are part of the base "
             "model; use adapter=none, or another norm"
@@ -279,7 +283,7 @@ def _module_of(tensor: str) -> str:
 def _experts(model: nn.Module, plan: ParallelPlan, exported: Exported) -> list[str]:
     """Names of stacked experts, ours and those in a checkpoint."""
     found = {name: parameter.shape for name, parameter in model.named_parameters() if plan.is_expert(name)}
-    return [*found, *(_module_of(each.name) for name, shape in found.items() for each in exported(name, shape))]
+    return [*found, *(_module_of(part.name) for name, shape in found.items() for part in exported(name, shape))]
 
 
 def _matches(name: str, pattern: str) -> bool:

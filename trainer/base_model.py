@@ -30,7 +30,7 @@ class Base:
     folder: Path | None
     """None: the model has the values that ``build_model()`` gave it."""
     record: dict[str, Any]
-    """What a checkpoint keeps of it: ``path``, and ``files``, each with its size and checksum, or a ``digest``."""
+    """Record of the base model in a checkpoint: ``path``, and ``files`` with sizes and checksums, or a ``digest``."""
     adapters: Path | None = None
     """Folder of the adapters that a new run begins with; None: they add nothing at first."""
 
@@ -53,12 +53,14 @@ def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[st
     reading."""
     names = session.once(lambda: _weight_files(folder, checkpoint))
     found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
-    return dict(sorted((name, record) for each in found for name, record in each.items()))
+    return dict(sorted((name, record) for of_rank in found for name, record in of_rank.items()))
 
 
 def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[str, list[int]]:
-    """Return the files of weights of the ``kind``, "teacher" or "reference", in ``folder``, after comparing them with
-    those that the state of a checkpoint has under this name. A collective. Raises ``UserError`` if they are others."""
+    """Return the weight files in ``folder``, after a comparison with the checkpoint's record of them.
+
+    ``kind``: "teacher" or "reference", the key of the record. A collective. Raises ``UserError`` if they differ.
+    """
     files = files_of(folder, None, context.session)
     if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
@@ -70,8 +72,10 @@ def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[
 
 
 def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
-    """Return the keys that describe the run's teacher, after a line on those that differ from what the checkpoint was
-    trained with; None: no key names a teacher."""
+    """Return the keys that describe the run's teacher; None if no key names one.
+
+    Prints a line on keys that differ from the checkpoint's.
+    """
     config = context.config
     name = getattr(config.task, "teacher", None) if config.task.has_teacher else None
     if name is None:

@@ -1,4 +1,4 @@
-"""What torch.compile does in a run: announced, reported, kept for the next start."""
+"""Compilation in a run: status lines, warnings on recompilation, and a cache for the next start."""
 
 import os
 import stat
@@ -21,7 +21,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _OF_A_NETWORK = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "afs", "panfs", "wekafs", "9p",
 )  # fmt: skip
-"""Types of file systems; those of FUSE count as well."""
+"""Types of network file systems. FUSE file systems count as well."""
 
 
 def check_compiler(device: torch.device) -> None:
@@ -44,7 +44,9 @@ class Compilation:
         if processes > 1 and _THREADS not in os.environ:
             share_threads(processes)
         torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
-        self._console, self._seen, self._recompiled = console, _newest(), 0
+        self._console = console
+        self._seen = _newest()
+        self._recompiled = 0
         self._is_first = True
         self._unreported: list[tuple[int, int]] = []
         self.blocks = 0
@@ -58,34 +60,34 @@ class Compilation:
 
     @contextmanager
     def unreported(self) -> Iterator[None]:
-        """Do not report what is compiled inside this context, such as attention in evaluations, whose shapes vary."""
+        """Suppress reports of compilations in this context, such as attention with the varying shapes of evaluation."""
         began = _newest()
         yield
         self._unreported.append((began, _newest()))
 
     def report(self, step: int) -> None:
-        """Print what was compiled in ``step``: in the first one as expected, later as a warning."""
+        """Print the compilations of ``step``: as information in the first step, as a warning later."""
         found = [
-            each
-            for each in _compilations()
-            if each.start_time_us > self._seen
-            and not any(began < each.start_time_us <= ended for began, ended in self._unreported)
+            compilation
+            for compilation in _compilations()
+            if compilation.start_time_us > self._seen
+            and not any(began < compilation.start_time_us <= ended for began, ended in self._unreported)
         ]
         self._unreported.clear()
         self._seen = _newest()
         if not found:
             return
-        graphs = [each for each in found if each.co_name is not None]  # others are their backwards
-        seconds = sum(each.duration_us or 0 for each in found) / 1e6
+        graphs = [compilation for compilation in found if compilation.co_name is not None]  # others are their backwards
+        seconds = sum(compilation.duration_us or 0 for compilation in found) / 1e6
         if self._is_first:
             many = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
             self._console.say(f"compiled   {self.blocks} blocks in {seconds:.1f} s: {many}")
             self._is_first = False
             return
-        for each in graphs:
+        for graph in graphs:
             self._recompiled += 1
             if self._recompiled <= _MOST_WARNINGS:
-                reason = (each.recompile_reason or "a part that had not run before").splitlines()[0]
+                reason = (graph.recompile_reason or "a part that had not run before").splitlines()[0]
                 self._console.say(
                     f"WARNING    step {step} compiled a block again, number {self._recompiled} ({seconds:.1f} s): "
                     f"{reason}; batches of one shape need no other graph"
@@ -121,8 +123,11 @@ def share_threads(processes: int) -> None:
 
 
 def _cache_folder(*, is_on_one_node: bool) -> Path:
-    """The user's cache folder, by what a compiled program depends on; one on a disk of this machine, since on those of
-    a network many processes that rename and delete the same files at once see them vanish."""
+    """Return the user's compile cache folder for this environment.
+
+    On several nodes, or if the usual cache is on a network file system, it is on a local disk: files vanish on a
+    network file system when many processes rename and delete them at the same time.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = (base if base.is_absolute() else Path.home() / ".cache") / "serried"
     if not is_on_one_node or is_of_a_network(base):
@@ -131,8 +136,10 @@ def _cache_folder(*, is_on_one_node: bool) -> Path:
 
 
 def is_of_a_network(path: Path) -> bool:
-    """Return whether ``path`` is, or would be, on a file system of a network. False where the system does not tell."""
-    path, found, depth = path.resolve(), "", 0
+    """Return whether ``path`` is, or would be, on a network file system; False if this is unknown."""
+    path = path.resolve()
+    found = ""
+    depth = 0
     with suppress(OSError):
         for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
             before, _, after = line.partition(" - ")
@@ -143,7 +150,7 @@ def is_of_a_network(path: Path) -> bool:
 
 
 def _own_temporary_folder() -> Path:
-    """Return a folder of this user for temporary files. What is in it is run as code: nobody else may write there."""
+    """Return a private folder for temporary files. Its files are run as code, so no other user may write there."""
     folder = Path(gettempdir(), f"serried-{os.geteuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -164,5 +171,5 @@ def _compilations() -> list[Any]:
 
 
 def _newest() -> int:
-    """When the last of them began."""
-    return max((each.start_time_us for each in _compilations()), default=0)
+    """Return the start time of the latest compilation, in microseconds."""
+    return max((compilation.start_time_us for compilation in _compilations()), default=0)

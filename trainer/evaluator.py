@@ -79,7 +79,7 @@ class Evaluator:
         return told
 
     def make_up(self, step: int) -> None:
-        """Evaluate what the stop after ``step``, from which the run resumes, left out."""
+        """Run the evaluations that were skipped when the run stopped after ``step``, from which it resumes."""
         progress = self._progress
         evaluates = self._context.config.trainer.evaluates_every > 0
         progress.missed = [name for name in progress.missed if evaluates and name in self._validation]
@@ -103,7 +103,9 @@ class Evaluator:
         def until_stopped(batches: Iterable[Any]) -> Iterable[Any]:
             return self._shutdown.unless_stopped(map(on_device, batches))
 
-        losses, weights, samples = {}, {}, trainer.eval_batches * trainer.global_batch
+        losses = {}
+        weights = {}
+        samples = trainer.eval_batches * trainer.global_batch
         metrics: dict[str, list[float]] = {}
         found = evaluate_by_source(
             self._state.parallel,

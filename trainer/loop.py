@@ -24,7 +24,7 @@ from serried.trainer.training_state import TrainingState
 
 _COLLECT_GARBAGE_EVERY = 50
 _STEPS_BETWEEN_TIMED = 10
-"""At most one of this many steps has its phases timed: too few for the cost to show."""
+"""Smallest distance of two steps with timed phases, so that the cost of timing is negligible."""
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""The model of a run, and what a checkpoint holds of it: all of it, or the adapters that are trained."""
+"""Model of a run, and its content in a checkpoint: all parameters, or only the trained adapters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Model:
 
     task: Task
     module: nn.Module
-    """On meta or with values."""
+    """Module with its parameters on meta or with values."""
     plan: ParallelPlan
     adapters: Adapters | None
     blocks: tuple[str, ...]
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def exported(self) -> Exported:
-        """Where the elements of a parameter lie in the run's checkpoints; nowhere, for a base model's."""
+        """Location of each parameter's elements in the run's checkpoints; empty for a base model's parameter."""
         return self.task.exported if self.adapters is None else self.adapters.exported
 
     @property
@@ -92,7 +92,7 @@ class Model:
         return exported if self.adapters is None else self.adapters.exported_base(exported)
 
     def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
-        """Yield the parameters that a model folder lacks, but a teacher's and those of adapters."""
+        """Yield the parameters that a model folder lacks, except parameters of a teacher or an adapter."""
         for held in parallel.parameters:
             if self.adapters is not None and not self.adapters.is_of_head(held.name):
                 continue
@@ -108,11 +108,12 @@ class Model:
 
 
 def build_model(config: RunConfig, task: Task, device: str | None = None) -> Model:
-    """Return the model of ``task``, with the adapters that ``config`` asks for. ``device``: type of that of the run;
-    None: as ``config`` says.
+    """Return the model of ``task``, with the adapters of ``config``.
+
+    ``device``: device type of the run; None: taken from ``config``.
 
     Raises:
-        UserError: there is none, or it cannot have these adapters.
+        UserError: the task returns no module, or the module cannot have these adapters.
     """
     module = task.build_model()
     if not isinstance(module, nn.Module):
@@ -180,7 +181,7 @@ def _is_one_unit(config: RunConfig, module: nn.Module, device: str) -> bool:
     is_plain = section.pipeline == section.expert == 1 and not section.sync_every_micro_batch
     if not is_plain or config.adapter.method != "none" or config.task.has_teacher:
         return False
-    return sum(each.numel() for each in module.parameters()) * torch.float32.itemsize <= _ONE_UNIT_BYTES
+    return sum(parameter.numel() for parameter in module.parameters()) * torch.float32.itemsize <= _ONE_UNIT_BYTES
 
 
 def sharded(

@@ -35,8 +35,10 @@ def trained_type(config: RunConfig) -> torch.dtype | None:
 
 
 def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the type in which frozen weights are held: as those of a base model or a teacher, that of matrix products,
-    if the model computes in it only; None: fp32."""
+    """Return the dtype in which frozen weights, as of a base model or a teacher, are held; None: fp32.
+
+    It is the dtype of matrix products if the model computes only in this dtype.
+    """
     if trained_type(config):
         return trained_type(config)
     if config.adapter.method == "none" and not config.task.has_teacher:
@@ -130,7 +132,7 @@ class GradScaler:
         self.enabled = section.name == "fp16"
         self._growth_interval = section.growth_interval
         self.scale = torch.full((), section.initial_scale if self.enabled else 1.0, device=device)
-        """What the loss is multiplied with before backward, fp32 scalar on the device."""
+        """Factor of the loss before backward, an fp32 scalar on the device."""
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, rejected: Tensor) -> None:

@@ -35,27 +35,30 @@ from serried.trainer.run_data import Data
 from serried.trainer.task import Dataset, Reference, Task, fingerprint, to_device
 
 _FORMAT = 1
-_BLOCK_BATCHES, _WRITES = 64, 16
-"""What is known is written after so many batches of each rank, about so many times: an interrupted pass continues
-there."""
+_BLOCK_BATCHES = 64
+"""Smallest number of batches of each rank between two writes of results. An interrupted pass resumes from the last."""
+_WRITES = 16
+"""Approximate number of writes in a pass."""
 
 
 class ReferencePass:
     """The numbers of a task's reference that this run needs."""
 
     def __init__(self, context: Context, data: Data, reference: Reference, start: Start) -> None:
-        """Find the pretrained model, and what is known already. A collective. Raises ``UserError`` if there is no
-        pretrained model, or another than the run had before ``start``."""
+        """Find the pretrained model and the reference values computed so far. A collective.
+
+        Raises ``UserError`` if there is no pretrained model, or not the one that the run had before ``start``.
+        """
         self._context, self._reference = context, reference
         session = context.session
         folder = session.once(lambda: str(context.task.pretrained() or ""))
         if not folder:
             raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
-        """Of the pretrained model."""
+        """Folder of the pretrained model."""
         before = Start() if context.config.checkpoint.allows("model.path") else start
         self.files = same_files("reference", self.folder, before, context)
-        """Its files of weights, with checksums."""
+        """Weight files of the pretrained model, with checksums."""
         trained = _numbers_of_run(context.config, data)
         wanted = {"train": (data.training, trained)} | {
             name: (dataset, _evaluated(context.config, dataset)) for name, dataset in data.validation.items()
@@ -70,7 +73,7 @@ class ReferencePass:
         return any(len(split.missing) for split in self._splits)
 
     def run(self, parallel: DistributedModel) -> None:
-        """Compute what is not known with ``parallel``, which holds the pretrained weights. A collective."""
+        """Compute the missing reference values with ``parallel``, which holds the pretrained weights. A collective."""
         for split in self._splits:
             split.compute(self._context, parallel)
 
@@ -86,8 +89,11 @@ class _Split:
     def __init__(
         self, name: str, dataset: Dataset, wanted: np.ndarray, reference: Reference, files: dict[str, Any]
     ) -> None:
-        """``wanted``: the samples whose numbers are needed; ``files``: of the pretrained model, with checksums."""
-        self.name, self._dataset, self._wanted, self._reference = name, dataset, wanted, reference
+        """``wanted``: indices of the needed samples. ``files``: files of the pretrained model, with checksums."""
+        self.name = name
+        self._dataset = dataset
+        self._wanted = wanted
+        self._reference = reference
         settings = {"format": _FORMAT, "weights": files, "data": fingerprint(dataset), **reference.settings}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
         self._path = reference.folder / f"{key}.f64"
@@ -99,7 +105,7 @@ class _Split:
         return self._wanted[np.isnan(self.numbers[self._wanted, 0])]
 
     def read(self, context: Context) -> None:
-        """Read what is known on rank 0, for all ranks. A collective."""
+        """Read the stored values on rank 0, for all ranks. A collective."""
         if context.session.is_main:
             self._read(context.console)
         if dist.is_initialized():
@@ -125,7 +131,7 @@ class _Split:
                 self._write()
 
     def compute(self, context: Context, parallel: DistributedModel) -> None:
-        """Compute what is missing. A collective."""
+        """Compute the missing values. A collective."""
         missing, session = self.missing, context.session
         micro_batch, ranks = context.config.trainer.micro_batch, parallel.layout.data_ranks
         step = max(_BLOCK_BATCHES * micro_batch * ranks, len(missing) // _WRITES)

@@ -67,9 +67,9 @@ class Alike(NamedTuple):
     """A kind of tensors that are divided alike, so that the same ranks hold copies of all of them."""
 
     axes: tuple[str, ...]
-    """Mesh axes along which ranks hold different parts; along all others they hold copies."""
+    """Mesh axes along which ranks hold different shards. Along all others they hold replicas."""
     holders: tuple[int, ...]
-    """Pipeline coordinates that hold copies, one for each stage that does; (): every stage has tensors of its own."""
+    """Pipeline coordinates of the stages that hold replicas, one for each; () if no stages share tensors."""
 
     @classmethod
     def of(cls, spec: ShardSpec, layout: Layout) -> "Alike":
@@ -133,10 +133,14 @@ class ReplicaCheck:
         digests = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self._session.world_size)]
         dist.all_gather(digests, mine)
         table = dict(zip(self._columns, torch.stack(digests).T.tolist(), strict=True))
-        odd, along, is_majority = set[int](), dict[str, None](), True
+        odd = set[int]()
+        along = dict[str, None]()
+        is_majority = True
         for kind in dict.fromkeys(kind for kind, _ in self._columns):
             copies = kind.copies(self._layout)
-            found, is_clear = differing([(rank, table[kind, number][rank]) for rank, number in each] for each in copies)
+            found, is_clear = differing(
+                [(rank, table[kind, number][rank]) for rank, number in group] for group in copies
+            )
             is_majority = is_majority and is_clear
             odd |= set(found)
             if found:

@@ -97,7 +97,7 @@ class _Run:
         self._data: Data | None = None
 
     def _configure(self, config: RunConfig) -> None:
-        """Replace the configuration by ``config``, which has a number for what was computed."""
+        """Replace the configuration by ``config``, in which automatic values are resolved."""
         self.context.task.run, self._config_yaml = config, run_config.config_yaml(config)
         self.context = replace(self.context, config=config)
         self.context.callbacks.config = config
@@ -119,7 +119,9 @@ class _Run:
 
     def is_over(self) -> bool:
         """Return whether the run ended with the checkpoint that was found. A collective."""
-        config, start, session = self.context.config, self.start, self.context.session
+        config = self.context.config
+        start = self.start
+        session = self.context.session
         is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
         is_early = saved_early_stop(start.state, config.trainer.early_stopping_patience) is not None
         return start.checkpoint is not None and (is_last or is_early)
@@ -155,7 +157,7 @@ class _Run:
         context.console.say(line)
 
     def activity(self) -> Doing | None:
-        """Return what this rank is doing, for the status line."""
+        """Return the current activity of this rank, for the status line."""
         context = self.context
         waits_for, steps = context.session.exchange.waits_for, context.config.trainer.steps
         return activity(context.pulse, waits_for, steps, context.console.last_step)

@@ -1,4 +1,4 @@
-"""What every part of a run shares on one rank."""
+"""Objects that all parts of a run share on one rank."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -25,11 +25,11 @@ class RunPlan(NamedTuple):
     host_bytes: int
     """Host memory that offloading takes, on the rank that needs the most."""
     mix: Mix | None
-    """What blocks keep within ``trainer.activation_memory_budget``; None: there is no budget."""
+    """Activation checkpointing that meets ``trainer.activation_memory_budget``; None: there is no budget."""
 
 
 class Planner(Protocol):
-    """Estimates that a run asks for. ``serried.planner.run_planner`` has those of ``train.py`` and ``serried.fit``."""
+    """Estimates that a run needs. ``serried.planner.run_planner`` implements them for ``train.py`` and ``fit``."""
 
     def plan(self, context: "Context", model: Model, start: Start, training: Dataset) -> RunPlan:
         """Return the plan of a run that trains ``model``.
@@ -68,7 +68,7 @@ class Context:
     folder: RunFolder | None
     """The run folder; None except on rank 0."""
     pulse: Pulse
-    """What the training thread is doing, for the watchdog."""
+    """Current activity of the training thread, for the watchdog."""
     callbacks: Callbacks
     planner: Planner | None = None
     """None: the run prints no plan."""

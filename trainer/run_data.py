@@ -54,7 +54,7 @@ class Data:
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.fingerprint = fingerprint(self.training)
         self.earlier_fingerprints: Mapping[str, str] = getattr(self.training, "earlier_fingerprints", {})
-        """Those that earlier versions gave the same data, with what has changed since."""
+        """Fingerprints of the same data by earlier versions, each with a description of the change since."""
         session.same_everywhere("the training data", self.fingerprint)
         seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
         session.same_everywhere("the validation data", "\n".join(seen))  # by which all take as many batches
@@ -93,7 +93,7 @@ class Data:
     def sample_ids(self, step: int, seed: int) -> list[int]:
         """Return the numbers of the samples of ``step``, over all ranks."""
         end = self.samples(step)
-        return [int(each) for each in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
+        return [int(number) for number in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
 
     def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return this rank's batches from the current position to the last step."""
@@ -110,10 +110,10 @@ class Data:
         )
 
     def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:
-        """Return a seed for each of this rank's ``count`` micro-batches of ``step``: of its place in the global batch.
+        """Return a seed for each of this rank's ``count`` micro-batches of ``step``, by its place in the global batch.
 
-        With equal ``trainer.micro_batch`` they are the same for the same samples, whatever the layout. Ranks that
-        divide a sample have the same ones: a task may draw numbers for the whole sample.
+        With equal ``trainer.micro_batch``, a sample has the same seed on every layout. Ranks that shard a sample share
+        the seed, so a task may draw numbers for the whole sample.
         """
         places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
         return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
@@ -129,7 +129,7 @@ class Data:
 
 
 def _augmentation(task: Task, seed: int) -> Augment | None:
-    """Return ``task.augment`` by a sample's place in the order; None if the task has none of its own."""
+    """Return ``task.augment`` by a sample's place in the order; None if the task does not override it."""
     if type(task).augment is Task.augment:
         return None
     return lambda sample, place: task.augment(sample, _seed_of(f"{seed}/augment/{place}"))

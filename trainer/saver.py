@@ -44,7 +44,10 @@ class Saver:
         self.last_save_seconds = 0.0
         """Duration of the latest save; 0 if there was none."""
         self._saved_step = saved_step
-        self._state, self._log, self._meter, self._console = state, log, meter, context.console
+        self._state = state
+        self._log = log
+        self._meter = meter
+        self._console = context.console
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)
         self._compares = config.health.replica_check_every > 0
         self._compared_step = -1

@@ -37,9 +37,9 @@ class StepResult(NamedTuple):
     loss_limit: float
     """A higher loss is a spike."""
     norm_limit: float
-    """A higher norm is a spike."""
+    """Gradient norm above which a step is a spike."""
     failed_in_row: float
-    """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
+    """Consecutive rejected steps including this one, without steps that a smaller loss scale may cure."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
     by_source: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""What becomes of the results of steps: read from the device, logged, judged."""
+"""Step results: reading from the device, logging, checks."""
 
 from collections.abc import Callable
 
@@ -24,12 +24,14 @@ class StepLog:
         self, context: Context, state: TrainingState, *, progress: Progress, log: RunLog, meter: Meter,
         samples: Callable[[int], int], sample_ids: Callable[[int, int], list[int]], sources: list[str],
     ) -> None:  # fmt: skip
-        """``samples`` gives the samples trained on after a step, ``sample_ids`` the numbers of those of a step with a
-        seed; ``sources`` names those of a mixture."""
+        """``samples``: number of samples trained on after a step. ``sample_ids``: sample indices of (step, seed).
+        ``sources``: names of a mixture's sources."""
         self._context, self._state = context, state
         self._progress, self._log = progress, log
         self.meter = meter
-        self._samples, self._sample_ids, self._sources = samples, sample_ids, sources
+        self._samples = samples
+        self._sample_ids = sample_ids
+        self._sources = sources
 
     def learning_rate(self, step: int) -> float:
         config = self._context.config
@@ -46,7 +48,7 @@ class StepLog:
             self.read_all(step, loader if log else None)
 
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
-        """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
+        """Read all unread results. With ``loader``, log the result of step ``newest``."""
         for step, result in self.meter.read():
             check_metric_names(result.metrics)
             counted = result

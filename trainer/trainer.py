@@ -54,7 +54,10 @@ class Trainer:
     def __init__(self, context: Context, config_yaml: str, start: Start, data: Data | None = None) -> None:
         """Build everything, in the only order that works. ``data`` if it is open already."""
         self.context = context
-        config, task, session, console = context.config, context.task, context.session, context.console
+        config = context.config
+        task = context.task
+        session = context.session
+        console = context.console
         layout, _ = checked_layout(config, session.world_size)
         if config.trainer.compile:
             check_compiler(session.device)
@@ -189,8 +192,10 @@ class Trainer:
 
 
 def _check_resumed(context: Context, start: Start, data: Data) -> list[int]:
-    """Compare what the checkpoint was trained on with ``data``. Returns the steps of checkpoints to keep, after which
-    that or the settings changed."""
+    """Compare the checkpoint's training data with ``data``.
+
+    Returns the steps of checkpoints to keep, after which the data or the settings changed.
+    """
     config, session = context.config, context.session
     if start.checkpoint is not None:
         session.once(partial(context.task.check_resumed, start.checkpoint))
@@ -210,7 +215,9 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
     """Return the model and the base model of its adapters, if it has any, after checking that the weights to start with
     fit."""
     context.console.doing("building the model")
-    config, task, session = context.config, context.task, context.session
+    config = context.config
+    task = context.task
+    session = context.session
     torch.manual_seed(config.trainer.seed)  # the initial values of a model that draws its own
     model = model_to_train(config, task, session.device.type)
     is_meta = any(parameter.is_meta for parameter in model.module.parameters())
@@ -257,7 +264,7 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, given: Path, 
 
 
 def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
-    """What ``adapter_config.json`` calls the base model: its name on the Hub if it has one, else the folder."""
+    """Return the base model's name in ``adapter_config.json``: its name on the Hub if it has one, else the folder."""
     path = getattr(getattr(config, "model", None), "path", None)
     if base is None or (path is not None and not Path(path).expanduser().exists()):
         return path
@@ -265,7 +272,7 @@ def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
 
 
 def _flops(task: Task, module: nn.Module) -> float | None:
-    """Return those of a sample. A third is the gradients of weights, which a frozen weight has none of."""
+    """Return the FLOPs per sample. Frozen weights need no weight gradient, which is a third of the cost."""
     counts = {True: 0, False: 0}
     for name, parameter in module.named_parameters():
         if not task.exported_teacher(name, parameter.shape):

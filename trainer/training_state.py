@@ -38,11 +38,15 @@ class TrainingState:
         self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None,
         reference: ReferencePass | None = None, mix: Mix | None = None,
     ) -> None:  # fmt: skip
-        """``base``: the base model of adapters; ``reference``: what to compute with the pretrained weights first;
-        ``mix``: what blocks keep, if that is known already."""
-        config, task, device = context.config, context.task, context.session.device
+        """``base``: base model of adapters. ``reference``: pass to run first with the pretrained weights. ``mix``:
+        activation checkpointing of blocks, if already chosen."""
+        config = context.config
+        task = context.task
+        device = context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
-        self._task, self._session, self._model = task, context.session, model
+        self._task = task
+        self._session = context.session
+        self._model = model
         self.compilation = None
         if config.trainer.compile:
             here, world = context.session.local_world_size, context.session.world_size
@@ -75,7 +79,7 @@ class TrainingState:
             self.restore(start)
 
     def restore(self, start: Start) -> None:
-        """Set weights, optimizer and step to those of a checkpoint."""
+        """Load weights, optimizer state and step from a checkpoint."""
         assert start.checkpoint is not None
         averages = self._average.of if self._average is not None else None
         load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
@@ -124,7 +128,7 @@ class TrainingState:
         return {name: scale for of in self._session.gather(scales) for name, scale in of.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain data of a checkpoint: what it holds of the step and the optimizer beside tensors.
+        """Return the plain data of a checkpoint: the step and optimizer state other than tensors.
 
         A collective; waits for the device.
         """

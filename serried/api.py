@@ -1,4 +1,4 @@
-"""What a user's own script or notebook calls: ``main``, ``fit`` and ``load_model``."""
+"""Entry points for a user's own script or notebook: ``main``, ``fit`` and ``load_model``."""
 
 import inspect
 import sys
@@ -51,7 +51,7 @@ class Result:
     best: Path | None = None
     """The checkpoint that ``checkpoint.keep_best`` keeps; None without one."""
     best_value: float | None = None
-    """Its ``checkpoint.best_metric``."""
+    """``checkpoint.best_metric`` of the best checkpoint."""
 
 
 def main(
@@ -60,7 +60,7 @@ def main(
     *,
     callbacks: "Sequence[Callback | type[Callback]]" = (),
 ) -> NoReturn:
-    """Train ``task``, or without one a built-in language model, as the command line says and end the process.
+    """Train ``task``, by default a built-in language model, with the options of the command line; end the process.
 
     The script that calls this has every feature of ``train.py``: overrides, ``--help``, ``dry_run=true``, sweeps with
     ``-m``, ``launch=local|slurm``, torchrun, resume.
@@ -160,7 +160,7 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
 
     Args:
         path: A run folder or a checkpoint.
-        task: The class that trained it; not needed for built-in tasks and those of installed packages.
+        task: The class that trained it. Not needed for built-in tasks and tasks of installed packages.
 
     Raises:
         UserError: There is no such checkpoint, or it is of another model.

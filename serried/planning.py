@@ -71,7 +71,7 @@ def with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig
 
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
-    """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
+    """Return the shapes of the matrix products in a step of ``config``, sorted by FLOPs, largest first."""
     from serried.planner.trace.traced_step import CannotTrace, products_of, trace_step
 
     try:
@@ -83,7 +83,7 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
 
 
 def comparison_text(config: RunConfig, ran: "Figures") -> str:
-    """Return the plan of ``config`` against what a run of it measured."""
+    """Return a comparison of the plan of ``config`` with a run's measurements."""
     from serried.planner.compare import compared
 
     return compared(*_step(config)[:4], ran)

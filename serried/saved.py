@@ -69,11 +69,11 @@ def find_saved(given: Mapping[str, str], command: str) -> Saved:
 
 
 def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = None) -> Path:
-    """Return the folder of the run that ``given`` names; without a name, of the run of recipe tiny if it exists.
+    """Return the folder of the run that ``given`` names. The default is the run of recipe tiny if it exists.
 
-    ``is_taken``: which runs ``command`` can use; by default those with a checkpoint.
+    ``is_taken``: whether ``command`` can use a run; by default, whether it has a checkpoint.
 
-    Raises ``UserError`` if there is no such run; names those that ``command`` can use.
+    Raises ``UserError`` with the names of usable runs if there is no such run.
     """
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")

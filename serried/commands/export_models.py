@@ -219,7 +219,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
 
 
 def _move_all(written: Path, folder: Path) -> None:
-    """Move what is in ``written`` to ``folder``. Raises ``UserError`` if something of that name is there."""
+    """Move the files in ``written`` to ``folder``. Raises ``UserError`` if a file of the same name exists."""
     files = sorted(written.iterdir(), reverse=True)  # what names the others comes last
     for file in files:
         if (folder / file.name).exists():

@@ -103,7 +103,7 @@ def _calibrate(words: list[str]) -> int:
 
 
 def _plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
-    """Print the plan of the run that ``word`` names, or what it measured beside that."""
+    """Print the plan of the run that ``word`` names, or a comparison with its measurements."""
     from serried.configs.compose import compose_saved
     from serried.planner.compare import as_it_ran, figures_of
     from serried.planning import comparison_text, plan_text

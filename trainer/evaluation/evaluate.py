@@ -72,7 +72,7 @@ def evaluate_by_source(
 
 
 class Kept:
-    """An objective that keeps numbers of each sample. A subclass has ``terms``, or a ``loss`` of its own."""
+    """Objective that keeps numbers of each sample. A subclass defines ``terms`` or overrides ``loss``."""
 
     def __init__(self, task: Task, samples: int, columns: int, parallel: DistributedModel) -> None:
         self.inputs, self.slice_sequence, self._owns = task.inputs, task.slice_sequence, parallel.place.owns_loss
@@ -92,7 +92,7 @@ class Kept:
         return LossTerms(self.numbers.new_zeros(()), 0)
 
     def total(self) -> Tensor:
-        """Return those of all ranks, [samples, columns]. A collective: each is known to one rank, and 0 on others."""
+        """Return the numbers of all ranks, [samples, columns]. A collective: each number is 0 on all ranks but one."""
         if dist.is_initialized():
             dist.all_reduce(self.numbers)
         return self.numbers
@@ -100,19 +100,19 @@ class Kept:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found on one data set."""
+    """Result of an evaluation on one data set."""
 
     set: str
     """Its name; of a mixture's source, behind a slash, the source's too."""
     sequences: int
     all_sequences: int
-    """In the data set."""
+    """Sequences in the data set."""
     tokens: int
-    """Targets, that is; or how many of ``unit``."""
+    """Number of targets, or of ``unit``."""
     text_bytes: int
-    """Of the text of the targets, in UTF-8."""
+    """UTF-8 bytes of the targets' text."""
     loss_sum: float
-    """Over the targets, in nats."""
+    """Sum of the loss over the targets, in nats."""
     unit: str = "tokens"
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means of the task's own metrics."""

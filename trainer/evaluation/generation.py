@@ -20,9 +20,9 @@ class Sampling:
     """How text is made."""
 
     tokens: int
-    """At most so many."""
+    """Largest number of tokens to generate."""
     temperature: float
-    """0: always the likeliest token."""
+    """Sampling temperature. 0: always the most likely token."""
     top_p: float
     """Probability of the tokens that are drawn from, the likeliest ones."""
     seed: int
@@ -42,7 +42,7 @@ class Writer:
         say: Callable[[str], None],
         note: Callable[[str], None],
     ) -> None:
-        """``say`` takes the text, piece by piece; ``note`` the lines about it."""
+        """``say``: callback for generated text. ``note``: callback for status lines."""
         self._config, self._task, self._session, self._checkpoint = config, task, session, checkpoint
         self._sampling, self._say, self._note = sampling, say, note
         self._model: DistributedModel | None = None

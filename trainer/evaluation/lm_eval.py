@@ -75,7 +75,7 @@ class Benchmarks:
             task.set_fewshot_seed(_FEW_SHOT_SEED)
             with _quiet(), _seeded():
                 task.build_all_requests(limit=self._documents)
-            asked = [(each.request_type, each.args) for each in task.instances]
+            asked = [(request.request_type, request.args) for request in task.instances]
             lines.append(f"{name}: {len(asked)} requests, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}")
         return "\n".join(lines)
 
@@ -102,7 +102,7 @@ class Benchmarks:
 
 
 def _load(names: Sequence[str]) -> list[Any]:
-    """Return what the harness has under each of ``names``: ``tasks`` and ``groups`` by name."""
+    """Return the harness's ``tasks`` and ``groups`` for each of ``names``."""
     check_names(names)
     manager, found = _manager_of(names), list[Any]()
     for name in names:
@@ -244,8 +244,10 @@ class _Found(Kept):
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Inside this context Python and NumPy draw the same numbers on every rank, which tasks shuffle by; those of
-    training go on behind it."""
+    """Seed Python and NumPy equally on all ranks in this context, as tasks shuffle with them.
+
+    The generators' states are restored afterwards.
+    """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     random.seed(_SEED)
     np.random.seed(_FEW_SHOT_SEED)

@@ -1,4 +1,4 @@
-"""What is measured: results of steps, read from the device once per log interval, and rates."""
+"""Step results, read from the device once per log interval, and rates."""
 
 import resource
 import sys
@@ -35,9 +35,9 @@ class Meter:
     device: torch.device
     world_size: int
     flops_per_step: float
-    """Of the model, for the whole global batch."""
+    """FLOPs of the model for a global batch."""
     peak_flops: float | None
-    """Of one device, FLOP/s; None: not known."""
+    """Peak FLOP/s of one device; None: unknown."""
     pauses: dict[str, float] = field(default_factory=dict)
     """Seconds of the last pause of each kind."""
     _results: list[tuple[int, SumTable]] = field(default_factory=list)
@@ -63,9 +63,13 @@ class Meter:
 
     def start_at(self, step: int, tokens: int) -> None:
         """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
-        self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
+        self._last_step = step
+        self._last_tokens = tokens
+        self._last_time = time.perf_counter()
         self._paused_seconds, self._lines_without = 0.0, 0
-        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
+        self._data_seconds = 0.0
+        self._data_window_seconds = 0.0
+        self._time_split = {}
 
     def pause(self, what: str, seconds: float) -> None:
         """Leave ``seconds`` of ``what``, such as an evaluation, out of the rates."""
@@ -84,11 +88,11 @@ class Meter:
     def rates(
         self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None
     ) -> dict[str, Any]:
-        """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
+        """Return the rates since the last call, after ``step`` with ``tokens`` trained in total. A collective.
 
-        ``data_seconds``: how long this rank waited for data since the last call. ``time_split``: seconds of the phases
-        of a step on this rank; all ranks give those of the same step, or none does. Numbers of all ranks may be from
-        an earlier call, about a second ago; ``time_split`` is None then.
+        ``data_seconds``: time this rank waited for data since the last call. ``time_split``: seconds of the phases of
+        a step on this rank, of the same step on all ranks or None on all. Numbers of all ranks may be from an earlier
+        call, about a second ago; ``time_split`` is None then.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
@@ -142,8 +146,10 @@ class Meter:
 
 
 def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:
-    """Return the seconds left after ``step`` until this start of the run ends: steps, and evaluations and saves as long
-    as the last ones took (``Meter.pauses``), those of this step included."""
+    """Return the remaining seconds of this start of the run after ``step``.
+
+    They include evaluations and saves from this step on, each as long as the last one took (``Meter.pauses``).
+    """
     last = config.trainer.last_step
     evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
     return (

@@ -64,12 +64,11 @@ PEAK_FLOPS: dict[str, _Peaks] = {
     "AMD Instinct MI250X": _peaks(383 / 2, fp32=95.7 / 2),
     "AMD Instinct MI250": _peaks(362.1 / 2, fp32=90.5 / 2),
 }
-"""By the exact name that the driver reports, and by precision. What is not here is not known: no utilisation is shown
-rather than a guess."""
+"""Peak FLOP/s by the driver's exact device name and by precision. No utilisation is shown for other devices."""
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls it; ``cpu``."""
+    """Return the device name as reported by the driver, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -1,7 +1,7 @@
 """Profile of some steps: a Chrome trace of each rank, a table of the operators that took the most time, and a GPU's
 memory.
 
-The steps themselves compute what they always compute; whatever goes wrong with the profile is a warning.
+Profiling does not change the results of a step. A failure of the profile is a warning.
 """
 
 import errno
@@ -56,8 +56,8 @@ def remember_allocations(config: RunConfig, device: torch.device, console: Conso
 class StepProfiler:
     """Profiles the steps ``profile.steps`` of one rank, if any. Open it around the steps of a run.
 
-    The step before the first is traced and thrown away: what a profiler does once belongs to no step. Where the first
-    step is the first that is trained, the profiler is prepared before it.
+    The step before the first is traced and discarded, so that the profiler's one-time work belongs to no step. If the
+    first profiled step is the first trained step, the profiler is prepared before it.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class StepProfiler:
         first_step: int,
     ) -> None:
         """``first_step``: the first that is trained. ``pause`` receives seconds that belong to no step."""
-        self._session, self._console, self._phases, self._pause = session, console, phases, pause
+        self._session = session
+        self._console = console
+        self._phases = phases
+        self._pause = pause
         self._folder, self._with_memory = config.run.dir / PROFILES, config.profile.memory
         self._wanted = config.profile.steps
         self._profile: profile | None = None
@@ -170,7 +173,9 @@ class StepProfiler:
         gc.collect()  # its many events refer to each other, and garbage is not collected between steps
 
     def _write(self, ended: profile) -> None:
-        first, last, rank = self._profiled[0], self._profiled[-1], self._session.rank
+        first = self._profiled[0]
+        last = self._profiled[-1]
+        rank = self._session.rank
         name = f"steps-{first}-{last}-rank-{rank}"
         on_device = self._session.device.type == "cuda"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +231,7 @@ def write_snapshot(path: Path, device: torch.device) -> None:
 
 
 def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bool) -> list[str]:
-    """Return the operators with the most self time, and what the host did, in at most ten lines.
+    """Return the operators with the most self time, and the host's activities, in at most ten lines.
 
     ``events`` are the profiler's averages over ``steps``. Times are of one step: on the GPU if ``on_device``, else on
     the CPU.

@@ -37,7 +37,9 @@ class RunLog:
 
     def __init__(self, context: Context, start: Start, progress: Progress) -> None:
         config = context.config
-        self._config, self._session, self._folder = config, context.session, context.folder
+        self._config = config
+        self._session = context.session
+        self._folder = context.folder
         self._console, self._task = context.console, context.task
         self._callbacks = context.callbacks
         self._first_step = start.step

@@ -27,7 +27,7 @@ from serried.trainer.optim.cpu_offload import Offloaded
 from serried.trainer.optim.parameter_groups import parameter_groups
 
 Parts = Mapping[str, Callable[[], Any]]
-"""What an optimizer may ask for, see ``registry.takes``, by name."""
+"""Functions that return the arguments an optimizer may ask for, by name; see ``registry.takes``."""
 
 
 def model_optimizer(
@@ -46,7 +46,7 @@ def model_optimizer(
 def build_optimizer(
     named: Iterable[tuple[str, Tensor]], section: OptimSection, parts: Parts | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
+    """Build the optimizer that ``section`` chooses for the trainable parameters among ``named``.
 
     ``parts``: those of the model. The default are those of parameters that are whole, of which all of two dims are
     matrices.

@@ -1,4 +1,4 @@
-"""What an optimizer keeps between steps: what a checkpoint saves of it, and how many bytes it takes.
+"""State of an optimizer between steps: its content in a checkpoint and its size in bytes.
 
 Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, numbers and text into ``state.json``.
 """
@@ -53,7 +53,7 @@ def _whole_state(optimizer: torch.optim.Optimizer) -> Collection[str]:
 def _is_sharded_like(parameter: "DTensor", value: Tensor) -> bool:
     """Return whether ranks hold the same rows of both; ``value`` may have other columns."""
     is_alike = is_sharded(value) and value.placements == parameter.placements
-    if not is_alike or any(each.is_shard(parameter.ndim - 1) for each in parameter.placements):
+    if not is_alike or any(placement.is_shard(parameter.ndim - 1) for placement in parameter.placements):
         return is_alike and value.shape == parameter.shape
     return value.shape[:-1] == parameter.shape[:-1]
 
@@ -72,10 +72,11 @@ def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor],
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
-    """Return the numbers of each parameter group, by its name. Some optimizers count in them.
+    """Return the numbers of each parameter group, by its name. Some optimizers keep counters there.
 
     Raises:
-        UserError: a group holds a tensor, or ``optimizer.state`` what is of no parameter: a checkpoint would lack it.
+        UserError: a group holds a tensor, or ``optimizer.state`` has a key that is no parameter. No checkpoint would
+            hold them.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters_of(optimizer)}
     groups = [(key, value) for group in optimizer.param_groups for key, value in group.items()]
@@ -99,8 +100,10 @@ def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
 def plain_state(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], configured: GroupValues
 ) -> dict[str, Any]:
-    """Return what the optimizer keeps for the parameters ``named`` beside tensors, and the numbers of its groups that
-    are not as ``configured`` (their ``group_values`` at the start), as JSON data.
+    """Return the optimizer state other than tensors as JSON data.
+
+    It has the state of the parameters ``named``, and numbers of groups that differ from ``configured`` (their
+    ``group_values`` at the start).
 
     Raises:
         UserError: something is neither a tensor nor JSON data.
@@ -144,9 +147,9 @@ class StateBytes(NamedTuple):
     """Bytes of the optimizer's state of a parameter."""
 
     per_element: float
-    """Of what is divided as the parameter is."""
+    """Bytes per element of state that is sharded like the parameter."""
     whole: int = 0
-    """Of what every rank has whole."""
+    """Bytes of state that every rank holds in full."""
 
 
 def state_bytes(section: OptimSection, *, is_in_block: bool = True, ndim: int = 2) -> StateBytes:

@@ -33,8 +33,8 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
     """Return the trained parameters as torch's optimizers take them, each group with a name and ``lr_scale``.
 
     Matrices and vectors of a group are apart: vectors (norms, biases) have no weight decay unless the group sets one.
-    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be those of one pipeline
-    stage: if none is trained, there is a group without parameters.
+    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be the parameters of one
+    pipeline stage: if none is trained, there is a group without parameters.
     """
     everything = list(named)
     group_of = _groups_by_name([name for name, _ in everything], section.groups)
@@ -61,7 +61,7 @@ def _split(own: str, members: list[tuple[str, Tensor]], section: OptimSection) -
 
 
 def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]) -> dict[str, str]:
-    """Return parameter name -> group, for those of ``names`` that a group matches; the first one that does counts."""
+    """Return a map from parameter name to its group, the first group that matches. Unmatched names are left out."""
     group_of: dict[str, str] = {}
     for group, section in groups.items():
         matched = [name for name in names if fnmatchcase(name, section.parameters)]

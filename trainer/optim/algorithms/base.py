@@ -24,7 +24,7 @@ class Transactional(torch.optim.Optimizer):
 
 
 class BesideAdamW(Transactional):
-    """The base of one with a rule of its own for some parameters, and AdamW for all others."""
+    """Base class of optimizers with their own update rule for some parameters and AdamW for the others."""
 
     def __init__(
         self, groups: list[dict[str, Any]], is_own: Callable[[Tensor], bool], defaults: dict[str, Any],

@@ -49,7 +49,7 @@ class Muon(BesideAdamW):
                 self.set(weights, updated.add_(updates[parameter], alpha=-lr * factor))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Return what is to be orthogonalized, this rank's part, in place of the gradient."""
+        """Return this rank's shard of the momentum, to orthogonalize instead of the gradient."""
         state = self.state[parameter]
         if parameter.grad is None:  # unused: other ranks count on a part all the same
             return torch.zeros_like(local(parameter))

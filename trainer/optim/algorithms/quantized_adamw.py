@@ -19,7 +19,7 @@ from serried.trainer.optim.algorithms.base import BesideAdamW
 
 _BLOCK = 16
 _ELEMENTS_AT_ONCE = 2**24
-"""Of a matrix, in fp32: limits the working memory."""
+"""Largest number of elements of a matrix that are in fp32 at a time, to limit working memory."""
 _MEAN, _ROOT = "exp_avg", "exp_avg_root"
 
 
@@ -45,7 +45,7 @@ class QuantizedAdamW(BesideAdamW):
                 flat = {key: local(each).flatten(0, -2) for key, each in state.items() if each.ndim}
                 flat |= {"weights": weights.flatten(0, -2), "gradient": local(parameter.grad).flatten(0, -2)}
                 rows = max(1, _ELEMENTS_AT_ONCE // weights.shape[-1])
-                for pieces in zip(*(each.split(rows) for each in flat.values()), strict=True):
+                for pieces in zip(*(tensor.split(rows) for tensor in flat.values()), strict=True):
                     self._update(dict(zip(flat, pieces, strict=True)), state["step"], group)
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class QuantizedAdamW(BesideAdamW):
         self.set(rows[f"{key}_scale"], scale)
 
     def _values(self, key: str, device: torch.device) -> Tensor:
-        """Return what the codes of ``key`` stand for, in order."""
+        """Return the values of the codes of ``key``, in order."""
         which = (key == _MEAN, device)
         if which not in self._tables:
             self._tables[which] = torch.tensor(_numbers(self._bits, signed=key == _MEAN), device=device)
@@ -118,11 +118,11 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(bits: int, *, signed: bool) -> list[float]:
-    """Return what the codes stand for, in order: floats of few bits, the largest 1. Those with a sign have a zero."""
+    """Return the values of the codes in order: floats of few bits, at most 1. Signed codes include zero."""
     per_octave = 2 ** (bits // 2 - signed)
     codes = range(2 ** (bits - signed))
     magnitudes = [(1 - code % per_octave / (2 * per_octave)) * 2.0 ** -(code // per_octave) for code in codes]
     if not signed:
         return magnitudes[::-1]
     magnitudes = magnitudes[:-1]
-    return [*(-each for each in magnitudes), 0.0, *magnitudes[::-1]]
+    return [*(-magnitude for magnitude in magnitudes), 0.0, *magnitudes[::-1]]

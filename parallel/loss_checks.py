@@ -62,13 +62,21 @@ def check_terms(terms: LossTerms) -> LossTerms:
 
 
 def check_names(terms: LossTerms, known: Shapes) -> None:
-    """Raise ``UserError`` if ``terms`` have other metrics than ``known``, the sums of earlier batches: different
-    quantities would be added up."""
+    """Raise ``UserError`` if ``terms`` have other metrics or counts than ``known``, the sums of earlier batches.
+
+    Different quantities would be added up.
+    """
     found, names = tuple(terms.metrics), tuple(section(known, "metrics"))
     if found != names:
         raise UserError(
             f"loss() returned the metrics {_listed(found)} for one batch and {_listed(names)} for another; return the "
             "same names from every batch, with (0, 0) for none"
+        )
+    counts, known_counts = {name: tuple(count.shape) for name, count in terms.counts.items()}, section(known, "counts")
+    if [*counts.items()] != [*known_counts.items()]:  # their order counts too
+        raise UserError(
+            f"loss() returned the counts {counts or 'none'} (name: shape) for one batch and {known_counts or 'none'} "
+            "for another; return the same names and shapes from every batch"
         )
 
 

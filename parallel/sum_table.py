@@ -60,7 +60,8 @@ class SumTable:
         return SumTable(self.shapes, self.vector + other.vector)
 
     def joined(self, other: "SumTable") -> "SumTable":
-        """Return a table of the entries of both."""
+        """Return a table of the entries of both, which have no name in common."""
+        assert not self.shapes.keys() & other.shapes.keys(), "entries of a table have one name each"
         return SumTable({**self.shapes, **other.shapes}, torch.cat((self.vector, other.vector)))
 
     def start_adding(self) -> "SumTable":

@@ -1,10 +1,11 @@
-"""Metrics that ranks name differently are refused before anything is added up."""
+"""Metrics and counts with other names are refused before anything is added up."""
 
+import pytest
 import torch
 
 from serried.configs.errors import UserError
 from serried.parallel.layout.process_groups import gather_plain
-from serried.parallel.loss_checks import agreed_shapes
+from serried.parallel.loss_checks import agreed_shapes, check_names
 from serried.parallel.plan import LossTerms
 from serried.parallel.sum_table import section
 from testing.cluster import Cluster
@@ -38,3 +39,15 @@ def test_ranks_that_name_other_metrics_are_refused_on_every_rank(cluster: Cluste
     for names in ([["a", "b"], ["b", "a"]], [["a"], []]):
         found = cluster.run(2, "tests.unit.test_metric_names:compare", names=names)
         assert all("return the same names, in the same order, from every batch" in answer.value for answer in found)
+
+
+@pytest.mark.parametrize("counts", [{"b": 2}, {"a": 3}, {}, {"b": 2, "a": 2}])
+def test_counts_with_other_names_or_lengths_than_before_are_refused(counts: dict[str, int]) -> None:
+    one = torch.ones(())
+    first = {name: torch.zeros(2) for name in ("a", "b")[: max(1, len(counts))]}
+    known = LossTerms(one, 1, counts=first)
+    check_names(known, known.table().shapes)
+    with pytest.raises(UserError, match="the same names and shapes from every batch"):
+        check_names(
+            LossTerms(one, 1, counts={name: torch.zeros(size) for name, size in counts.items()}), known.table().shapes
+        )

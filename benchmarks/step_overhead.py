@@ -55,7 +55,7 @@ from testing.runs import write_text
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 MODELS = {
-    # About a second a step on one core: what a step is worth.
+    # About a second per step on one core, a realistic step.
     "real": ["model.dim=256", "model.layers=6", "model.heads=8", "model.kv_heads=4", "model.hidden_dim=768",
              "data.sequence_length=256", "trainer.global_batch=16", "trainer.micro_batch=4"],
     # Nothing but the driver.

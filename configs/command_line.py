@@ -80,7 +80,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
             raise UserError(f"--config-dir {folder} is not a folder; use one that has recipe/, model/, data/, ...")
         hidden = [path for path in folder.glob("*/*.yaml") if (FOLDER / path.relative_to(folder)).exists()]
         if hidden:
-            raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
+            raise UserError(f"{hidden[0]} has the name of a shipped choice and would be ignored; rename it")
     return overrides, tuple(folders)
 
 

@@ -324,7 +324,7 @@ def _name(config: DictConfig, section: str, name: str | None) -> None:
     """Set the name in ``section``, if the YAML files do not."""
     found = config.get(section) or {}
     if not isinstance(found, Mapping):
-        raise UserError(f"{section}={found} in a YAML file: {section} is a section, which holds keys with values")
+        raise UserError(f"{section}={found} in a YAML file: {section} is a section and must hold keys with values")
     config[section] = {"name": name, **found}
 
 

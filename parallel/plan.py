@@ -148,7 +148,7 @@ class ParallelPlan:
                 )
             if len(found) == 1 and isinstance(known[found[0]], nn.ModuleList):
                 raise UserError(
-                    f"parallel_plan() names {glob!r} as a block, which is a list of modules; use '{glob}.*'"
+                    f"parallel_plan() names {glob!r} as a block, but it is a list of modules; use '{glob}.*'"
                 )
             blocks |= dict.fromkeys(found)
         return replace(self, blocks=tuple(blocks))

@@ -170,7 +170,7 @@ class TensorFolder:
     def _take(self, file: str, index: str | None) -> None:
         path = self.folder / file
         if index is not None and not _is_there(path):
-            raise UserError(f"{self.folder / index} names the file {_shown(file)}, which does not exist; copy it too")
+            raise UserError(f"{self.folder / index} names {_shown(file)}, but that file does not exist; copy it too")
         found = read_header(path)
         if index is None:
             self.file_of = dict.fromkeys(found, file)

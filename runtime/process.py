@@ -159,7 +159,7 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
 
     gpus = torch.cuda.device_count() if section.device != "cpu" else 0
     if section.device == "cuda" and gpus == 0:
-        raise UserError("launch.device=cuda but this machine shows no GPU to torch; use launch.device=cpu")
+        raise UserError("launch.device=cuda but torch finds no GPU on this machine; use launch.device=cpu")
     if gpus and local_world > gpus:
         raise UserError(
             f"{local_world} processes on this machine but {gpus} GPU{'s' if gpus > 1 else ''} visible; use "

@@ -69,7 +69,7 @@ def _check_text(config: RunConfig, task: "Task") -> None:
         return
     if trainer.sample_tokens:
         raise UserError(
-            f"trainer.sample_tokens={trainer.sample_tokens} with {name}, which writes no text; leave it out"
+            f"trainer.sample_tokens={trainer.sample_tokens} but {name} does not generate text; leave it out"
         )
     if trainer.evaluate:
         raise UserError(f"trainer.evaluate needs a model of text, and {name} is not a serried.TextTask; leave it out")

@@ -214,7 +214,7 @@ class Adapters:
             if stacked := next((name for name in self._experts if _matches(name, pattern)), None):
                 raise CannotAdapt(
                     pattern,
-                    f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}), which are stacked and "
+                    f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}); stacked experts "
                     "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
             found = [name for name, known in names.items() if any(_matches(alias, pattern) for alias in known)]
@@ -233,8 +233,8 @@ def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
     """Return the layers that can have adapters, by name: one tensor of a checkpoint holds the weight of each."""
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         raise UserError(
-            "adapter.method: the model has BatchNorm, whose statistics change in training and are part of the base "
-            "model; use adapter=none, or another norm"
+            "adapter.method: the model has BatchNorm, and training would change its statistics in the base model; "
+            "use adapter=none, or another norm"
         )
     layers = {name: module for name, module in model.named_modules() if is_linear(module)}
     return {
@@ -250,7 +250,7 @@ def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]
     by = math.sqrt(section.rank) if section.scale == "rslora" else section.rank
     kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen}
     if len(kinds) > 1:
-        raise UserError("adapter.modules: layers are Conv1D and Linear, which PEFT's format cannot mix; name one kind")
+        raise UserError("adapter.modules: PEFT's format cannot hold both Conv1D and Linear layers; name one kind")
     is_conv1d = kinds == {True}
     shared: dict[str, nn.Parameter] = {}
     is_dora = section.method == "dora"

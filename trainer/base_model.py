@@ -37,8 +37,8 @@ class Base:
 
 def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
     """Return the base model in ``folder``, or the one that ``module`` was built with, after comparing it with what
-    ``checkpoint`` was trained on. A collective: the ranks share the reading. Raises ``UserError`` if it is not there,
-    or another."""
+    ``checkpoint`` was trained on. A collective: the ranks share the reading. Raises ``UserError`` if it is missing
+    or another model."""
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
     else:
@@ -108,7 +108,7 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
 
 def check_base(checkpoint: Path) -> Path | None:
     """Return the folder of the base model that ``checkpoint`` adapts, after comparing its files with their checksums;
-    None: it has none. Raises ``UserError`` if it is not there, or has changed."""
+    None: it has none. Raises ``UserError`` if it is missing or has changed."""
     path = _recorded(checkpoint)["path"]
     if path is None:
         return None
@@ -137,8 +137,8 @@ def _compare(found: dict[str, Any], checkpoint: Path) -> None:
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise UserError(
-                f"{found['path']} is not the base model that {checkpoint} adapts, which was {recorded['path']}: {name} "
-                "has other content; give that one with model.path=FOLDER"
+                f"{found['path']} is not the base model that {checkpoint} adapts ({recorded['path']}): {name} has "
+                "other content; name the base model with model.path=FOLDER"
             )
 
 
@@ -151,7 +151,7 @@ def _weight_files(folder: Path, checkpoint: Path | None) -> list[str]:
     if not folder.is_dir():
         if checkpoint is None:
             raise UserError(f"the model folder {folder} does not exist; give its new path")
-        raise UserError(f"the base model {folder}, which {checkpoint} adapts, is not there; {_MOVED}")
+        raise UserError(f"the base model {folder} of {checkpoint} does not exist; {_MOVED}")
     return [name for name in TensorFolder(folder).files if name.endswith(".safetensors")]
 
 

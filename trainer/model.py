@@ -117,7 +117,7 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     """
     module = task.build_model()
     if not isinstance(module, nn.Module):
-        raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is not a torch.nn.Module")
+        raise UserError(f"{type(task).__name__}.build_model() returned {module!r}; it must return a torch.nn.Module")
     _refuse_untrainable(module, config)
     plan = task.parallel_plan(module).for_model(module)
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
@@ -164,7 +164,7 @@ def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise UserError(
-                f"{name or 'the model'} has sparse gradients, which cannot be summed over ranks; leave out sparse=True"
+                f"{name or 'the model'} has sparse gradients: they cannot be summed over ranks; leave out sparse=True"
             )
         if isinstance(child, torch.jit.ScriptModule) and config.parallel.strategy in ("fsdp", "hsdp"):
             raise UserError(

@@ -1,4 +1,4 @@
-"""The type of matrix products, and fp16's loss scale with one verdict for all ranks."""
+"""Precision of matrix products, and an fp16 loss scale on which all ranks agree."""
 
 from functools import partial
 
@@ -76,7 +76,7 @@ def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, 
 
 
 def check_products(config: RunConfig, device: torch.device) -> None:
-    """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
+    """Raise ``UserError`` if the library or the device for the products of ``config`` is missing."""
     if device.type == "cuda" and torch.version.hip is None and config.precision.name == "bf16":
         refuse_emulation(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     if is_eight_bits(config.precision.name):

@@ -129,7 +129,7 @@ class ReplicaCheck:
             seen[part.name] += 1
         zero = torch.zeros((), dtype=torch.int64)
         mine = torch.stack([digest(held[column]).cpu() if column in held else zero for column in self._columns])
-        # Through Gloo: what NCCL may have broken is not asked for the verdict.
+        # Use Gloo: a faulty NCCL must not decide the verdict.
         digests = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self._session.world_size)]
         dist.all_gather(digests, mine)
         table = dict(zip(self._columns, torch.stack(digests).T.tolist(), strict=True))

@@ -57,7 +57,8 @@ class Data:
         """Fingerprints of the same data by earlier versions, each with a description of the change since."""
         session.same_everywhere("the training data", self.fingerprint)
         seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
-        session.same_everywhere("the validation data", "\n".join(seen))  # by which all take as many batches
+        # Checked so that all ranks take the same number of batches.
+        session.same_everywhere("the validation data", "\n".join(seen))
         self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
         self._stream = self.training if isinstance(self.training, Stream) else None
         self._session = session
@@ -171,12 +172,12 @@ def training_data(task: Task) -> Dataset:
     if isinstance(training, Mapping) and 0 not in training:
         raise UserError(
             f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} with the keys "
-            f"{', '.join(map(str, [*training][:4]))}; return a data set, whose samples have the numbers 0, 1, ..."
+            f"{', '.join(map(str, [*training][:4]))}; return a data set with samples numbered 0, 1, ..."
         )
     _refuse_table(task, TRAINING, training)
     if training is not None and not hasattr(training, "__len__"):
         raise UserError(
-            f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} without a "
             "length; return a map-style data set, with __len__ and __getitem__"
         )
     if training is None:

@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     """Global norm before clipping."""
     skipped: float
-    """1.0 where the step was rejected and changed nothing."""
+    """1.0 if the step was rejected and changed nothing."""
     scale: float
     """Loss scale the step ran with; 1 unless fp16."""
     loss_limit: float

@@ -53,7 +53,7 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
             continue
         if not any(value is known or (value == known and isinstance(value, str)) for known in taken):
             instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
-            raise UserError(f"{file} has {key} {shown(value)}, which cannot be used here{instead}; {_MERGE}")
+            raise UserError(f"{file} has {key} {shown(value)}; this value is not supported{instead}; {_MERGE}")
     whole = tuple(f"{PREFIX}{head}." for head in heads)
     for name in tensors:
         if not name.startswith(whole or " ") and not (name.startswith(PREFIX) and name.endswith(ENDINGS)):

@@ -124,9 +124,9 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     free = {*_FREE, *(key for key in own if key in _TYPED or (key in began and _is_same(model[key], began[key])))}
     wrong = [key for key in found if key in named and key not in free and not _is_same(model.get(key), found[key])]
     if wrong:
-        there = ", ".join(f"model.{key}={shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
-            len(wrong) > _SHOWN
-        )
+        there = ", ".join(f"model.{key}={shown(found[key])}" for key in wrong[:_SHOWN])
+        if len(wrong) > _SHOWN:
+            there += ", ..."
         extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
         raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
     # Null leaves a key to the model, unless that is a value it may be set to here.
@@ -181,7 +181,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
         family = family or found.get("model_type")
         if family not in models.names():
             near = _nearest_family(str(family)) + any_other
-            raise ValueError(f"is of model_type {family}, which no model family reads; {near}")
+            raise ValueError(f"has model_type {family}, but no model family reads it; {near}")
         section: Any = models.get(family).section
         if family == ANY_FAMILY:
             without_code(found)  # refuses

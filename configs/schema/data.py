@@ -254,7 +254,7 @@ def alone(data: DataSection, source: SourceSection) -> DataSection:
 class TextRunConfig(RunConfig):
     """The whole of a run that trains a built-in language model."""
 
-    model: ModelSection  # of a family, which has more keys: see configs.schema.run_config
+    model: ModelSection  # in fact the section of a family, with more keys: see configs.schema.run_config
     data: DataSection
 
     @property

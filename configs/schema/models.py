@@ -109,4 +109,4 @@ class ModelSection(Section):
         Raises:
             ValueError: no keys can; KeyError: it lacks something.
         """
-        raise ValueError(f"is of model_type {found.get('model_type')}, which {cls.__name__} does not read")
+        raise ValueError(f"has model_type {found.get('model_type')}, but {cls.__name__} does not read it")

@@ -589,7 +589,7 @@ class RunConfig(Section):
     def another_run(self) -> str:
         """Overrides with which the same command is a separate run."""
         has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
-        new = " checkpoint.resume=auto" * (self.checkpoint.resume == "must")
+        new = " checkpoint.resume=auto" if self.checkpoint.resume == "must" else ""
         return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
 
     @property

@@ -77,8 +77,8 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
         if not set(stages[name]) <= set(stages[first]):
             raise UserError(
                 f"{name} and {first} are one parameter in different stages of parallel.pipeline={layout.pipeline}, "
-                f"and the plan does not declare it; return ParallelPlan(tied=({first!r},), ...), which the first and "
-                "the last stage can share, or use parallel.pipeline=1"
+                f"and the plan does not declare it; return ParallelPlan(tied=({first!r},), ...) if the first and "
+                "the last stage share it, or use parallel.pipeline=1"
             )
 
 
@@ -152,7 +152,7 @@ class _Border:
 
 
 def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-    """Return the bytes of the first argument: NaN must equal itself. A copy, as it may be changed in place."""
+    """Return a copy of the first argument as bytes, so that NaN compares equal to itself."""
     stream = args[0] if args else next(iter(named.values()))
     if not isinstance(stream, Tensor):
         return torch.empty(0)

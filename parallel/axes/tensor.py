@@ -134,7 +134,7 @@ class _Stream:
         return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of what all ranks have, [B, S, D] or [S, D]."""
+        """Return this rank's shard of a tensor [B, S, D] or [S, D] that all ranks hold."""
         if not self._is_divided:
             return x
         self._check_length(x)
@@ -225,7 +225,7 @@ def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
 
 
 def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> None:
-    """Raise ``UserError`` where the forward that a role puts in place would compute something else."""
+    """Raise ``UserError`` if the replacement forward of a role would compute a different result."""
     if role not in (*_SLICED_DIMS, "source", "region"):
         raise UserError(
             f"parallel.tensor={layout.tensor}: the model's plan has the unknown role {role} for {name}; use "
@@ -241,8 +241,8 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         if not is_linear and not isinstance(getattr(module, "vocabulary", None), Vocabulary):
             raise UserError(
                 f"parallel.tensor={layout.tensor}: {name} has the role head and is a {type(module).__name__}; use an "
-                "nn.Linear without bias, or serried.recipes.models.layers.lm_head.LanguageModelHead, which computes "
-                "the loss too"
+                "nn.Linear without bias, or serried.recipes.models.layers.lm_head.LanguageModelHead (it also "
+                "computes the loss)"
             )
         return
     else:

@@ -88,7 +88,7 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
         raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; traced: 5 times, and 7 % more memory
             f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: a block would be recomputed for each "
-            f"group of its weights and held whole, which takes more memory; use {keeps_less[1]}, or "
+            f"group of its weights and held whole, so memory use would grow; use {keeps_less[1]}, or "
             "parallel.pipeline_schedule=1f1b or interleaved"
         )
     if layout.world == 1 and section.expert > 1:

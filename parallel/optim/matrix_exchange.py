@@ -220,7 +220,7 @@ def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, b
 
 
 def _source(holders: Sequence[int], owner: int, block: int) -> int:
-    """Return which of the ranks that hold a part sends it to ``owner``: itself, or one of the same copy."""
+    """Return the rank that sends a shard to ``owner``: itself if it holds the shard, else a holder in its replica."""
     near = [rank for rank in holders if rank // block == owner // block]
     return owner if owner in near else near[0]
 

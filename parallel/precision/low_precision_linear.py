@@ -98,7 +98,7 @@ def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
     """Raise ``UserError`` if the library that ``setting`` needs is not installed."""
     if find_spec(library) is None:
         raise UserError(
-            f"{setting} needs the library {library}, which is not installed here; use: pip install -e '.[lowbit]', or "
+            f"{setting} needs the library {library}, but it is not installed; use: pip install -e '.[lowbit]', or "
             f"{instead}"
         )
 

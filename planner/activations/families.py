@@ -84,7 +84,7 @@ def _end_bytes(
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     of_weight = 4 * rows * dim if share.trains_weights else 0
     stream = width * dim * tokens / share.sequence
-    # The norm's, and of the head's forward both gradients.
+    # The inputs of the final norm, and both gradients of the head's forward.
     ends = tokens * ((of_norm * dim + 4) / share.sequence + 8) + stream + of_weight
     has_copies = autocast or dtype == torch.float16
     copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in both

@@ -32,7 +32,7 @@ class Share(NamedTuple):
     adapters: int = 0
     """The rank of adapters, if they are trained instead."""
     moment: str = ""
-    """One of ``MOMENTS``; empty: when most is held."""
+    """Moment of the step, one of ``MOMENTS``; empty: the moment of peak memory."""
     borders: int = 0
     """Buffers for the messages between pipeline stages, each of a micro-batch."""
     checkpoint: str = "none"
@@ -71,7 +71,7 @@ class EndBytes(NamedTuple):
     """Bytes that the end of a model holds of a micro-batch."""
 
     all: float
-    """Held in the forward and in the backward."""
+    """Bytes held during both forward and backward."""
     forward: float
     """Held beside that while the forward runs: the logits of a chunk."""
     backward: float

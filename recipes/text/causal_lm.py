@@ -349,7 +349,7 @@ class CausalLM(TextTask):
         choose = chooser(temperature=_TEMPERATURE, top_p=1.0, seed=seed)
 
         def never_the_end(logits: torch.Tensor) -> int:
-            # Nor padding rows of the vocabulary. With sharding, all ranks run the same number of forwards.
+            # Never sample padding rows either. With sharding, all ranks run the same number of forwards.
             logits = logits[: tokenizer.vocab_size]
             logits[tokenizer.end_id] = float("-inf")
             return choose(logits)

@@ -24,7 +24,7 @@ class RewardSection(TaskSection):
             )
         if config.trainer.sample_tokens:
             yield (
-                f"trainer.sample_tokens={config.trainer.sample_tokens} with task.name=reward, which writes no text; "
+                f"trainer.sample_tokens={config.trainer.sample_tokens} but task.name=reward does not generate text; "
                 "use trainer.sample_tokens=0"
             )
 

@@ -151,7 +151,9 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
     if base is not None:
         return TensorFolder(base)
     if saved.run is None:
-        raise UserError(f"merge=true: {checkpoint} lies in no run folder, which says how its base model is built")
+        raise UserError(
+            f"merge=true builds the base model from the run folder, and {checkpoint} is in none; move it back"
+        )
     return _built_base(saved.run, checkpoint)
 
 
@@ -195,7 +197,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         raise UserError(f"out=FILE is missing: the file to write; e.g. out=my-model.{kind.suffix}")
     out = Path(given["out"])
     if out.exists():
-        raise UserError(f"out={out} exists; use another file" + ", or remove that one first" * out.is_file())
+        raise UserError(f"out={out} exists; use another file{', or remove that one first' if out.is_file() else ''}")
     if saved.run is not None:
         task_of_text(saved.run, f"export format={name}")
     partial = out.with_name(f".{out.name}.partial")
@@ -204,7 +206,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         written = partial / "written"
         written.mkdir(parents=True)
         difference = _write_and_compare(saved, written / out.name, name, kind, dtype)
-        total = sum(each.stat().st_size for each in written.rglob("*") if each.is_file())
+        total = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
         _move_all(written, out.parent)
     except OSError as error:
         raise UserError(
@@ -223,7 +225,9 @@ def _move_all(written: Path, folder: Path) -> None:
     files = sorted(written.iterdir(), reverse=True)  # what names the others comes last
     for file in files:
         if (folder / file.name).exists():
-            raise UserError(f"{folder / file.name} exists, which belongs to out=; use another file, or remove it first")
+            raise UserError(
+                f"out= also writes {folder / file.name}, but it exists; use another out=FILE, or remove it first"
+            )
     for file in files:
         file.rename(folder / file.name)
 

@@ -143,7 +143,7 @@ MISTAKES = [
     _mistake("idle path", "data.path=books", "add data=text"),
     # tasks
     _mistake("one row", "recipe=reward|parallel=fsdp|parallel.tensor=2", "=2 cannot divide the one row of"),
-    _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 with task.name=reward, which writes no text"),
+    _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 but task.name=reward does not generate text"),
     _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
     _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is only read with task.loss=simpo"),
     _mistake("packed pairs", "recipe=dpo|data.packing=best_fit", "data.packing=best_fit with data.format=preference"),

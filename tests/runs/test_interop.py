@@ -258,8 +258,8 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mistral3"}, "mistral3, which no model family reads; the nearest is mistral; there"),
-        ({"model_type": "bert"}, "model_type bert, which no model family reads; there are llama"),
+        ({"model_type": "mistral3"}, "mistral3, but no model family reads it; the nearest is mistral; there"),
+        ({"model_type": "bert"}, "model_type bert, but no model family reads it; there are llama"),
         ({"attention_bias": True}, "config.json has attention_bias True; only False can be taken over"),
         ({"mlp_bias": True}, "config.json has mlp_bias True"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),
@@ -288,7 +288,7 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
     first.write_bytes(content[:-5])
     assert f"{first} cannot be used" in refusal(text, run_dir, resume)
     first.unlink()
-    assert "which does not exist; copy it too" in refusal(text, run_dir, resume)
+    assert "but that file does not exist; copy it too" in refusal(text, run_dir, resume)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04")

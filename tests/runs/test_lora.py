@@ -215,7 +215,7 @@ def test_stopped_run_resumes_on_other_ranks_and_bitwise_on_the_same(
     (tmp_path / "base").rename(tmp_path / "moved")
     ended = runs.run_here(argv("run", "base"))
     assert ended.code == 78
-    assert "is not there; if it has moved: train.py ... model.path=FOLDER" in ended.printed.splitlines()[-1]
+    assert "does not exist; if it has moved: train.py ... model.path=FOLDER" in ended.printed.splitlines()[-1]
     assert losses(cluster, 1, argv("run", "moved"), tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
     assert runs.run_here(argv("same", "moved", *one)).code == 0
     assert not runs.different_tensors(single[0], tmp_path / "same", "adapter_model", "optimizer")
@@ -370,7 +370,10 @@ def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
             {"target_modules": ["q_proj", "embed_tokens"]},
             r"holds the tensor base_model.model.model.embed_tokens.*merge",
         ),
-        ({"modules_to_save": ["lm_head"]}, "has modules_to_save .lm_head., which cannot be used here; merge them with"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            "has modules_to_save .lm_head.; this value is not supported; merge them with",
+        ),
         (
             {"target_modules": ["q_proj", "lm_head"]},
             "has an adapter of lm_head, which cannot have one here; merge them",

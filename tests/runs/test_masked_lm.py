@@ -136,7 +136,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     for words, told in (
         ([f"task.model={tmp_path / 'none'}"], "its tokenizer has no mask token"),
         ([f"task.model={tmp_path / 'small'}"], "its tokenizer has 40 tokens, and the model 16"),
-        ([f"task.model={tmp_path / 'gpt2'}"], "transformers has no AutoModelForMaskedLM of model_type gpt2"),
+        ([f"task.model={tmp_path / 'gpt2'}"], "transformers has no AutoModelForMaskedLM for model_type gpt2"),
         (
             [f"task.model={tmp_path / 'roberta'}", "task.pretrained=false", "task.sequence_length=32"],
             "takes 30 tokens; use task.sequence_length=30",
@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.label_column=label"], "task.label_column"),
         (["task.mask_share=0"], "task.mask_share"),
         (["adapter=lora"], "a head that is tied to the embeddings"),
-        (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 with MaskedLM, which writes no text; leave it out"),
+        (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 but MaskedLM does not generate text; leave it out"),
         (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a model of text"),
         (["recipe=lora"], "the recipes here are of language models"),
     ):

@@ -57,8 +57,8 @@ def chosen_mix(
     if mix is None:
         least = ceil(100 * min(kept.values()) / kept["none"]) / 100
         raise UserError(
-            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks, which recomputation "
-            f"needs, take more; use trainer.activation_memory_budget={least:g}"
+            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks take more, and "
+            f"recomputation needs them; use trainer.activation_memory_budget={least:g}"
         )
     return mix
 

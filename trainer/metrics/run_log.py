@@ -250,7 +250,9 @@ class RunLog:
 
     def _next(self, step: int, request: str | None) -> str:
         config = self._config
-        same = "run the same command" + ", but checkpoint.resume=auto," * (config.checkpoint.resume == "never")
+        same = "run the same command"
+        if config.checkpoint.resume == "never":
+            same += ", but checkpoint.resume=auto,"
         if self._progress.early_stop is not None:
             return self._task.next_command(self._session.command())
         if self._progress.missed and step == config.trainer.steps:

@@ -88,7 +88,7 @@ def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
     lost += [f"state of {key!r}" for key in optimizer.state if id(key) not in known]
     if lost:
         raise UserError(
-            f"{kind} keeps {lost[0]}, which no checkpoint would hold; keep tensors in optimizer.state[parameter], and "
+            f"{kind} keeps {lost[0]}, but checkpoints do not store it; keep tensors in optimizer.state[parameter], and "
             "numbers there or in the group"
         )
     return {

@@ -69,7 +69,7 @@ def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> 
         try:
             _lock(descriptor, progress)
             if _is_still(partial, descriptor):  # the previous owner may have renamed or removed it
-                for path in partial.glob(f"*.{machine()}.*.tmp"):  # of dead processes
+                for path in partial.glob(f"*.{machine()}.*.tmp"):  # files of processes that have ended
                     path.unlink(missing_ok=True)
                 yield partial
                 return

@@ -400,8 +400,8 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
         what = "training" if not train else "validation"
         raise UserError(
             f"{where} leaves no {what} documents (data.split={getattr(section, 'split', '')}, "
-            f"data.validation_split={source.validation_split}; {counts.held_out:,} of the former are in the latter "
-            "too); use other splits"
+            f"data.validation_split={source.validation_split}; {counts.held_out:,} documents are in both); "
+            "use other splits"
         )
     if counts.lowest == counts.highest:
         raise UserError(

@@ -38,8 +38,8 @@ class _Scanned(NamedTuple):
 
 
 class FlatFiles(Source):
-    """Files of tokens. Files with ``val`` in their names are for validation; if there are none, the tail of the
-    whole is."""
+    """Files of tokens. Files with ``val`` in their names are for validation; if there are none, the end of
+    the token stream is used."""
 
     def __init__(self, section: Any) -> None:
         """Find the files. Raises ``UserError`` if there are none."""

@@ -86,7 +86,7 @@ class HuggingFaceModel(LossFamily):
                 reason = f"transformers {transformers.__version__} has no such model{own * ('auto_map' in found)}"
             elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 reason = "transformers has no causal language model of it"
-            raise UserError(f"model.path={path} is of model_type {kind}: {reason}; use another model") from None
+            raise UserError(f"model.path={path} has model_type {kind}: {reason}; use another model") from None
         named = found.get("architectures")
         if isinstance(named, list) and named and type(model).__name__ not in named:
             is_masked = architecture_of(found).endswith("ForMaskedLM")

@@ -68,7 +68,7 @@ class HuggingFaceSection(ModelSection):
                 "; its text model alone can be one: save that to a folder of its own" if "text_config" in found else ""
             )
             raise ValueError(
-                f"is of model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
+                f"has model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
                 f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
             )
         longest = _longest(found)

@@ -45,7 +45,7 @@ def build_classifier(
         ) from None
     kind = found.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
-        raise UserError(f"task.model={section.model} is of model_type {kind}, and transformers has no such model")
+        raise UserError(f"task.model={section.model} has model_type {kind}, and transformers has no such model")
     kept = without_code(found)
     kept.pop("dtype", None)
     labels = {
@@ -60,7 +60,7 @@ def build_classifier(
     auto = getattr(transformers, f"AutoModelFor{of}")
     mapping = f"MODEL_FOR_{re.sub('(?<=[a-z])(?=[A-Z])', '_', of).upper()}_MAPPING"
     if type(config) not in getattr(transformers, mapping):
-        raise UserError(f"task.model={section.model}: transformers has no AutoModelFor{of} of model_type {kind}")
+        raise UserError(f"task.model={section.model}: transformers has no AutoModelFor{of} for model_type {kind}")
     if not section.pretrained:
         model = auto.from_config(config, dtype=torch.float32).train()
         return model, {name for name, _ in model.named_parameters()}

@@ -57,4 +57,4 @@ def _split(group: dict[str, Any], is_own: Callable[[Tensor], bool]) -> Iterator[
     if own:
         yield {**group, "params": own, _IS_ADAMW: False}
     if others or not own:
-        yield {**group, "params": others, _IS_ADAMW: True, "name": group["name"] + ".adamw" * bool(own)}
+        yield {**group, "params": others, _IS_ADAMW: True, "name": f"{group['name']}.adamw" if own else group["name"]}

@@ -43,8 +43,8 @@ def has_password(address: str) -> bool:
     """Return whether ``address`` holds a password or token: before its host, or in its query, even if encoded.
     The user of a server may be a token."""
     return any(
-        any(pattern.search(each) for pattern in (_USER_WITH_PASSWORD, _USER_OF_SERVER, _IN_QUERY))
-        for each in (address, unquote(unquote(address)))
+        any(pattern.search(text) for pattern in (_USER_WITH_PASSWORD, _USER_OF_SERVER, _IN_QUERY))
+        for text in (address, unquote(unquote(address)))
     )
 
 

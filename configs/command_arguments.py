@@ -17,7 +17,7 @@ _ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": 
 
 
 def last_of_each(words: Sequence[str]) -> list[str]:
-    """``words`` without the overrides whose key is given again later: the last one counts, as in Hydra."""
+    """Return ``words`` without overrides whose key appears again later: the last one counts, as in Hydra."""
     last = {_key(word): index for index, word in enumerate(words)}
     return [word for index, word in enumerate(words) if not _key(word) or last[_key(word)] == index]
 

@@ -99,8 +99,8 @@ def _with_fitting_length(plain: dict[str, Any], given: Collection[str]) -> dict[
 def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
     """Return the defaults of the task that apply.
 
-    Of ``optim.*``, if another optimizer is chosen, those that it has and that its YAML file does not set; of
-    ``schedule.*`` likewise.
+    If another optimizer is chosen, the defaults in ``optim.*`` that it has and that its YAML file does not set; the
+    same for ``schedule.*``.
     """
     defaults = dict(word.partition("=")[::2] for word in declared().defaults)
     chosen = dict(word.partition("=")[::2] for word in argv)

@@ -167,10 +167,10 @@ def _object(path: Path, value: Any) -> dict[str, Any]:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MOST_DEPTH):
-        parts = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         if not parts:
             return
-        level = [each for part in parts for each in part]
+        level = [item for part in parts for item in part]
     raise NotPlainData(f"nested deeper than {MOST_DEPTH} levels")
 
 

@@ -12,14 +12,14 @@ def nearest(typed: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_pattern(typed: str, names: Collection[str], matches: Callable[[str, str], bool]) -> str | None:
-    """Return a pattern for which ``matches(name, pattern)`` holds for some of the dotted ``names``: ``typed``, with
-    similar parts of names in place of those that none has. None: there is no such pattern."""
+    """Return a pattern like ``typed`` that matches some of the dotted ``names``, by ``matches(name, pattern)``. Unknown
+    parts are replaced by similar parts of names, and ``*`` may be added. None: there is no such pattern."""
     known = {part for name in names for part in name.split(".")}
     parts: list[str] = []
     for part in typed.split("."):
         text = part.strip("*")
-        if not any(fnmatchcase(each, part) for each in known):
-            begins, ends = ({each[: len(text)] for each in known}, {each[-len(text) :] for each in known})
+        if not any(fnmatchcase(name, part) for name in known):
+            begins, ends = ({name[: len(text)] for name in known}, {name[-len(text) :] for name in known})
             near = nearest(text, known if part == text else ends if part.startswith("*") else begins)
             part = part.replace(text, near[0]) if near else part
         parts.append(part)

@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
     @property
     def saves_in_between(self) -> bool:
-        """Whether checkpoints are saved before the last step because of their step."""
+        """Whether ``checkpoint.every`` causes saves before the last step."""
         return 0 < self.config.checkpoint.every < self.last_step
 
     @property
@@ -362,7 +362,7 @@ def _note(key: str, value: str, runs: Sequence[Run]) -> str | None:
 
 def _reader_in_vain(key: str, run: Run) -> Reader | None:
     """Return the first reason for which ``run`` does not read ``key``; None: it does."""
-    return next((each for each in READERS if each.has(key) and not each.reads(run._replace(key=key))), None)
+    return next((reader for reader in READERS if reader.has(key) and not reader.reads(run._replace(key=key))), None)
 
 
 def _figures(run: Run) -> dict[str, int]:

@@ -153,7 +153,7 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
 
 
 def clock_ahead_seconds(session: Session) -> float:
-    """Return by how many seconds this machine's clock is ahead of rank 0's, to within the time of a barrier. A
+    """Return how far this machine's clock is ahead of rank 0's, in seconds; accurate to the time of a barrier. A
     collective."""
     if session.world_size == 1:
         return 0.0

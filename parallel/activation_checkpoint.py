@@ -172,7 +172,7 @@ def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], product
 
 def _draws(operation: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether attention drops weights. What draws random numbers must run again, for what draws after it."""
-    names = [each.name for each in operation._schema.arguments] if hasattr(operation, "_schema") else []
+    names = [argument.name for argument in operation._schema.arguments] if hasattr(operation, "_schema") else []
     return bool((dict(zip(names, args, strict=False)) | named).get("dropout_p"))
 
 
@@ -189,7 +189,7 @@ class _Keep(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let what is compiled, such as FlexAttention, run as it is."""
+        """Run compiled code, such as FlexAttention, unchanged."""
         return True
 
     def __enter__(self) -> Self:
@@ -219,7 +219,7 @@ class _Repeat(_Keep):
         self._taken = 0
 
     def take(self, compute: Callable[[], Any]) -> Any:
-        """Return the next of the results."""
+        """Return the next stored result."""
         del compute
         self._taken += 1
         return tree_map_only(Tensor, Tensor.detach, self._results[self._taken - 1])
@@ -248,9 +248,9 @@ class _Again:
 
 
 def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return ``compute()``, or under ``selective`` what it returned in the first forward.
+    """Return ``compute()``, or under ``selective`` its result from the first forward.
 
-    For code that exchanges messages or makes its own choice of what to keep, and so is not an operation of ``_keeps``.
+    For code that exchanges messages or chooses itself which results to keep, and so is not an operation of ``_keeps``.
     Call it where autograd does not record.
     """
     return compute() if _Keep.current is None else _Keep.current.take(compute)
@@ -268,7 +268,7 @@ def _offloaded(block: nn.Module, *args: Any, **named: Any) -> Any:
 
 
 class _Offload:
-    """As ``torch.autograd.graph.save_on_cpu``, but without parameters, and each tensor once."""
+    """Like ``torch.autograd.graph.save_on_cpu``, but skips parameters and copies each tensor once."""
 
     def __init__(self) -> None:
         self.copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}

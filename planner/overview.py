@@ -103,7 +103,7 @@ def overview(
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
-    if layout.data_ranks > 1 and any(isinstance(each, BATCH_NORMS) for each in model.modules()):
+    if layout.data_ranks > 1 and any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         lines.append(("WARNING", _STATISTICS))
     is_new = config.checkpoint.resume in ("auto", "never") if start is None else start.source is None
     lines += [("WARNING", text) for text in task.notes(is_new)]

@@ -44,7 +44,7 @@ _NAMES = {
     "optimizer": "optimizer",
     "stragglers": "waiting in large groups",
 }
-"""Of the parts of a step."""
+"""Names of the parts of a step, as printed."""
 _OWN_WORK = ("products", "attention", "memory", "optimizer")
 
 
@@ -197,10 +197,10 @@ def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]
 
 
 def seconds_text(*seconds: float) -> str:
-    """Format a number, or one and its range: ``1.5 s (1.3 to 1.7)``."""
+    """Format a time, or a time and its range: ``1.5 s (1.3 to 1.7)``."""
     unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
-    scaled = (each * factor for each in seconds)
-    first, *span = (f"{each:.3g}" if each < 999.5 else f"{each:,.0f}" for each in scaled)  # not 1.04e+03
+    scaled = (second * factor for second in seconds)
+    first, *span = (f"{number:.3g}" if number < 999.5 else f"{number:,.0f}" for number in scaled)  # not 1.04e+03
     return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
 
 

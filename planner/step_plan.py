@@ -33,9 +33,9 @@ class StepPlan:
     """Method by which memory and flows were computed, in a clause."""
     flows: tuple[Flow, ...]
     capacity: int | None
-    """Bytes of the GPU that is planned for; None: none is."""
+    """Memory in bytes of the GPU that is planned for; None: no GPU."""
     time: Timed | str | None
-    """Text: why it is unknown. None: it was not asked for."""
+    """Time of a step. Text: the reason why it is unknown. None: it was not requested."""
 
     @property
     def fits(self) -> Fits | None:

@@ -18,7 +18,7 @@ _LOOK_SECONDS, _LOOK_FOR_RANKS_SECONDS = 0.05, 0.01
 
 
 def meet(rank: int, world_size: int, patience: timedelta) -> str:
-    """Agree with all ranks on a name for this attempt that no process of an earlier attempt knows.
+    """Rendezvous with all ranks and return a name for this attempt, unknown to processes of earlier attempts.
 
     Raises:
         RuntimeError: some ranks did not arrive within ``patience``.

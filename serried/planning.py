@@ -65,7 +65,7 @@ def with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig
         needed = planned_stop_seconds(*_step(config)[:4])
     changed = {"slurm": config.slurm.model_copy(update={"signal_seconds": config.slurm.signals_before(needed or 0.0)})}
     if sweep is not None:
-        points = tuple(replace(each, config=each.config.model_copy(update=changed)) for each in sweep.points)
+        points = tuple(replace(point, config=point.config.model_copy(update=changed)) for point in sweep.points)
         sweep = replace(sweep, points=points)
     return config.model_copy(update=changed), sweep
 

@@ -124,7 +124,7 @@ def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Pa
     if not isinstance(step, int):
         raise UserError(f"checkpoint={typed} is not a step; give the number in its name, e.g. checkpoint=100")
     if step not in found:
-        steps = " or ".join(f"checkpoint={each}" for each in [*found][-4:])
+        steps = " or ".join(f"checkpoint={saved}" for saved in [*found][-4:])
         raise UserError(f"checkpoint={typed}: {next(iter(found.values())).parent} has no step {step}; use {steps}")
     return found[step]
 

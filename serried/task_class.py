@@ -95,6 +95,6 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(_text(each) for each in value)}]"
+        return f"[{','.join(_text(item) for item in value)}]"
     text = str(value)
     return QuotedString(text, Quote.double).with_quotes() if re.search("[=,]", text) else text

@@ -102,7 +102,7 @@ class TrainingState:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Have the model compute with the average of its weights, if the run keeps one."""
+        """Use the average of the model's weights in this context, if the run keeps one."""
         with nullcontext() if self.compilation is None else self.compilation.unreported():
             if self._average is None:
                 yield

@@ -41,7 +41,7 @@ class Origins:
         for file, section in reversed(self.layers):
             inside = parts if not section else parts[1:] if parts[0] == section else []
             if inside and (line := _line_of(inside, file)):
-                above = next((each for each in (self.root, Path.cwd()) if file.is_relative_to(each)), None)
+                above = next((folder for folder in (self.root, Path.cwd()) if file.is_relative_to(folder)), None)
                 return f"{file.relative_to(above) if above else file}:{line}"
         return "command line" if any(key.startswith(f"{path}.") for key in self.typed) else ""
 

@@ -197,7 +197,7 @@ def _last_number(text: str) -> str:
 
 
 def _in_whole_minutes(limit: str) -> str:
-    """As ``_in_minutes``; a fraction of a minute is rounded up."""
+    """Return the same as ``_in_minutes``, with a fraction of a minute rounded up."""
     return str(math.ceil(float(limit))) if re.fullmatch(r"\d*\.\d+", limit) else _in_minutes(limit)
 
 
@@ -217,8 +217,8 @@ _FIGURES: dict[str, tuple[str, Callable[[float, _Config], float]]] = {
     "warmup_of_share": ("100", lambda n, at: math.ceil(n * at["trainer.steps"])),
     "share_of_lr": ("0.1", lambda n, at: min(1.0, n / float(at["optim.lr"]))),
 }
-"""What a sentence of advice may hold in braces, beside ``{value}``: an example, and how it is computed from the value
-typed and the rest of the config, by key."""
+"""Fields of advice in braces, beside ``{value}``: an example, and a function of the value typed and the rest of the
+config, by key."""
 
 
 def _processes(at: _Config) -> int:
@@ -319,7 +319,7 @@ def _keys_of_choice(section: str, config: _Config) -> list[str] | None:
 
 
 def listing(section: str) -> str:
-    """Return the keys of a section, to follow a semicolon."""
+    """Return the clause that lists the keys of a section, for use after a semicolon."""
     if section in all_keys().named:
         return f"it has one section for each name you choose, as in {section}.web; {listing(f'{section}.web')}"
     return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"

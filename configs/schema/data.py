@@ -1,7 +1,7 @@
 """Sections of the data of language models, and the registry of data sources.
 
-A source has a section of its own with the keys that only it reads. ``data`` chooses one; ``data.sources`` and
-``data.validation`` hold more, under names of the user's.
+Each source has its own section with the keys that only it reads. ``data`` chooses one; ``data.sources`` and
+``data.validation`` hold more, under names that the user chooses.
 """
 
 import functools
@@ -260,7 +260,9 @@ class TextRunConfig(RunConfig):
     @property
     def lacks_validation(self) -> bool:
         sources: Sequence[SourceSection] = list(self.data.mixed.values()) or [self.data]
-        is_divided = all(each.name in _DIVIDED and not getattr(each, "validation_split", None) for each in sources)
+        is_divided = all(
+            source.name in _DIVIDED and not getattr(source, "validation_split", None) for source in sources
+        )
         return is_divided and self.data.keeps_none
 
     def _mistakes(self) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 The registry of data sources is in ``configs/schema/data.py``.
 
-An entry has a name, a config section of its own, and a function that loads the implementation: composing a config needs
+An entry has a name, its own config section, and a function that loads the implementation: composing a config needs
 only the section and never imports torch. A built-in entry is registered by a module beside its code, such as
 ``recipes/models/families/llama_config.py`` beside ``llama.py``; no list of them exists. Installed packages add entries
 through entry points, a user's script through ``serried.register_optimizer`` and ``serried.register_model``.

@@ -31,8 +31,8 @@ def chosen_in(schema: type[RunConfig]) -> dict[str, Registry]:
 
 
 def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Config]:
-    """Return ``schema`` with the sections of what the config ``plain``, as nested dicts, chooses. Raises ``UserError``
-    if it names something that is not registered."""
+    """Return ``schema`` with the sections that the config ``plain``, as nested dicts, chooses. Raises ``UserError`` if
+    it chooses a name that is not registered."""
     chosen = chosen_in(schema)
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]

@@ -52,7 +52,7 @@ COMPARES_NOTHING = (
     "compares evaluations on what is kept back from training, and data.validation_fraction=0 keeps nothing; use "
     "data.validation_fraction=0.05"
 )
-"""What follows a key in its refusal where a run ``lacks_validation``."""
+"""End of the message that refuses a key if a run ``lacks_validation``."""
 WHOLE = "all of data"
 """Name of all documents together, without a validation part; names that users choose have no blanks."""
 
@@ -395,7 +395,7 @@ class CheckpointSection(Section):
         allowed = self.allow_changes
         if isinstance(allowed, bool):
             return allowed
-        return any(key == each or key.startswith(f"{each}.") for each in allowed)
+        return any(key == prefix or key.startswith(f"{prefix}.") for prefix in allowed)
 
     def _mistakes(self) -> Iterator[str]:
         word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())

@@ -156,7 +156,7 @@ class ShardedVocabulary(Vocabulary):
         self.first_row = _rows(size, layout, place)[0]
         self._group = group
         self._parts = layout.tensor if layout.sequence else 1
-        """Of the stream."""
+        """Number of shards of the residual stream."""
         self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
 
     def most_rows(self, rows: int) -> int:

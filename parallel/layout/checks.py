@@ -28,8 +28,8 @@ _version_of = cache(version)  # a search checks thousands of layouts
 
 
 def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
-    """Return the layout of ``config`` on so many processes, and how many micro-batches a rank accumulates. Raises
-    ``UserError`` if they do not go together."""
+    """Return the layout of ``config`` on ``world_size`` processes, and the number of micro-batches that a rank
+    accumulates. Raises ``UserError`` if they are inconsistent."""
     layout = resolve_layout(config.parallel, world_size)
     accumulation = gradient_accumulation(config.trainer, layout)
     check_layout(config, layout, accumulation)

@@ -18,11 +18,11 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.low_precision_linear import Chosen, choose_linear, import_torchao
 
 GROUP = 32
-"""Weights of a row with a scale of their own."""
+"""Number of consecutive weights of a row that share a scale."""
 
 
 class FakeQuantized:
-    """``F.linear`` as it is after quantization."""
+    """``F.linear`` with the rounding of quantization."""
 
     def __init__(self, how: str) -> None:
         """``how``: see ``torchao_config``."""

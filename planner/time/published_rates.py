@@ -61,7 +61,7 @@ ADAPTERS = (0.75, 1.67)
 """Measured over predicted time of the six LoRA rows, with torchtitan's rates. The smallest ratio is of a run on one
 device, the largest of one with pipeline and tensor ranks."""
 MEASURED = (0.8, 1.25)
-"""Measured over predicted time if ``serried plan calibrate`` measured the rates. An assumption."""
+"""Range of measured over predicted time, if ``serried plan calibrate`` measured the rates. An assumption."""
 FAR = 4
 """Factor over the largest published FSDP group above which a group counts as outside the range."""
 

@@ -66,8 +66,8 @@ def chat(words: list[str]) -> int:
 
 
 def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: str = "", *, tokens: int) -> "Writer":
-    """Return what writes text as ``given`` says, ``tokens`` at most by default, with the model loaded. ``prompt``: what
-    it will be asked first, if that is known."""
+    """Load the model and return a writer of text with the keys ``given``; by default at most ``tokens``. ``prompt``:
+    the first prompt, if known."""
     from serried.configs.formats import printable
     from serried.runtime.process import choose_device, torchrun_says
     from serried.runtime.session import Session

@@ -103,7 +103,7 @@ class Evaluated:
     """Result of an evaluation on one data set."""
 
     set: str
-    """Its name; of a mixture's source, behind a slash, the source's too."""
+    """Name of the validation set; for a source of a mixture also the source's name, after a slash."""
     sequences: int
     all_sequences: int
     """Sequences in the data set."""
@@ -154,12 +154,12 @@ def print_evaluation(
             is_whole=is_whole, sequences=batches and batches * global_batch, console=console,
         )  # fmt: skip
         if as_json:
-            for each in found:
-                console.say(json.dumps({name: _finite(value) for name, value in _numbers(each).items()}))
+            for result in found:
+                console.say(json.dumps({name: _finite(value) for name, value in _numbers(result).items()}))
             return EXIT_FINISHED
         console.say(f"model      {checkpoint}, {config.precision.name}, {session.place()}")
-        for each in found:
-            console.say(describe(each, global_batch))
+        for result in found:
+            console.say(describe(result, global_batch))
     finally:
         console.close()
     return EXIT_FINISHED

@@ -128,7 +128,7 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         spec = name.removeprefix(HARNESS)
         if spec not in manager.all_tasks and not spec.endswith(".yaml"):
-            close = [HARNESS + each for each in nearest(spec, manager.all_tasks)]
+            close = [HARNESS + task for task in nearest(spec, manager.all_tasks)]
             raise UserError(
                 f"trainer.evaluate={name}: lm-evaluation-harness has no such task; "
                 + (f"did you mean {' or '.join(close)}?" if close else "its tasks: lm_eval ls tasks")
@@ -208,7 +208,9 @@ class _Scorer(TemplateLM):
         starts, done = range(0, len(order), size * of_all), 0
         mine = (order[start + rank * size : start + (rank + 1) * size] for start in starts)
         # A rank that has no request left computes one that does not count.
-        batches = (self._batch(requests, each) if each else self._batch(requests, order[:1], -1) for each in mine)
+        batches = (
+            self._batch(requests, numbers) if numbers else self._batch(requests, order[:1], -1) for numbers in mine
+        )
         for batch in self._on_device(batches):
             yield batch
             done += 1
@@ -216,7 +218,7 @@ class _Scorer(TemplateLM):
             raise Stopped
 
     def _batch(self, requests: Sequence[_Request], numbers: Sequence[int], number: int | None = None) -> _Batch:
-        rows = [([*requests[each].context, *requests[each].continuation])[-self._most - 1 :] for each in numbers]
+        rows = [([*requests[i].context, *requests[i].continuation])[-self._most - 1 :] for i in numbers]
         step = math.lcm(_LENGTHS, self._parallel.layout.tensor)
         length = min(self._most, -(-(max(map(len, rows)) - 1) // step) * step)
         tokens = torch.zeros(len(rows), length, dtype=torch.long)

@@ -48,8 +48,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for the trainable parameters among ``named``.
 
-    ``parts``: those of the model. The default are those of parameters that are whole, of which all of two dims are
-    matrices.
+    ``parts``: parts of the model. By default each parameter is one part, and those of two dims are matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]
@@ -132,7 +131,7 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tenso
     waits for the device at every step, as it does for parameters in host memory.
     """
     # Blocking copies: torch's optimizers would copy to the host and read before the copy has ended.
-    device = next((each.device for each in parameters_of(optimizer)), rejected.device)
+    device = next((parameter.device for parameter in parameters_of(optimizer)), rejected.device)
     divisor, rejected = divisor.to(device), rejected.to(device)
     if takes_verdict(optimizer):
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ class Described:
     """Descriptions for the plan and the console."""
 
     def describe_model(self) -> str:
-        """Return one line for the plan."""
+        """Return a description of the model, one line for the plan."""
         return type(self).__name__
 
     def describe_data(self) -> str:

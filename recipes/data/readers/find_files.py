@@ -17,8 +17,8 @@ _CLOSE = 0.75
 
 
 def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
-    """Return the files that ``typed`` names, sorted by name; from a folder, files that end in ``suffixes``. Reads
-    none. Raises ``UserError`` if there are none."""
+    """Return the files that ``typed`` names, sorted by name; from a folder, files that end in ``suffixes``. Opens no
+    file. Raises ``UserError`` if there are none."""
     path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     try:
         kind = path.stat().st_mode

@@ -32,7 +32,7 @@ WHOLE_FILES_FROM = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Unit):
-    """A part of a document: a unit of one row, which may come in pieces."""
+    """A part of a document: a unit of one row, read in one or more pieces."""
 
     document: Document
     start_bytes: int

@@ -2,7 +2,7 @@
 
 Best-fit decreasing: the longest document first, each into the sequence with the least room that holds it, as in
 "Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830). The result is a pure function of
-the lengths: every process computes it, whatever the number of processes.
+the lengths: every process computes the same one, for any number of processes.
 """
 
 from typing import NamedTuple

@@ -44,7 +44,7 @@ class BesideAdamW(Transactional):
         if self._adamw is not None:
             self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
             self._adamw.step()
-        own = [(each, group) for group in self.param_groups if not group[_IS_ADAMW] for each in group["params"]]
+        own = [(tensor, group) for group in self.param_groups if not group[_IS_ADAMW] for tensor in group["params"]]
         self.update(own)
 
     def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -53,7 +53,7 @@ class BesideAdamW(Transactional):
 
 
 def _split(group: dict[str, Any], is_own: Callable[[Tensor], bool]) -> Iterator[dict[str, Any]]:
-    own, others = ([each for each in group["params"] if is_own(each) == wanted] for wanted in (True, False))
+    own, others = ([tensor for tensor in group["params"] if is_own(tensor) == wanted] for wanted in (True, False))
     if own:
         yield {**group, "params": own, _IS_ADAMW: False}
     if others or not own:

@@ -35,9 +35,9 @@ class Bf16AdamW(Transactional):
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, dtype=torch.float32) for _ in "12")
         self.set(state["step"], state["step"] + 1)
         step, (beta1, beta2) = state["step"], self._betas
-        tensors = [local(each) for each in (parameter, gradients, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [local(tensor) for tensor in (parameter, gradients, state["exp_avg"], state["exp_avg_sq"])]
         for place in self._rounding.pieces(parameter):
-            weights, gradient, mean, square = (each[place] for each in tensors)
+            weights, gradient, mean, square = (tensor[place] for tensor in tensors)
             gradient = gradient.bfloat16().float()  # as FSDP2 gives it, so that all layouts do the same
             if self.grad_scale is not None:
                 gradient /= self.grad_scale

@@ -98,7 +98,7 @@ def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> Non
     """Raise ``UserError`` where tensor ranks would not hold the blocks that a whole matrix has."""
     for spec in specs:
         columns = [box.sizes[-1] for box, _ in spec.sources(layout)] if len(spec.shape) > 1 else []
-        odd = [each for each in columns if (each % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
+        odd = [count for count in columns if (count % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
         if odd:
             raise UserError(
                 f"parallel.tensor={layout.tensor} divides {spec.name} into parts of {odd[0]} columns, and "

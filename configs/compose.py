@@ -1,7 +1,7 @@
 """Compose the command line and the YAML files of this package into a checked ``RunConfig``.
 
 Hydra composes, pydantic checks, and all mistakes are reported at once, a sentence each. Keys are looked up in the
-schema before Hydra sees anything: it gets the choices of groups only, and values are set in what it composes.
+schema before Hydra runs. Hydra receives only the choices of groups; values are set in the composed config.
 """
 
 import functools

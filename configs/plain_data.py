@@ -179,5 +179,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def expanded(name: str) -> Path:
-    """Return ``name`` as a path, with the home folder in place of ``~``; as it is, if there is no such user."""
+    """Return ``name`` as a path with ``~`` expanded; unchanged if there is no such user."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user

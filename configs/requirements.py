@@ -1,4 +1,4 @@
-"""Optional libraries, trackers and compilers that a run needs, and how to get those that are missing. Imports none."""
+"""Optional libraries, trackers and compilers that a run needs, and how to install them. Imports none of them."""
 
 import os
 import shutil

@@ -112,7 +112,7 @@ def _has_tracker(run: Run) -> bool:
 
 
 def _compares_most(run: Run) -> bool:
-    """Whether all checkpoints are evaluated, or all that is evaluated is saved."""
+    """Whether every checkpoint is evaluated, or every evaluated step is saved."""
     saved, evaluated = run.config.checkpoint.every, run.config.trainer.evaluates_every
     return not run.config.checkpoint.keep_best or saved % evaluated == 0 or evaluated % saved == 0
 
@@ -336,15 +336,15 @@ READERS: tuple[Reader, ...] = (
     Reader("data.sources.*.weight data.weigh_by", lambda run: len(run.data("mixed", ())) > 1,
            f"{_NO_EFFECT} with a single source", ""),
 )  # fmt: skip
-"""Keys that not every run reads, beside those that belong to a choice. A key may stand in several; a key in none is
-read always."""
+"""Keys that only some runs read, in addition to the keys of a choice. A key may appear in several entries; every run
+reads a key that appears in none."""
 
 _ASKS_FOR_NOTHING = (None, False, 0, "off", "none", ())
 
 
 def notes(words: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Return a note for each key in the overrides ``words`` that none of ``runs`` reads, those of one command. A
-    default that asks for nothing, such as 0 or null, needs no note."""
+    """Return a note for each key in the overrides ``words`` that none of the ``runs`` of a command reads. A default
+    that asks for nothing, such as 0 or null, needs no note."""
     return [note for key, value in values_of(words).items() if (note := _note(key, value, runs))]
 
 
@@ -379,8 +379,8 @@ def _figures(run: Run) -> dict[str, int]:
 def _asks_for_nothing(key: str, config: Any) -> bool:
     """Whether the value of ``key`` is the default, and turns something off or leaves it to another key."""
     *sections, name = key.split(".")
-    for each in sections:
-        config = config.get(each) if isinstance(config, dict) else getattr(config, each, None)
+    for section in sections:
+        config = config.get(section) if isinstance(config, dict) else getattr(config, section, None)
     field = getattr(type(config), "model_fields", {}).get(name)
     if field is None or field.is_required():
         return False

@@ -183,7 +183,7 @@ class _Keep(TorchDispatchMode):
     current: "_Keep | None" = None
 
     def __init__(self, results: list[Any]) -> None:
-        """``results``: where to keep those of the operations that ``_keeps`` names, and of ``kept``, in order."""
+        """``results``: list for the results of ``kept`` and of the operations that ``_keeps`` names, in order."""
         super().__init__()
         self._results, self._products = results, 0
 

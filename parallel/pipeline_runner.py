@@ -1,6 +1,6 @@
 """The runner of a pipeline: each rank computes its stages of every micro-batch.
 
-The schedules are those of torch.distributed.pipelining, through its public interface and with static shapes: nothing is
+The schedules come from torch.distributed.pipelining, through its public interface and with static shapes: nothing is
 inferred or pickled. Evaluation does not use them; it passes one batch after another from stage to stage.
 """
 

@@ -127,7 +127,7 @@ DEVICES = {
 
 
 def device_of(name: str) -> Device:
-    """Return the device of this name; ``RTX 4090``, ``4090`` and the driver's name stand for ``rtx4090`` too.
+    """Return the device called ``name``; ``RTX 4090``, ``4090`` and the driver's name also mean ``rtx4090``.
 
     Raises:
         UserError: it is not in the catalogue.

@@ -1,4 +1,4 @@
-"""The moments of a step at which a rank may hold the most, by arithmetic on sizes."""
+"""Moments of a step at which the memory of a rank may peak, computed from sizes."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Search over all valid layouts of a run, by formula, for the fastest and for those that need less memory."""
+"""Search over all valid layouts of a run, by formula, for the fastest layouts and for layouts that need less memory."""
 
 import json
 import math

@@ -170,7 +170,7 @@ class Loop:
 
 @contextmanager
 def _scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
-    """Collect between steps and never inside one: if ranks collect at different times, all wait for each in turn."""
+    """Collect garbage only between steps: if ranks collected at different times, all would wait for each in turn."""
 
     def collect(step: int) -> None:
         if step % _COLLECT_GARBAGE_EVERY == 0:

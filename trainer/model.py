@@ -147,7 +147,7 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
 
 
 def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
-    """Raise ``UserError`` if ``module`` has parts that cannot be trained, which torch would say with a traceback."""
+    """Raise ``UserError`` if ``module`` has parts that cannot be trained; torch would raise errors without advice."""
     if next(module.parameters(), None) is None:
         raise UserError(f"the model, a {type(module).__name__}, has no parameters to train")
     for name, parameter in module.named_parameters():

@@ -35,7 +35,7 @@ def trained_type(config: RunConfig) -> torch.dtype | None:
 
 
 def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the dtype in which frozen weights, as of a base model or a teacher, are held; None: fp32.
+    """Return the dtype of frozen weights, such as a base model or a teacher; None: fp32.
 
     It is the dtype of matrix products if the model computes only in this dtype.
     """

@@ -78,7 +78,7 @@ class Alike(NamedTuple):
         return cls(axes, spec.holders if len(spec.holders) > 1 else ())
 
     def on(self, place: Coordinates) -> int:
-        """How many copies the rank at ``place`` holds: two, if it has both of the stages that a parameter ties."""
+        """Return the number of copies on the rank at ``place``: two if it has both stages of a tied parameter."""
         return self.holders.count(place.pipeline) if self.holders else 1
 
     def copies(self, layout: Layout) -> list[list[tuple[int, int]]]:

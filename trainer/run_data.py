@@ -153,7 +153,7 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
 
 
 def _refuse_table(task: Task, split: str, dataset: Any) -> None:
-    """Raise ``UserError`` if ``dataset`` is a table of pandas, where [i] is a column."""
+    """Raise ``UserError`` if ``dataset`` is a pandas table, because [i] would return a column."""
     if hasattr(dataset, "iloc") and getattr(dataset, "ndim", 0) == 2:
         raise UserError(
             f"{type(task).__name__}.dataset({split!r}) returned a {type(dataset).__name__}; return its rows: "

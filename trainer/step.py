@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     loss: float
     """Mean over all valid targets."""
     tokens: float
-    """Valid targets."""
+    """Number of valid targets."""
     grad_norm: float
     """Global norm before clipping."""
     skipped: float

@@ -33,7 +33,7 @@ _TAKEN = {
     "use_dora": (False, True),
     "use_rslora": (False, True),
 }
-"""Values of keys that are computed here as PEFT does. All other keys, known or not, must be off."""
+"""Supported values of keys, computed as in PEFT. All other keys, known or not, must be off."""
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
 
 

@@ -43,13 +43,13 @@ _MODEL, _TEACHER = "model.path", "task.teacher"
 """Keys that name a model."""
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
-"""Keys of ``model`` that may differ from those of the weights."""
+"""Keys of ``model`` that may differ from the config of the weights."""
 _TYPED = ("padding_token", "tie_embeddings")
-"""Further ones, if the user sets them: loading refuses weights that they do not fit."""
+"""Keys that may differ too, if the user sets them: loading refuses weights that do not fit."""
 
 
 def _check_counts(found: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if a size in the ``config.json`` ``found`` is far beyond that of any model.
+    """Raise ``UserError`` if a size in the ``config.json`` ``found`` is far larger than in any model.
 
     A library would build such a model, and modules without values take time and memory too.
     """

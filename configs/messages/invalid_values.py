@@ -47,7 +47,7 @@ class Origins:
 
 
 def _line_of(parts: Sequence[str], file: Path) -> int | None:
-    """Line of the deepest of the nested keys ``parts``, if all of them, or a value above, are in ``file``."""
+    """Return the line of the nested key ``parts`` in ``file``, or of a value that replaces a section around it."""
     node, line = yaml.compose(file.read_text(encoding="utf-8")), None
     for part in parts:
         if not isinstance(node, yaml.MappingNode):

@@ -212,7 +212,7 @@ def own_keys(group: str, name: str) -> dict[str, Key]:
 
 
 def check_fields(section: type[Section], name: str) -> None:
-    """Raise ``UserError`` if a field of the ``section`` of a user, which they know as ``name``, cannot be a key."""
+    """Raise ``UserError`` if a field of the user-defined ``section``, called ``name``, cannot be a key."""
     keys = _keys_of(section, "")
     for key in itertools.chain(keys.values(), *(named.values() for named in keys.named.values())):
         try:

@@ -114,7 +114,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
     here = {*all_keys(), *groups}  # a task of another kind may not have what a name from elsewhere means
 
     def named(name: str) -> list[str]:
-        return [each for each in known.keys.get(name, []) if each in here]
+        return [path for path in known.keys.get(name, []) if path in here]
 
     aliases = named(squeezed(key)) or named(squeezed(last))
     if not aliases and (switches := known.choices.get(squeezed(last))):
@@ -158,7 +158,7 @@ def _switched(override: str, value: str, groups: Groups) -> str:
 def _fits(name: str, value: str) -> bool:
     """Whether ``value``, or each of several to sweep over, is of the kind of the key ``name``."""
     values = [value] if value.startswith("[") else value.split(",")
-    return all(all_keys()[name].may_take(each) for each in values)
+    return all(all_keys()[name].may_take(item) for item in values)
 
 
 def _assignment(name: str, value: str, groups: Groups) -> str:
@@ -169,7 +169,7 @@ def _assignment(name: str, value: str, groups: Groups) -> str:
         if name in all_keys() and all_keys()[name].kind == "texts" and not all_keys()[name].may_take(value):
             value = f"[{value}]"
         return pasteable(name, value) if value else all_keys()[name].example
-    chosen = [each if each in groups[name] else _choice_named(name, each) for each in value.split(",")]
+    chosen = [choice if choice in groups[name] else _choice_named(name, choice) for choice in value.split(",")]
     # Several are a sweep.
     return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"
 
@@ -273,15 +273,15 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
-    named = {each: each.strip("'").partition("=")[0] for each in meant(key, value, groups)}
+    named = {word: word.strip("'").partition("=")[0] for word in meant(key, value, groups)}
     # A user's task has no model and no data.
-    suggestions = [each for each, name in named.items() if name in all_keys() or name in groups]
+    suggestions = [word for word, name in named.items() if name in all_keys() or name in groups]
     if own is not None:  # nothing that another optimizer or schedule reads
         near = [pasteable(name, value) for name in [*same, *nearest_keys(key, own)]]
-        elsewhere = [each for each in suggestions if not named[each].startswith(f"{section}.") or named[each] in own]
+        elsewhere = [word for word in suggestions if not named[word].startswith(f"{section}.") or named[word] in own]
         suggestions = list(dict.fromkeys([*near, *elsewhere]))[:3]
     if suggestions:
-        idle = _read_elsewhere([each.partition("=")[0].strip("'") for each in suggestions], config or {})
+        idle = _read_elsewhere([word.partition("=")[0].strip("'") for word in suggestions], config or {})
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?{idle}"
     if own is not None:
         return f"unknown key {given}; the keys of {section} are {', '.join(name.partition('.')[2] for name in own)}"
@@ -296,7 +296,7 @@ def _tasks_with(key: str) -> list[str]:
     """Return overrides that choose the tasks with a key of their own called ``key``."""
     section, _, last = key.partition(".")
     known = tasks.entries() if section == tasks.group else []
-    return [f"task={each.name}" for each in known if last in each.section.model_fields]
+    return [f"task={entry.name}" for entry in known if last in entry.section.model_fields]
 
 
 def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:

@@ -100,8 +100,7 @@ class Registry:
         return sorted({*self._entries, *self._installed}, key=self._rank)
 
     def entries(self) -> list[Entry]:
-        """Return the entries that are registered, without those of packages that were not imported: ``first``,
-        then the others by name."""
+        """Return the entries that imported packages have registered: ``first``, then the others by name."""
         self._load_built_in()
         return [self._entries[name] for name in sorted(self._entries, key=self._rank)]
 
@@ -195,7 +194,7 @@ def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> C
 
     Args:
         name: Value of ``optim`` on the command line.
-        section: Keys of the optimizer, beside those that all have (``lr``, ``weight_decay``, ``groups``).
+        section: Keys of the optimizer, in addition to the common ones (``lr``, ``weight_decay``, ``groups``).
 
     Returns:
         A decorator that returns the function unchanged.
@@ -249,7 +248,7 @@ def register_model(name: str, *, section: type[Section] = ModelSection) -> Calla
 
     Args:
         name: Value of ``model.family``.
-        section: Keys of the family, beside those that all have (``vocab_size``, ``max_sequence_length``, ...).
+        section: Keys of the family, in addition to the common ones (``vocab_size``, ``max_sequence_length``, ...).
 
     Returns:
         A decorator that returns the class or function unchanged.

@@ -34,7 +34,7 @@ class ModelAxis(Protocol):
         The parameters may be on meta or have values.
 
         Raises:
-            UserError: The plan does not declare what the axis needs.
+            UserError: The plan lacks a declaration that the axis needs.
         """
 
 

@@ -42,12 +42,12 @@ class TiedEnd(SkippedModule):
 
 
 def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -> dict[int, nn.Module]:
-    """Return the stages that the ranks at coordinate ``pipeline`` hold, by number; the whole model, if it is one stage.
+    """Return the stages of the ranks at coordinate ``pipeline``, by number; the whole model if there is one stage.
 
     A stage is of the model's class, and all names stay. Modules that are registered before the first block belong to
     the first stage, those after it that are not blocks to the last. Each stage runs the whole forward of the model, so
-    this may only pass the stream from module to module: what it does to it itself would be done by every stage. The
-    first forward of a stage raises a ``UserError`` where it does more.
+    it may only pass the stream from module to module: every stage would repeat any other operation. The first forward
+    of a stage raises a ``UserError`` if there is one.
 
     Raises ``UserError`` if the plan names no blocks, or too few, or lacks a parameter that stages share.
     """

@@ -147,9 +147,9 @@ class Layout:
         return range(first, first + counts[stage])
 
     def describe(self, blocks: int = 0, micro_batches: int = 0) -> str:
-        """For the plan: ``fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)``.
+        """Return a line for the plan: ``fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)``.
 
-        ``blocks`` of the model, and ``micro_batches`` of a step; 0: unknown.
+        ``blocks``: number of blocks of the model. ``micro_batches``: number of micro-batches of a step. 0: unknown.
         """
         axes = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
         degrees = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]

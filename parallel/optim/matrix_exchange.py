@@ -29,7 +29,7 @@ Place = tuple[slice, ...]
 
 
 class Dealt(NamedTuple):
-    """One matrix, and the rank that computes it. Ranks are numbered within those of a pipeline stage."""
+    """One matrix, and the rank that computes it. Ranks are numbered within a pipeline stage."""
 
     parameter: int
     """Number of the parameter."""
@@ -62,9 +62,9 @@ class Matrices:
         self, held: Sequence[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None,
         dtype: torch.dtype, transposed: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """``held``: parameters that are such matrices, the same on all ranks of ``group``, those of the pipeline stage
-        of ``rank``; None: all ranks. ``dtype``: in which whole matrices are formed. ``transposed``: names of those that
-        are [inputs, outputs]."""
+        """``held``: parameters that are such matrices, the same on all ranks of ``group``. ``group``: the ranks of the
+        pipeline stage of ``rank``; None: all ranks. ``dtype``: of whole matrices. ``transposed``: names of parameters
+        that are [inputs, outputs]."""
         self.dtype = dtype
         self._parameters = [shard.tensor for shard in held]
         self._shapes = {shard.tensor: shard.spec.shape[-2:][:: -1 if shard.name in transposed else 1] for shard in held}

@@ -14,10 +14,10 @@ _LONGEST_FP32_ROW = 2**15
 
 
 def sum_in_fp32(module: nn.Module, *, reduces_each: bool) -> None:
-    """Accumulate gradients of micro-batches in fp32, for parameters of fewer bits.
+    """Accumulate gradients of micro-batches in fp32, for parameters of lower precision.
 
-    FSDP2 does so with those that are not reduced yet. ``reduces_each``: it reduces those of each micro-batch, and adds
-    them up in the type of ``.grad``.
+    FSDP2 does so with gradients that are not reduced yet. ``reduces_each``: FSDP2 reduces the gradients of each
+    micro-batch, and adds them up in the dtype of ``.grad``.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and not is_sharded(parameter):

@@ -150,7 +150,7 @@ def _moe(
     product = width * model.expert_hidden_dim
     selected = rows * product + 16 * model.experts
     outputs = rows * (2 * product + width * model.dim)
-    of_experts = [tokens * each for each in (rows * row + router, 0, selected, 2 * rows * product, outputs, 0)]
+    of_experts = [tokens * size for size in (rows * row + router, 0, selected, 2 * rows * product, outputs, 0)]
     if autocast:  # which does not keep them beyond the block
         weights = 3 * width * model.experts * model.dim * model.expert_hidden_dim
         of_experts[0] += weights * mixtures / model.layers

@@ -119,7 +119,7 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
     """Return the rates in ``plan.rates``.
 
     Raises:
-        UserError: there are none, or those of another device than the one planned for.
+        UserError: there are none, or they were measured on another device than the planned one.
     """
     assert config.plan.rates is not None
     measured = read_rates(config.plan.rates)

@@ -1,6 +1,6 @@
 """Base class of model families.
 
-A new family is a module with its code, a module ``*_config`` beside it with its section, and a YAML preset.
+A new family is a module with its code, a module ``*_config`` next to it with its section, and a YAML preset.
 """
 
 from collections.abc import Sequence

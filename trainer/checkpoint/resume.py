@@ -154,7 +154,7 @@ def _newest_first(checkpoints: Path) -> list[Path]:
 
 
 def _checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoints that ``path`` names, newest first: itself, or those of a run folder or of its folder of
+    """Return the checkpoints that ``path`` names, newest first. ``path``: a checkpoint, a run folder, or its folder of
     checkpoints."""
     return [path] if (path / MANIFEST).is_file() else _newest_first(path / CHECKPOINTS) or _newest_first(path)
 

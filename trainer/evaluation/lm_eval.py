@@ -177,7 +177,7 @@ class _Scorer(TemplateLM):
         return [*self._task.text_ids(string, begins=add_special_tokens is not False)]
 
     def generate_until(self, *_: Any, **__: Any) -> list[str]:
-        raise UserError("the model writes no text while it is trained")
+        raise UserError("a model cannot generate text while it is trained")
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
         windows = [
@@ -202,7 +202,7 @@ class _Scorer(TemplateLM):
         return [(log_prob, others == 0) for log_prob, others in found.total().tolist()]
 
     def _batches(self, requests: Sequence[_Request]) -> Iterator[_Batch]:
-        """Yield this rank's share, the longest first; as many batches on every rank."""
+        """Yield this rank's batches, the longest requests first. All ranks yield the same number of batches."""
         order = sorted(range(len(requests)), key=lambda number: -sum(map(len, requests[number])))
         rank, size, of_all = self._parallel.place.data_rank, self._micro_batch, self._parallel.layout.data_ranks
         starts, done = range(0, len(order), size * of_all), 0

@@ -16,11 +16,11 @@ from serried.trainer.monitor.straggler import Pace, SlowRank
 from serried.trainer.step import StepResult
 
 SAVING, PROFILING = "(saving)", "(profiling)"
-"""Pauses other than evaluations, which have the names of their data sets and begin with a letter."""
+"""Names of pauses other than evaluations. An evaluation has the name of its data set, which begins with a letter."""
 
 _EXCHANGE_SECONDS, _MOST_LINES_WITHOUT = 1.0, 20
 """Shortest time between exchanges of numbers between ranks: with steps of milliseconds, an exchange for each log line
-would cost more than a percent. And the most log lines without an exchange."""
+would cost more than a percent. Then the largest number of log lines without an exchange."""
 
 RATES = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",

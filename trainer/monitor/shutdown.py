@@ -140,7 +140,7 @@ class Shutdown:
         return float(Action.GO_ON)
 
     def _is_long_unsaved(self, steps_to_save: int) -> bool:
-        """Return whether to save because of the time since the last save. Not if a save is due soon, which would
+        """Return whether to save because of the time since the last save. False if a save is due soon: it would
         wait for this one."""
         seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
         is_due_soon = steps_to_save * max(self._step_seconds, default=0.0) < _SOON * seconds

@@ -48,7 +48,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for the trainable parameters among ``named``.
 
-    ``parts``: parts of the model. By default each parameter is one part, and those of two dims are matrices.
+    ``parts``: arguments for a distributed model. By default parameters are whole, and all of two dims are matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]

@@ -34,7 +34,7 @@ _GROWING = (
     "join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate", "slice",
     "batch",
 )  # fmt: skip
-"""Filters, and string methods, whose result may be much longer than their arguments."""
+"""Filters and string methods that may return a result much longer than their arguments."""
 
 _CURE = "use another template, data.chat_template=FILE, or fix the row"
 

@@ -55,7 +55,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Like ``encode``, but also return, for each id, the character at which it begins and the index of its word,
+        """Like ``encode``, but also return, for each id, its first character and the index of its word,
         [tokens], int64."""
         raise NotImplementedError(f"{type(self).__name__} splits anywhere")
 

@@ -254,7 +254,7 @@ def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
         config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
     task = Scaled()
     task.configure(config)
-    with pytest.raises(UserError, match="cannot shard scale, which has no dims"):
+    with pytest.raises(UserError, match="cannot shard scale: it has no dims"):
         dry_run(config, task, resolve_layout(config.parallel, 2), 1)
 
 

@@ -64,11 +64,10 @@ class Pulse:
         """
         before = self.now
         self.now = Moment(f"{CALLBACK}{name}", before.step, is_first=before.phase in (SET_UP, END))
-        self.phases.enter(self.now.phase)
         try:
             yield
         finally:
-            self.enter(before.phase, before.step)
+            self.now = Moment(before.phase, before.step, is_first=False)
 
 
 class Patience:

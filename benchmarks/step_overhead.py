@@ -126,7 +126,7 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
 def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer:
     folder = RunFolder(config.run.dir) if session.is_main else None
     console = Console(False, session.rank)
-    hooks = Callbacks(config, folder, pulse := Pulse())
+    hooks = Callbacks(config, folder, pulse := Pulse(), console.log)
     return Trainer(Context(config, recipe, session, console, folder, pulse, hooks), config_yaml(config), Start())
 
 

@@ -80,7 +80,7 @@ def main(
     from serried.runtime.exit import leave, report_mistake
 
     try:
-        declared = (BUILT_IN if task is None else declaration(task))._replace(callbacks=tuple(callbacks))
+        declared = (BUILT_IN if task is None else declaration(task))._replace(callbacks=_listed(callbacks))
     except UserError as error:
         leave(report_mistake(error))
     leave(train(sys.argv[1:] if arguments is None else arguments, declared))
@@ -115,6 +115,7 @@ def fit(
     from serried.runtime.session import open_session
     from serried.trainer.run import train
 
+    callbacks = _listed(callbacks)
     given, folders = config_dirs(words(overrides))
     check_temporary_folder()
     try:
@@ -136,6 +137,15 @@ def fit(
         ended = session.once(lambda: _read_end(config))  # by the rank that wrote it
     paths = {name: Path(ended[name]) if ended[name] else None for name in ("checkpoint", "best")}
     return Result(**ended | paths, run_dir=config.run.dir)
+
+
+def _listed(callbacks: Any) -> "tuple[Callback | type[Callback], ...]":
+    """Return ``callbacks`` as a tuple. Raises ``UserError`` if it is a single one."""
+    try:
+        return tuple(callbacks)
+    except TypeError:
+        name = callbacks.__name__ if inspect.isclass(callbacks) else type(callbacks).__name__
+        raise UserError(f"callbacks must be a list, and {name} is not; use callbacks=[{name}]") from None
 
 
 @contextmanager

@@ -48,23 +48,29 @@ def load_callback(name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     try:
-        return getattr(import_module(module), attribute) if attribute else _installed()[name].load()
-    except AttributeError:
-        raise UserError(f"{_FLAG} {name}: module {module} has no {attribute}") from None
+        loaded: Any = import_module(module) if attribute else _installed()[name].load()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{_FLAG} {name} cannot be imported: {reason}") from error
+        raise _not_importable(name, error) from error
+    if not attribute:
+        return loaded
+    if not hasattr(loaded, attribute):
+        raise UserError(f"{_FLAG} {name}: module {module} has no {attribute}")
+    return getattr(loaded, attribute)
 
 
 def _check(name: str) -> None:
-    """Raise ``UserError`` if ``name`` names no module and no installed callback. Does not import the module."""
+    """Raise ``UserError`` if ``name`` names no module and no installed callback. Does not import the module,
+    only its parent packages."""
     module, _, attribute = name.partition(":")
-    if attribute:
+    if module and attribute:
         if (here := str(Path.cwd())) not in sys.path:  # train.py in a checkout, callbacks.py in the current folder
             sys.path.append(here)
         try:
             is_there = find_spec(module) is not None
-        except (ImportError, ValueError):
+        except Exception as error:
+            is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+            if not (is_missing or isinstance(error, ValueError)):
+                raise _not_importable(name, error) from error
             is_there = False
         if not is_there:
             raise UserError(f"{_FLAG} {name}: there is no module {module}; run it where {module} can be imported")
@@ -75,6 +81,11 @@ def _check(name: str) -> None:
             f"{_FLAG} {name}: {hint}use {_FLAG} package.module:Class, or the name of an installed callback "
             f"({', '.join(installed) or 'there are none'})"
         )
+
+
+def _not_importable(name: str, error: Exception) -> UserError:
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UserError(f"{_FLAG} {name} cannot be imported: {reason}")
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -125,7 +125,7 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        hooks = Callbacks(copied, folder, pulse := Pulse())
+        hooks = Callbacks(copied, folder, pulse := Pulse(), console.log)
         trainer = Trainer(Context(copied, recipe, session, console, folder, pulse, hooks), config_yaml(config), start)
         trainer.saver.checkpointer.save(start.step, start.state)
         saved = trainer.saver.checkpointer.wait()

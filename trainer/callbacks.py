@@ -3,7 +3,7 @@
 import json
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,10 +158,16 @@ class Callback:
         """
 
     def on_end(self, run: Run) -> None:
-        """Called once, after the last step or a requested stop. Not called if the run fails."""
+        """Called once after the last step or a requested stop, and after that end is recorded.
+
+        Not called if the run fails.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state to resume from as plain data (dicts, lists, texts, numbers). Saved in every checkpoint."""
+        """Return the state to resume from as plain data (dicts, lists, texts, finite numbers).
+
+        Saved in every checkpoint.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,11 +216,11 @@ class _TaskHooks(Callback):
 class Callbacks:
     """The callbacks of a run. Has none except on rank 0."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder | None, pulse: "Pulse") -> None:
-        """``folder``: None except on rank 0."""
+    def __init__(self, config: RunConfig, folder: RunFolder | None, pulse: "Pulse", log: Callable[[str], None]) -> None:
+        """``folder``: None except on rank 0. ``log``: writes to the log of this rank."""
         self.config = config
-        self._folder, self._pulse = folder, pulse
-        self._failure: Exception | None = None
+        self._folder, self._pulse, self._log = folder, pulse, log
+        self._failures: list[Exception] = []
         self._callbacks: list[Callback] = []
 
     def make(self, task: HasHooks, given: Sequence[Callback | type[Callback]]) -> None:
@@ -235,36 +241,36 @@ class Callbacks:
         """Call ``hook`` of all callbacks. Returns whether all succeeded; an exception is kept for ``raise_failure``."""
         if self._folder is None:
             return True
-        failure = self._failure
+        failures = len(self._failures)
         run = Run(step, self.config, self.config.run.dir, metrics or {}, split, checkpoint, self._folder)
         for callback in self._callbacks:
             with self._entered(callback, hook):
                 getattr(callback, hook)(run)
-        return self._failure is failure
+        return len(self._failures) == failures
 
     def raise_failure(self) -> None:
-        """Raise the last failure of a hook, if there was one.
+        """Raise the first failure of a hook, if there was one. The others are in the log.
 
         Raises:
             TrainingFailed: A hook raised an exception.
         """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        failures, self._failures = self._failures, []
+        for failure in failures[1:]:
+            self._log("".join(traceback.format_exception(failure)))
+        if failures:
+            raise failures[0]
 
     @property
     def has_failed(self) -> bool:
         """Whether ``raise_failure`` will raise."""
-        return self._failure is not None
+        return bool(self._failures)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entry of a checkpoint's plain data with the state of all callbacks that have some."""
         states: dict[str, Any] = {}
         for callback in self._callbacks:
             with self._entered(callback, "state_dict"):
-                state = dict(callback.state_dict())
-                json.dumps(state, allow_nan=False)
-                if state:
+                if state := _plain(dict(callback.state_dict())):
                     states[callback.name] = state
         return {_STATE: states} if states else {}
 
@@ -289,7 +295,7 @@ class Callbacks:
             with self._pulse.during_callback(f"{callback.name}.{hook}"):
                 yield
         except Exception as error:
-            self._failure = _failure(callback, hook, error)
+            self._failures.append(_failure(callback, hook, error))
 
 
 def _made(given: Any) -> Callback:
@@ -304,6 +310,17 @@ def _made(given: Any) -> Callback:
         raise
     except Exception as error:
         raise UserError(f"callback {name} cannot be made: {_in_a_line(error)}") from error
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of ``state``, since checkpoints are written while training continues."""
+    copy: dict[str, Any] = {}
+    for key, value in state.items():
+        try:
+            copy |= json.loads(json.dumps({key: value}, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"{key!r} is not plain, finite data: {error}") from error
+    return copy
 
 
 def _failure(callback: Callback, hook: str, error: Exception) -> Exception:

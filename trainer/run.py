@@ -59,7 +59,7 @@ def train(
         at_end.callback(trackers.finish)
         watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
         at_end.callback(watchdog.close)
-        hooks = Callbacks(config, folder, watchdog.pulse)
+        hooks = Callbacks(config, folder, watchdog.pulse, console.log)
         run = _Run(Context(config, task, session, console, folder, watchdog.pulse, hooks, planner), config_yaml)
         console.follow(run.activity)
         session.signals.last_words_unheard = run.stop_unheard

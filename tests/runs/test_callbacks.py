@@ -1,6 +1,7 @@
 """Callbacks: their hooks, state, records and failures."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 
 import serried
 from serried.callback_flag import callback_names, load_callback
+from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE
 from serried.configs.schema.sections import LaunchSection
 from serried.program import main
 from serried.records.report import write_report
 from serried.runtime.command import remember_flags, training_command
 from serried.task_class import declaration
+from serried.trainer.callbacks import Callbacks
 from serried.trainer.monitor.heartbeat import LOG, Patience, Pulse
 from testing.cluster import Cluster
 from testing.runs import checkpoint, different_tensors, metrics, status, steps_saved
@@ -119,7 +122,7 @@ def test_exception_in_a_hook_ends_the_run_with_its_name_and_keeps_the_checkpoint
     argv = [*OVERRIDES, f"run.dir={tmp_path}"]
     with pytest.raises(serried.TrainingFailed, match=rf"^callback Raising.{hook}: OSError: no network \(.*line \d+\)$"):
         serried.fit(Points, argv, [Raising(hook, step)])
-    assert status(tmp_path)["state"] == "failed"
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", EXIT_FAILED)
     assert steps_saved(tmp_path)[-1] == step
     assert serried.fit(Points, argv).state == "finished"
 
@@ -128,6 +131,68 @@ def test_state_that_is_no_plain_data_ends_the_run_after_the_checkpoint(tmp_path:
     with pytest.raises(serried.TrainingFailed, match=r"callback Unplain\.state_dict: TypeError"):
         serried.fit(Points, [*OVERRIDES, f"run.dir={tmp_path}"], [Unplain])
     assert steps_saved(tmp_path) == [4]
+
+
+def callbacks(*given: Any) -> Callbacks:
+    """Return callbacks beside those of a task."""
+    made = Callbacks(compose(["run.name=x"]), None, Pulse(), print)
+    made.make(Points(), given)
+    return made
+
+
+def test_state_in_a_checkpoint_is_a_copy() -> None:
+    seen = [1]
+
+    class Listing(serried.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": seen}
+
+    state = callbacks(Listing).state_dict()
+    seen.append(2)
+    assert state == {"callbacks": {"Listing": {"seen": [1]}}}
+
+
+@pytest.mark.parametrize("value", [Path(), float("nan"), {(1, 2): 3}])
+def test_state_that_is_no_plain_finite_data_is_named(value: Any) -> None:
+    class Odd(serried.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"step": 1, "odd": value}
+
+    made = callbacks(Odd)
+    assert made.state_dict() == {}
+    with pytest.raises(
+        serried.TrainingFailed, match=r"^callback Odd\.state_dict: TypeError: 'odd' is not plain, finite"
+    ):
+        made.raise_failure()
+
+
+def test_first_failure_of_several_is_raised_and_the_others_are_logged(tmp_path: Path) -> None:
+    given = [Raising("on_step"), Raising("on_save")]
+    given[1].__class__ = type("Second", (Raising,), {})
+    with pytest.raises(serried.TrainingFailed, match=r"^callback Raising\.on_step: OSError"):
+        serried.fit(Points, [*OVERRIDES, f"run.dir={tmp_path}"], given)
+    assert "callback Second.on_save: OSError: no network" in (tmp_path / "log" / "rank-0.log").read_text()
+
+
+def test_end_is_recorded_before_on_end(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(serried.Callback):
+        def on_end(self, run: Any) -> None:
+            seen.extend([status(run.folder)["state"], metrics(run.folder, "stop")[-1]["state"]])
+
+    serried.fit(Points, [*OVERRIDES, f"run.dir={tmp_path}", "trainer.stop_at=1"], [Looking, Following])
+    assert seen == ["stopped", "stopped"]
+    assert metrics(tmp_path, "log")[-1]["metrics"] == {"last": 1.0}
+    assert '"chart":"metric:last"' in (tmp_path / "report.html").read_text()
+
+
+def test_callbacks_that_are_no_list_are_a_mistake(tmp_path: Path) -> None:
+    argv = [*OVERRIDES, f"run.dir={tmp_path / 'run'}"]
+    for given in (Following, Following()):
+        with pytest.raises(serried.UserError, match=r"use callbacks=\[Following\]"):
+            serried.fit(Points, argv, given)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
 
 
 def train(argv: list[str], raises: bool) -> int:
@@ -176,6 +241,36 @@ def test_flag_names_a_callback_that_processes_of_the_run_load_too(
         assert said in capfd.readouterr().err
     with pytest.raises(serried.UserError, match="module hooks_of_a_test has no Bye"):
         load_callback("hooks_of_a_test:Bye")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (":Hello", "use --callback package.module:Class"),
+        ("raising_parent.sub:Hello", "raising_parent.sub:Hello cannot be imported: AttributeError: of the package"),
+        ("incomplete_parent.sub:Hello", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("empty_parent.sub:Hello", "there is no module empty_parent.sub;"),
+        ("no_such_package.sub:Hello", "there is no module no_such_package.sub;"),
+    ],
+)
+def test_wrong_name_of_a_callback_is_a_mistake(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for package, text in {
+        "raising": "raise AttributeError('of the package')", "incomplete": "import no_such_package", "empty": "",
+    }.items():  # fmt: skip
+        (tmp_path / f"{package}_parent").mkdir()
+        (tmp_path / f"{package}_parent" / "__init__.py").write_text(text)
+    with pytest.raises(serried.UserError, match=re.escape(said)):
+        callback_names(["--callback", name])
+
+
+def test_error_of_a_module_on_import_is_not_a_missing_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "raising_module.py").write_text("class Hello: pass\nimport os\nos.no_such_name\n")
+    with pytest.raises(serried.UserError, match="cannot be imported: AttributeError: module 'os' has no attribute"):
+        load_callback("raising_module:Hello")
 
 
 def test_installed_callback_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

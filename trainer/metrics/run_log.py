@@ -242,11 +242,11 @@ class RunLog:
                 f"WARNING    {progress.skipped:,} of {step:,} steps ({progress.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
             )
-        self._callbacks.call("on_end", step, progress.validation)
-        self._callbacks.raise_failure()
-        if self._folder is not None:
+        if self._folder is not None:  # before on_end, which may be killed
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
+        self._callbacks.call("on_end", step, progress.validation)
+        self._callbacks.raise_failure()
 
     def _next(self, step: int, request: str | None) -> str:
         config = self._config

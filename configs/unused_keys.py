@@ -72,7 +72,7 @@ class Reader(NamedTuple):
     keys: str
     """Keys and groups, or patterns of them, separated by blanks."""
     reads: Callable[[Run], bool]
-    """Whether a run reads them."""
+    """Returns whether a run reads the keys."""
     why: str
     """Words that follow ``key=value`` in the note. Braces are filled in from the ``config``."""
     cure: str

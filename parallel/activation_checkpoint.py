@@ -226,7 +226,7 @@ class _Repeat(_Keep):
 
 
 class _Again:
-    """The context of computing a block again."""
+    """Context manager for the recomputation of a block."""
 
     def __init__(self, buffers: list[tuple[nn.Module, str, Tensor]], results: list[Any] | None = None) -> None:
         """``buffers`` as the first forward found them. ``results`` of ``_Keep``; None: none are kept."""

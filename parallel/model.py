@@ -177,9 +177,9 @@ class DistributedModel:
         return own.joined(SumTable.pack(further, self.device)).start_adding()
 
     def _agreed(self, use: str, terms: LossTerms | None) -> Shapes:
-        """Return the entries of the sums of a loss, which all ranks agree on when they are first asked for.
+        """Return the entries of the sums of a loss. The first call agrees on them and is a collective of all ranks.
 
-        A collective then. ``terms``: a loss of this rank; None if other stages of the pipeline have it.
+        ``terms``: a loss of this rank; None if other stages of the pipeline have it.
         """
         if use not in self._shapes:
             self._shapes[use] = agreed_shapes(None if terms is None else terms.table().shapes, self.groups.gather)

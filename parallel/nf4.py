@@ -63,7 +63,7 @@ def pack(rows: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights [R, I] that ``pack`` was given, as nearly as it keeps them."""
+    """Return an approximation of the weights [R, I] that were passed to ``pack``."""
     content = packed.view(torch.uint8)
     inputs = content.shape[1] * BLOCK // (BLOCK // 2 + 4)
     pairs, scales = content.split([inputs // 2, inputs // BLOCK * 4], 1)

@@ -71,10 +71,10 @@ def parallelize(
 
     A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
     checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
-    type of matrix products, None for fp32; ``trained_dtype`` and ``frozen_dtype`` those of parameters which are trained
-    and are not, None for fp32 or more. ``prepare`` is called with the model, or with each stage of it here, when its
+    dtype of matrix products, None for fp32; ``trained_dtype`` and ``frozen_dtype`` are the dtypes of trained and frozen
+    parameters, None for fp32 or more. ``prepare`` is called with the model, or with each stage of it here, when its
     axes are in place and before it is sharded: for what changes how blocks run and not their parameters. ``groups``:
-    those that exist already. Build the optimizer after this: sharding replaces parameters.
+    existing process groups. Build the optimizer after this: sharding replaces parameters.
     """
     model.zero_grad()  # a model that was trained elsewhere before may still have gradients
     set_types(model, trained_dtype, frozen_dtype)

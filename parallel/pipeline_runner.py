@@ -240,7 +240,7 @@ class _Marks:
 
 
 class _Stage(pipelining.PipelineStage):
-    """A stage that asks for its inputs, and marks its work."""
+    """A pipeline stage that requests its inputs and records its work."""
 
     marks: _Marks
     autocast: Callable[[], AbstractContextManager[Any]]

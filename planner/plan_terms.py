@@ -19,7 +19,7 @@ class Work:
     attention_flops: float = 0
     """FLOPs of fused attention kernels, without the part that causal masks leave out."""
     moved_bytes: float = 0
-    """Read and written by all other operations."""
+    """Bytes that all other operations read and write."""
     launches: float = 0
     """Number of operations."""
 

@@ -1,8 +1,7 @@
 """Console output of a run: lines on rank 0, the log of each rank, and the status line.
 
-The status line shows in a terminal what the run is doing now, and is redrawn in place; elsewhere a plain line is
-printed if something takes long. A thread asks what is being done, so the code that does it only leaves a note and never
-waits.
+In a terminal, the status line shows the current phase and is redrawn in place; elsewhere a plain line is printed if a
+phase takes long. A thread prints the phase, so the training code only sets it and never waits.
 """
 
 import shutil

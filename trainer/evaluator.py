@@ -90,7 +90,7 @@ class Evaluator:
                 progress.made_up[str(step)] = dict(progress.validation)
 
     def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> bool:
-        """Returns whether it was not interrupted."""
+        """Evaluate on ``dataset``. Returns False if the evaluation was interrupted."""
         trainer, session = self._context.config.trainer, self._context.session
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)  # steps still under way are not the evaluation's time

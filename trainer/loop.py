@@ -40,13 +40,13 @@ class Loop:
         self._evaluator, self._saver = evaluator, saver
         self._shutdown, self._rollback = shutdown, rollback
         self.step = 0
-        """The step under way, or the last one done."""
+        """The current step, or the last completed one."""
         self._timed_step = 0
         self._is_first = True
 
     @property
     def steps_done(self) -> int:
-        """The last step that is done."""
+        """The last completed step."""
         return self._data.step
 
     def start_at(self, step: int) -> None:

@@ -37,7 +37,7 @@ class Names(NamedTuple):
 
 @functools.cache
 def other_names() -> Names:
-    """Return the names in ``key_notes.yaml``."""
+    """Return the names that other software uses, from ``key_notes.yaml``."""
     names = Names({}, {}, {})
     for target, known in key_notes()["names"].items():
         table = names.choices if "=" in target else names.keys

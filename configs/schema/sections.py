@@ -321,7 +321,7 @@ class TrainerSection(Section):
 
 
 class LoadingSection(Section):
-    """Loading of the data. Every task has these keys, whatever its data; language models have more."""
+    """Loading of the data. Every task has these keys; language models have more."""
 
     free = ("workers",)
 
@@ -359,7 +359,7 @@ class CheckpointSection(Section):
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
     every_minutes: CountOrZero | None = None
-    """Minutes after a checkpoint at which the next is saved, whatever the step; 0: never. When null 30, or 0 with
+    """Minutes after a checkpoint at which the next is saved, at any step; 0: never. When null 30, or 0 with
     ``every=0``."""
     keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""

@@ -177,7 +177,7 @@ class ContextAxis:
         return ()
 
     def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
-        """FSDP2 sums gradients over context ranks: they hold its shards."""
+        """Return False: context ranks hold FSDP2 shards, so FSDP2 sums gradients over them."""
         del plan, layout, name
         return False
 

@@ -86,7 +86,7 @@ class ShardSpec:
         return layout.world // layout.pipeline // layout.size(self.sliced_axes) * len(self.holders)
 
     def sources(self, layout: Layout) -> list[tuple[Box, int]]:
-        """Every distinct box that is not empty, by where it starts, each with the first rank of a block that holds
+        """Return the distinct non-empty boxes, sorted by their start, each with the first rank of a block that holds
         it."""
         return _sources(replace(self, name=""), layout)
 

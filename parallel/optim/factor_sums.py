@@ -41,10 +41,10 @@ class Sums:
 
     @torch.no_grad()
     def over(self, parts: Iterable[tuple[Tensor, Tensor, Sequence[int]]]) -> list[Tensor]:
-        """Return the sums, over all dims but some, of numbers that have the shape of a parameter.
+        """Return sums of tensors shaped like parameters, over all dims but those to keep.
 
-        ``parts``: parameter, this rank's part of its numbers, and the dims to keep. Each sum has the shape that the
-        whole parameter has in these. All ranks must call this together, with all parameters.
+        ``parts``: parameter, this rank's shard of the tensor, and the dims to keep. Each sum has the shape of the whole
+        parameter in these dims. All ranks must call this together, with all parameters.
         """
         found: list[Tensor] = []
         exchanged: tuple[dict[_Slot, Tensor], ...] = ({}, {})

@@ -1,8 +1,8 @@
 """Quantization-aware training: linear layers compute with weights and inputs that are rounded as torchao
 quantizes them later.
 
-Gradients pass the rounding as if it were not there, except where a number leaves the range. What is rounded is formed
-again in the backward: kept, it would be a copy of all weights that FSDP2 does not free.
+Gradients pass the rounding as if it were not there, except where a number leaves the range. Rounded tensors are
+recomputed in the backward: kept, they would be a copy of all weights that FSDP2 does not free.
 """
 
 from collections.abc import Callable

@@ -26,13 +26,13 @@ def _llama(
 ) -> int:  # fmt: skip
     """Return the bytes of a family whose blocks are Llama's: see ``Formula``.
 
-    Attention keeps no scores. Masks that keep documents apart need more on a CPU, and next to nothing on a GPU.
+    Attention keeps no scores. Document masks need more on a CPU, and almost nothing on a GPU.
 
     Args:
         stream_norms: norms of the stream in a block.
         fuses_norms_of_heads: whether the norms of queries and keys are ``F.rms_norm``.
         normalizes_heads: whether there are such norms; None: as ``config`` says.
-        more: bytes of a block beside those of all families, as ``BlockBytes``.
+        more: additional bytes of a block, as ``BlockBytes``.
     """
     normalizes_heads = config.normalizes_heads if normalizes_heads is None else normalizes_heads
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize

@@ -1,6 +1,6 @@
 """Fragmentation of torch's CUDA caching allocator, computed by its own rules.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
+The rules follow c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
 free range that holds it, which is split if enough is left, and free neighbours of a segment merge. Free memory stays
 reserved. Requests of up to 1 MiB have segments of their own, some MiB in all, and are left out. With
 ``expandable_segments:True`` a stream has one segment that grows.

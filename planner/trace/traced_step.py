@@ -257,8 +257,8 @@ def _trace_rank(
     config: RunConfig, task: Task, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
     border: Tensor | None,
 ) -> tuple[StepTrace, Mapping[str, str], list[Phase], Tensor | None]:  # fmt: skip
-    """Return a step of ``rank``, with the first ``blocks`` of the model alone if that is given; the axis of each
-    process group; what two steps request of the allocator; and what passes from stage to stage."""
+    """Return a step of ``rank``, with only the first ``blocks`` of the model unless None; the axis of each process
+    group; the allocator requests of two steps; and the tensor that passes from stage to stage."""
     has_buckets = keeps_buckets(config, layout)
     if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")

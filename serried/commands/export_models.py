@@ -324,7 +324,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
         for name, parameter in module.named_parameters()
         if not parameter.requires_grad
     )
-    frozen = {fragment.name for each in fragments for fragment in each}
+    frozen = {fragment.name for group in fragments for fragment in group}
 
     def opened(of: Path) -> "nn.Module":
         return load_model(config, task, Layout("single"), torch.device("cpu"), of).module

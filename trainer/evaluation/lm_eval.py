@@ -35,11 +35,11 @@ from serried.trainer.task import TextTask
 _IGNORE = -100
 """Target of a token that is not scored."""
 _LENGTHS = 64
-"""Batches are padded to a multiple of so many tokens: every new length is compiled again, where blocks are."""
+"""Batches are padded to a multiple of this number of tokens: compiled blocks are compiled again for a new length."""
 _SEED, _FEW_SHOT_SEED = 0, 1234  # the harness's own
 
 OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
-"""Batches -> those on the device, until a rank asks to stop."""
+"""Moves batches to the device, until a rank asks to stop."""
 
 
 class Stopped(Exception):

@@ -280,7 +280,7 @@ class ShardWriter:
         self.tokens += len(encoded.tokens)
 
     def shard(self) -> Shard:
-        """Return the shard, to which something must have been added."""
+        """Return the shard. It must not be empty."""
         tokens, starts, supervised, places = self._paths
         return Shard(
             tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None,

@@ -258,7 +258,10 @@ class Callbacks:
         for failure in failures[1:]:
             self._log("".join(traceback.format_exception(failure)))
         if failures:
-            raise failures[0]
+            try:
+                raise failures[0]
+            finally:
+                del failures  # the traceback has this frame, so that the failure would hold itself, and the trainer
 
     @property
     def has_failed(self) -> bool:

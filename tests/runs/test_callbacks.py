@@ -18,7 +18,7 @@ from serried.runtime.command import remember_flags, training_command
 from serried.task_class import declaration
 from serried.trainer.callbacks import Callbacks
 from serried.trainer.monitor.heartbeat import LOG, Patience, Pulse
-from testing.cluster import Cluster
+from testing.forked_runs import typed_on
 from testing.runs import checkpoint, different_tensors, metrics, status, steps_saved
 from tests.support.own_task import Points
 
@@ -195,25 +195,23 @@ def test_callbacks_that_are_no_list_are_a_mistake(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def train(argv: list[str], raises: bool) -> int:
-    """Train on this rank. Returns the exit code."""
-    return main(argv, declaration(Points)._replace(callbacks=(Raising("on_step"),) if raises else ()))
-
-
 @pytest.mark.slow
-def test_checkpoint_of_two_ranks_is_complete_if_a_callback_on_one_of_them_raises(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    def run(name: str, *, raises: bool) -> set[int]:
-        argv = [f"run.dir={tmp_path / name}", "parallel=fsdp", *OVERRIDES[:2]]
-        answers = cluster.run(2, "tests.runs.test_callbacks:train", argv=argv, raises=raises)
-        return {answer.value for answer in answers}
+def test_checkpoint_of_two_ranks_is_complete_if_a_callback_on_one_of_them_raises(tmp_path: Path) -> None:
+    for name, callbacks in (("whole", ""), ("raising", "Raising('on_step')")):
+        (tmp_path / f"{name}.py").write_text(
+            "import serried\nfrom tests.runs.test_callbacks import Raising\n"
+            f"from tests.support.own_task import Points\nserried.main(Points, callbacks=[{callbacks}])\n"
+        )
 
-    assert run("whole", raises=False) == {EXIT_FINISHED}
-    assert run("failed", raises=True) == {EXIT_FAILED}
+    def run(script: str, name: str) -> list[int]:
+        argv = [f"run.dir={tmp_path / name}", "parallel=fsdp", *OVERRIDES[:2]]
+        return [done.returncode for done in typed_on(2, f"{script}.py", *argv, cwd=tmp_path)]
+
+    assert run("whole", "whole") == [EXIT_FINISHED] * 2
+    assert run("raising", "failed") == [EXIT_FAILED] * 2
     assert steps_saved(tmp_path / "failed") == [4]
     assert status(tmp_path / "failed")["reason"].startswith("callback Raising.on_step: OSError: no network")
-    assert run("failed", raises=False) == {EXIT_FINISHED}
+    assert run("whole", "failed") == [EXIT_FINISHED] * 2
     assert not different_tensors(tmp_path / "failed", tmp_path / "whole")
 
 

@@ -5,7 +5,7 @@
   routers chose.
 - ``offload``: everything, in host memory.
 
-The numbers are those of ``none``, bit for bit: the second forward draws the same random numbers under the same
+The numbers are the same as with ``none``, bit for bit: the second forward draws the same random numbers under the same
 autocast, starts from the same buffers and changes none, and routers do not count it (``plan.Router.is_counting`` is
 false outside of a forward).
 """

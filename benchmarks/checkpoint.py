@@ -45,7 +45,7 @@ from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.optim.optimizer import build_optimizer
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import write_text
 
 KINDS = ("serried sync", "DCP sync", "serried async", "DCP async")

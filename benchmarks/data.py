@@ -30,7 +30,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import find_tokenize
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, SampleOrder
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 
 SEQUENCE = 2048
 FAR = 10**9

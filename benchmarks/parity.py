@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36

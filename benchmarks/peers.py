@@ -331,7 +331,7 @@ def main() -> None:
     if options.cold:
         cold(options.cold)
         return
-    from testing.cluster import Cluster
+    from testing.rank_pool import Cluster
     from testing.runs import write_text
 
     keys, processes, steps = SHAPES[options.shape]

@@ -50,7 +50,7 @@ from serried.trainer.optim.optimizer import learning_rate
 from serried.trainer.run_context import Context
 from serried.trainer.task import to_device
 from serried.trainer.trainer import Trainer
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import write_text
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}

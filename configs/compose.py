@@ -24,13 +24,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from serried.configs.command_line import CommandLine
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, files_of
 from serried.configs.hugging_face.model_folder import with_model_folder
 from serried.configs.messages.invalid_values import Origins, explain, shown
 from serried.configs.messages.keys import all_keys, is_section
 from serried.configs.messages.suggestions import Groups, nearest, nearest_keys, pasteable, unknown_choice
+from serried.configs.override_parser import CommandLine
 from serried.configs.plain_data import expanded, flatten, read_if_there, read_yaml, value_at
 from serried.configs.renamed_keys import RENAMED, read_saved_config
 from serried.configs.schema.data import DataSection, TextRunConfig

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from serried.configs.command_arguments import values_of
 from serried.configs.messages.invalid_values import shown
+from serried.configs.subcommand_arguments import values_of
 
 
 class Run(NamedTuple):

@@ -16,13 +16,13 @@ from serried.parallel.axes.expert import Loads, mixtures
 from serried.parallel.axes.model_axes import active_axes, shard_specs
 from serried.parallel.axes.pipeline_stages import SkippedModule, shared_buffers, split
 from serried.parallel.axes.tensor import check_roles
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.fp16_weight_gradients import widen_gradients
 from serried.parallel.fsdp_units import units_of
 from serried.parallel.initialize import clear_rows, initialize, padding_rows
 from serried.parallel.layout.local_shards import persistent_buffers, set_types, tie, tied_names, unshardable
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
-from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_all_gather import Float8Gather
 from serried.parallel.runner import Direct, Runner

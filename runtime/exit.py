@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from serried.configs.command_arguments import repeated
 from serried.configs.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -22,6 +21,7 @@ from serried.configs.errors import (
     UserError,
 )
 from serried.configs.formats import printable
+from serried.configs.subcommand_arguments import repeated
 from serried.configs.unused_keys import Run, notes
 from serried.runtime.import_signals import LAUNCHER
 from serried.runtime.process import speaks

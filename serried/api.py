@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from serried.configs.command_line import config_dirs
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.run_config import config_yaml
 from serried.configs.schema.sections import RunConfig

@@ -8,10 +8,10 @@ from textwrap import indent
 from typing import NamedTuple
 
 import serried.runtime.import_signals  # noqa: F401 -- first: from here on imports do not look for garbage
-from serried.configs.command_line import config_dirs
 from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.messages.suggestions import nearest
+from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.runtime.command import check_surroundings, typed_command
 from serried.runtime.exit import leave, note_repeated, report_mistake

@@ -9,10 +9,10 @@ from functools import partial
 
 import serried.runtime.import_signals  # noqa: F401 -- first: from here on a signal ends this program in one line
 from serried.callback_flag import callback_names, load_callback
-from serried.configs.command_line import Action, config_dirs, parse_arguments
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.help import help_text
+from serried.configs.override_parser import Action, config_dirs, parse_arguments
 from serried.configs.schema.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.run_config import config_yaml

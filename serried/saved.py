@@ -143,7 +143,7 @@ def has_saved(folder: Path) -> bool:
 
 def runs_of_a_sweep(folder: Path) -> list[Path]:
     """The run folders of the sweep in ``folder``; empty if it is none."""
-    from serried.launch.sweep.summary import read_summary
+    from serried.launch.sweep.sweep_table import read_summary
 
     return [outcome.run_dir for outcome in read_summary(folder)[1]]
 
@@ -292,7 +292,7 @@ def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
 def _keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
     if they cannot be read, or are of a kind that is not trained here."""
-    from serried.records.tensors import TensorFolder
+    from serried.records.safetensors_files import TensorFolder
 
     specs = TensorFolder(folder, "adapter_model").specs
     return {"model": {"path": base_of_adapters(folder)}, "adapter": described_adapters(folder, specs)}

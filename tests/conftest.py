@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from serried.configs.schema.data import sources
 from serried.configs.schema.registry import models, optimizers, schedules, tasks
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ PACKAGES = ("serried", "planner", "launch", "recipes", "trainer", "parallel", "r
 SUFFIXES = {".py", ".yaml", ".js", ".css", ".html"}
 MOST_ATTRIBUTES = 12
 TO_ADD = (
-    ("a task: model, data, loss", "your script", "`X.py`, `X_config.py` in `recipes/text/` or `classes/`"),
+    ("a task: model, data, loss", "your script", "`X.py`, `X_config.py` in `recipes/text/` or `classification/`"),
     (
         "a model family",
         "your script and a YAML preset",
@@ -70,7 +70,7 @@ def shape() -> str:
             f"classes with more than {MOST_ATTRIBUTES} attributes",
             ", ".join(f"`{name}` {count}" for count, name in sorted(many, reverse=True)) or "none",
         ),
-        ("file names used more than once", f"{len(twice)}: {', '.join(f'`{name}`' for name in twice)}"),
+        ("file names used more than once", ", ".join(f"`{name}`" for name in twice) or "none"),
     ]
     return "\n".join(["| of all packages | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)])
 

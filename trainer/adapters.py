@@ -22,7 +22,7 @@ from serried.parallel.layout.local_shards import HeldTensor, is_sharded
 from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, is_linear
 from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint.retention import ADAPTER
 from serried.trainer.checkpoint.tensors import Exported
 

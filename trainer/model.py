@@ -13,11 +13,11 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig, TrainerSection
 from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks
 from serried.parallel.compile import check_blocks, compile_blocks
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
-from serried.parallel.model import DistributedModel
 from serried.parallel.parallelize import check_offloadable, check_plan, parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases

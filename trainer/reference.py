@@ -20,11 +20,11 @@ import torch.distributed as dist
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_regular
 from serried.configs.schema.sections import RunConfig
-from serried.parallel.model import DistributedModel
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
 from serried.runtime.console import Console
-from serried.trainer.base_model import same_files
+from serried.trainer.adapter_base_model import same_files
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.loader import Reader, evaluation_batches
 from serried.trainer.data.sampler import BatchShare, evaluation_samples, sample_order

@@ -15,7 +15,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
-from serried.records.trackers.processes import Trackers
+from serried.records.trackers.tracker_processes import Trackers
 from serried.runtime.console import Console, Doing
 from serried.runtime.exit import Failure
 from serried.runtime.session import Session

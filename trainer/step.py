@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from serried.configs.schema.sections import HealthSection
-from serried.parallel.model import DistributedModel
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import Objective
 from serried.parallel.step_phases import OPTIMIZER
 from serried.parallel.sum_table import Number, SumTable, section

@@ -16,9 +16,9 @@ from serried.parallel.layout.checks import checked_layout
 from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
-from serried.records.trackers.processes import choose_run_id
+from serried.records.trackers.tracker_processes import choose_run_id
+from serried.trainer.adapter_base_model import Base, find_base, same_files, teacher_keys
 from serried.trainer.adapters import Adapters
-from serried.trainer.base_model import Base, find_base, same_files, teacher_keys
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
 from serried.trainer.checkpoint.retention import sweep

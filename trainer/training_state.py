@@ -9,11 +9,11 @@ from torch import Tensor
 
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.activation_checkpoint import Mix
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
-from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Objective
-from serried.trainer.base_model import Base
+from serried.trainer.adapter_base_model import Base
 from serried.trainer.checkpoint.file_assignment import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from

@@ -172,7 +172,7 @@ models = Registry(
 )  # fmt: skip
 tasks = Registry(
     "task", "task", "serried.tasks", TaskSection,
-    built_in=("serried.recipes.text.*_config", "serried.recipes.classes.*_config"),
+    built_in=("serried.recipes.text.*_config", "serried.recipes.classification.*_config"),
     first="causal_lm",
 )  # fmt: skip
 

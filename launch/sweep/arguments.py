@@ -10,12 +10,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException
 
-from serried.configs.command_arguments import last_of_each
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.messages.keys import all_keys
 from serried.configs.schema.sections import RunConfig
+from serried.configs.subcommand_arguments import last_of_each
 from serried.launch.sweep.points import Point
 
 MOST_RUNS = 1000

@@ -13,7 +13,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXI
 from serried.configs.formats import is_terminal
 from serried.launch.local.processes import NotedSignals, killed_by, wait_for_all
 from serried.launch.sweep.points import Point
-from serried.launch.sweep.summary import Outcome, outcome_of
+from serried.launch.sweep.sweep_table import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
 from serried.runtime.command import training_command

@@ -22,7 +22,7 @@ from serried.configs.schema.fields import parse_count
 from serried.configs.schema.sections import COMPARES_NOTHING
 from serried.launch.sweep.arguments import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name, values_of
 from serried.launch.sweep.points import Evaluate, Point, Sweep, labels
-from serried.launch.sweep.summary import read_summary
+from serried.launch.sweep.sweep_table import read_summary
 from serried.runtime.process import say
 
 _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}

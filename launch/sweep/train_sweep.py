@@ -19,7 +19,7 @@ from serried.launch.slurm.batch_script import submit
 from serried.launch.slurm.queue import jobs_of, queued_before_another
 from serried.launch.sweep.one_run import CONSOLE, train
 from serried.launch.sweep.points import Point, Sweep, labels
-from serried.launch.sweep.summary import Outcome, outcome_of, read_summary, shown, table, write_summary
+from serried.launch.sweep.sweep_table import Outcome, outcome_of, read_summary, shown, table, write_summary
 from serried.records.lock import FolderLock, is_locked, lock_folder
 from serried.records.metrics import METRICS
 from serried.runtime.exit import in_one_line, say_why

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
-from serried.parallel.model import DistributedModel
 
 _Slot = tuple[str, int]
 """Name of a parameter, and the number of one of the sums over it."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.shard_specs import Box, ShardSpec
-from serried.parallel.model import DistributedModel
 
 _ROUND_ELEMENTS = 2**25
 """Most bytes of whole matrices that a rank owns in a round, unless one matrix is larger."""

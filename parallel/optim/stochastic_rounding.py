@@ -11,8 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor
-from serried.parallel.model import DistributedModel
 
 _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
 """Limits the working memory; on a CPU to its caches, unless that makes more pieces than ``_PIECES_ON_A_CPU``."""

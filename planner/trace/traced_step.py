@@ -23,11 +23,11 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.axes.context import Gather, context_points
 from serried.parallel.axes.expert import Exchange, mixtures
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import empty
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import chunk
-from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.planner.activations.estimate import planned_mix

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 from serried.recipes.exports.traced import traced
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG, embedded_tokens
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 from serried.recipes.models.families.llama import rope_frequencies
-from serried.records.tensors import TensorFolder, TensorSpec, header, tensor_bytes
+from serried.records.safetensors_files import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """llama.cpp's name of each family."""

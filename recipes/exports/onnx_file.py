@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 from serried.recipes.exports.traced import traced
 
 _LARGEST_BYTES = 2**31 - 2**20

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 from serried.recipes.exports.traced import traced
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from serried.configs.hugging_face.model_folder import CONFIG, without_code
 from serried.configs.plain_data import read_json
 from serried.parallel.precision.quantize_aware import GROUP, torchao_config
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 
 _OF_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt")
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from serried.recipes.exports.formats import Source
+from serried.recipes.exports.export_formats import Source
 from serried.recipes.models.families.llama import Transformer
 
 

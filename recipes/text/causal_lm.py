@@ -28,7 +28,7 @@ from serried.recipes.data.chat.conversations import ask, chat_template
 from serried.recipes.data.prepared.decontamination import kept_apart, left_out
 from serried.recipes.data.prepared.prepare import Prepared, cache_folder, open_prepared, prepare
 from serried.recipes.data.prepared.summary import marked_lines, summary_of
-from serried.recipes.data.samples.mixture import (
+from serried.recipes.data.samples.mixture_dataset import (
     MixtureDataset,
     describe_sources,
     key_of_source,
@@ -48,7 +48,7 @@ from serried.recipes.models.layers.attention_choice import describe_attention
 from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.text.causal_lm_config import CausalLMSection
 from serried.recipes.text.generation import TextStream, chooser, continued, until_end
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 from serried.trainer.task import Piece, TextTask
 
 _TEMPERATURE = 0.8

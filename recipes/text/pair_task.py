@@ -11,7 +11,7 @@ from torch import Tensor
 from serried.configs.schema.sections import WHOLE, RunConfig
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.prepared.summary import marked_lines
-from serried.recipes.data.samples.mixture import mistakes_of
+from serried.recipes.data.samples.mixture_dataset import mistakes_of
 from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
 from serried.recipes.models.layers.attention_choice import FLEX
 from serried.recipes.models.layers.lm_head import IGNORE

@@ -24,7 +24,7 @@ from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead
 from serried.recipes.text.pair_task import PairTask, pair_terms
 from serried.recipes.text.reward_config import RewardSection
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 
 _HEAD, _SCORE = "lm_head", "score.weight"
 """Names of the head module, and of its weight in a checkpoint."""

@@ -3,10 +3,10 @@
 from functools import partial
 from pathlib import Path
 
-from serried.configs.command_arguments import pairs
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
 from serried.configs.schema.fields import AUTO
+from serried.configs.subcommand_arguments import pairs
 from serried.saved import as_saved, find_saved, open_saved, task_that_trained
 
 _EVALUATE_READS = (

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.command_arguments import pairs
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
@@ -19,6 +18,7 @@ from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import read_json
 from serried.configs.schema.fields import parse_count
 from serried.configs.schema.sections import RunConfig
+from serried.configs.subcommand_arguments import pairs
 from serried.runtime.process import say
 from serried.saved import (
     Saved,
@@ -36,8 +36,8 @@ from serried.saved import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from serried.recipes.exports.formats import Format, Source
-    from serried.records.tensors import TensorFolder
+    from serried.recipes.exports.export_formats import Format, Source
+    from serried.records.safetensors_files import TensorFolder
     from serried.trainer.checkpoint.merge_tensors import Built
 
 _TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
@@ -60,7 +60,7 @@ def export(words: list[str]) -> int:
     shard_size   largest file of format=hf: 500MB, 5GB (default); a larger tensor has its own file
     merge        true: add the adapters (LoRA) to their base model, and write that; other formats always do
     """
-    from serried.recipes.exports.formats import FORMATS
+    from serried.recipes.exports.export_formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
     from serried.trainer.checkpoint.read_while_training import reading, with_chosen
 
@@ -137,8 +137,8 @@ def _write_model(
 
 def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Built | None":
     """Return the base model, if ``merge=true`` asks to add the adapters in a checkpoint to it."""
-    from serried.records.tensors import TensorFolder
-    from serried.trainer.base_model import check_base
+    from serried.records.safetensors_files import TensorFolder
+    from serried.trainer.adapter_base_model import check_base
 
     checkpoint, merge = saved.folder, given.get("merge", "false")
     if merge not in ("true", "false"):
@@ -162,7 +162,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
     that ``checkpoint`` adapts."""
     import torch
 
-    from serried.trainer.base_model import base_of
+    from serried.trainer.adapter_base_model import base_of
     from serried.trainer.checkpoint.merge_tensors import Built
     from serried.trainer.model import build_model
 
@@ -260,7 +260,7 @@ def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtyp
 def _check_space(folder: Path, partial: Path) -> None:
     """Raise ``UserError`` unless there is space for the file and a copy in fp32: some libraries abort when there is
     none."""
-    from serried.records.tensors import TensorFolder
+    from serried.records.safetensors_files import TensorFolder
 
     numbers = sum(spec.numel for spec in TensorFolder(folder).specs.values())
     needed, free = 8 * numbers + _SPARE_BYTES, shutil.disk_usage(partial).free
@@ -292,7 +292,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     import torch
 
     from serried.parallel.layout.mesh import Layout
-    from serried.recipes.exports.formats import Source
+    from serried.recipes.exports.export_formats import Source
     from serried.recipes.text.causal_lm import CausalLM
     from serried.trainer.checkpoint.export import export as write
     from serried.trainer.evaluation.evaluate import check_weights, load_model

@@ -5,8 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serried.configs.command_arguments import number, pairs
 from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.subcommand_arguments import number, pairs
 from serried.saved import (
     as_saved,
     find_saved,
@@ -15,7 +15,7 @@ from serried.saved import (
 )
 
 if TYPE_CHECKING:
-    from serried.trainer.evaluation.generation import Writer
+    from serried.trainer.evaluation.generate_from_checkpoint import Writer
 
 _GENERATE_READS = ("precision", "launch.device")
 """Beginnings of the keys of train.py that these commands read too."""
@@ -72,7 +72,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
     from serried.runtime.process import choose_device, torchrun_says
     from serried.runtime.session import Session
     from serried.trainer.checkpoint.read_while_training import reading, with_chosen
-    from serried.trainer.evaluation.generation import Sampling, Writer
+    from serried.trainer.evaluation.generate_from_checkpoint import Sampling, Writer
 
     sampling = Sampling(
         tokens=number(given, "tokens", tokens, 1, 10**9),

@@ -4,12 +4,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from serried.configs.addresses import is_address, not_a_path
-from serried.configs.command_arguments import run_key
-from serried.configs.command_line import config_dirs
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.messages.suggestions import nearest
+from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import declared, declaring
 from serried.configs.schema.sections import RunConfig
+from serried.configs.subcommand_arguments import run_key
 from serried.records.files import output_file
 from serried.runtime.command import typed_command
 from serried.runtime.process import is_started, say

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from serried.configs.command_arguments import pairs
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, UserError
 from serried.configs.plain_data import read_if_there
+from serried.configs.subcommand_arguments import pairs
 from serried.records.files import output_file
 from serried.records.metrics import METRICS
 from serried.runtime.process import say
@@ -46,7 +46,7 @@ def send(words: list[str]) -> int:
     from serried.configs.compose import saved_trackers
     from serried.configs.requirements import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
-    from serried.records.trackers.processes import Trackers
+    from serried.records.trackers.tracker_processes import Trackers
     from serried.runtime.console import Console
 
     given, _ = pairs(words, "send", ("run.dir", "run.name"))

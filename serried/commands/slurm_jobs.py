@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from serried.configs.command_arguments import run_key
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema.sections import RunConfig
+from serried.configs.subcommand_arguments import run_key
 from serried.runtime.process import is_started, say
 from serried.saved import is_run, similar_runs
 
@@ -57,7 +57,7 @@ def submit(words: list[str]) -> int:
 def status(words: list[str]) -> int:
     """Show the state of a run or sweep and of its job; by default, of all in runs/."""
     from serried.configs.compose import compose
-    from serried.launch.status import describe_run, runs_in
+    from serried.launch.show_status import describe_run, runs_in
     from serried.launch.sweep.train_sweep import update_summary
     from serried.records.report import write_report
 

@@ -30,8 +30,8 @@ from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.run_data import Data
-from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import different_tensors, losses, metrics, status, steps_saved
 
 PUBLIC = [

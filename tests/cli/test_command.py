@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from serried.program import main
-from testing.cluster import ROOT
 from testing.forked_runs import torchruns_variables, typed, typed_on
+from testing.rank_pool import ROOT
 from testing.runs import checkpoint, metrics, overrides, run_here, status
 from tests.cli.test_mistakes import MISTAKES, Mistake
 

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, create_model
 
-from serried.configs.command_arguments import repeated
-from serried.configs.command_line import parse_arguments
 from serried.configs.compose import FOLDER, compose
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
@@ -23,10 +21,12 @@ from serried.configs.help import choices_of, help_text
 from serried.configs.hugging_face.model_folder import teacher_section
 from serried.configs.messages.keys import _keys_of, all_keys, check_fields
 from serried.configs.messages.suggestions import unknown_key
+from serried.configs.override_parser import parse_arguments
 from serried.configs.requirements import asked_for
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.fields import Section
 from serried.configs.schema.run_config import check, config_yaml
+from serried.configs.subcommand_arguments import repeated
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.task_class import installed
 from tools.key_tables import key_tables

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import serried
-from testing.cluster import ROOT
 from testing.forked_runs import typed, typed_on
+from testing.rank_pool import ROOT
 from testing.runs import metrics
 from tools.lines import packages, shape, to_add
 from tools.site_hooks import public_names

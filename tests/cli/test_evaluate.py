@@ -26,8 +26,8 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTo
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.trainer.run_data import check_validation
-from testing.cluster import Cluster
 from testing.forked_runs import typed_on
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, overrides, run_here, steps_saved, tiny_overrides
 from tests.cli.test_generate import files_of
 from tests.support.own_task import Points

@@ -15,7 +15,7 @@ import torch
 
 import serried
 from testing import forked_runs as forks
-from testing.cluster import ROOT, Cluster
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import checkpoint, different_tensors, losses, metrics, steps_saved, weights
 
 EXAMPLES = ROOT / "examples"

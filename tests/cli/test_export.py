@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from serried.records.safetensors_files import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint import export as module
 from serried.trainer.checkpoint.export import export
 from serried.trainer.checkpoint.manifest import record_of, write_manifest

@@ -20,7 +20,7 @@ from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer,
 from serried.recipes.models.families.llama import Llama, Transformer
 from serried.recipes.models.layers.kv_cache import Cache
 from serried.recipes.text.generation import TextStream, chooser, continued, until_end
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here, tiny_overrides
 from tests.unit.test_model import LLAMA31_SCALING, build, section
 

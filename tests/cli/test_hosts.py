@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.cluster import ROOT
 from testing.disturb import is_alive
+from testing.rank_pool import ROOT
 from testing.runs import metrics, tiny_overrides
 from tests.support.hosts import Hosts, why_not
 from tests.support.slurm import wait_for

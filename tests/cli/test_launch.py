@@ -24,9 +24,9 @@ from serried.launch.slurm.requeue import verdict
 from serried.launch.sweep.grid import read_sweep
 from serried.program import main as train
 from serried.records.status import Status
-from testing.cluster import ROOT
 from testing.disturb import is_alive
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT
 from testing.runs import metrics, status, tiny_overrides
 from tests.support.slurm import wait_for
 

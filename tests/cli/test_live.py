@@ -17,7 +17,7 @@ import pytest
 
 from serried.runtime.console import Doing, Live
 from serried.trainer.monitor.heartbeat import DATA, LOG, TRAIN, Pulse, activity
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from testing.runs import run_here, tiny_overrides
 
 SCREEN_COLUMNS = 300

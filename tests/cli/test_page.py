@@ -16,12 +16,12 @@ import yaml
 
 import serried.trainer.run
 from serried.cli import main
-from serried.launch.sweep.summary import Outcome, write_summary
+from serried.launch.sweep.sweep_table import Outcome, write_summary
 from serried.records.report import write_report
 from serried.records.report.page import render
 from serried.records.report.run_records import Curve, read_records
 from serried.records.report.thinning import means, thinned
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from testing.runs import metrics, run_here, status, tiny_overrides
 from tests.support.browser import Browser, Page, browser
 

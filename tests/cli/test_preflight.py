@@ -14,8 +14,8 @@ from serried.configs.schema.sections import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
 from serried.runtime.session import Session
-from testing.cluster import Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import Cluster
 
 GIB = 2**30
 MATMUL, ALL_REDUCE, VERSIONS = probes.matmul_flops, probes.all_reduce, probes.versions

@@ -23,7 +23,7 @@ from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optim.optimizer import build_optimizer
 from serried.trainer.training_state import train_step
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tools.published import spearman
 
 QUIET_LOAD = 1.0

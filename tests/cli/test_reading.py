@@ -13,10 +13,10 @@ import torch
 
 import serried
 from serried.cli import main
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint import manifest
 from serried.trainer.checkpoint.retention import prune
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import overrides, run_here, tiny_overrides
 
 

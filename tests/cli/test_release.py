@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import serried
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 
 TOP_LEVEL = ("configs", "launch", "parallel", "planner", "recipes", "records", "runtime", "slurm", "trainer")
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

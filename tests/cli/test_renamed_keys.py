@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import serried
-from serried.configs.command_line import CommandLine
 from serried.configs.compose import compose, compose_saved
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.messages.keys import all_keys
+from serried.configs.override_parser import CommandLine
 from serried.configs.plain_data import read_yaml, value_at
 from serried.configs.renamed_keys import RENAMED, with_new_names
 from serried.configs.schema.declaration import declaring

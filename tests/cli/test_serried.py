@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from serried.cli import main
-from serried.launch.sweep.summary import Outcome, write_summary
+from serried.launch.sweep.sweep_table import Outcome, write_summary
 from serried.trainer.checkpoint.manifest import MANIFEST
-from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import overrides, weights
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from serried.planner.time.measured_rates import read_rates
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from testing.runs import metrics, tiny_overrides
 from tests.support.slurm import PATIENCE_SECONDS, SlurmCluster, wait_for, why_not
 

@@ -21,12 +21,12 @@ from serried.launch.local.processes import NotedSignals
 from serried.launch.sweep.grid import read_sweep
 from serried.launch.sweep.optuna_search import Search
 from serried.launch.sweep.points import Point
-from serried.launch.sweep.summary import Outcome, outcome_of, read_outcome, table, write_summary
+from serried.launch.sweep.sweep_table import Outcome, outcome_of, read_outcome, table, write_summary
 from serried.launch.sweep.train_sweep import run_sweep, summarize
 from serried.program import main
-from testing.cluster import ROOT
 from testing.disturb import is_alive
 from testing.forked_runs import torchruns_variables
+from testing.rank_pool import ROOT
 from testing.runs import losses, metrics, run_here, steps_saved, tiny_overrides
 from tests.support.slurm import wait_for
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testing.cluster import ROOT
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT
 from testing.runs import write_text
 from tests.cli.test_docs import BLOCK
 from tests.runs.test_sft import write_chats

@@ -19,7 +19,7 @@ from serried.parallel.precision.float8_int8 import Float8
 from serried.parallel.precision.low_precision_linear import choose_linear, set_product
 from serried.recipes.models.families.llama import Transformer
 from serried.recipes.text.causal_lm import CausalLM
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import overrides, train_small
 from testing.wire_bytes import Wire
 

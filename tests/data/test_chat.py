@@ -10,7 +10,7 @@ import pytest
 
 from serried.configs.errors import UserError
 from serried.recipes.data.chat.conversations import CHATML, ChatEncoder, ask, chat_encoder, chat_template
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import Row, open_source
 from serried.recipes.data.tokenizers.chat_template import Template
 from serried.recipes.data.tokenizers.encode_rows import Encoded

@@ -10,7 +10,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.data import register_source
 from serried.configs.schema.fields import Section
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import open_source
 from testing.forked_runs import typed
 from testing.runs import metrics, tiny_overrides

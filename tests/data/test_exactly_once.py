@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.plan import LossTerms
-from serried.recipes.data.samples.mixture import MixtureDataset
+from serried.recipes.data.samples.mixture_dataset import MixtureDataset
 from serried.recipes.data.samples.token_dataset import Batch, Sample, collate
 from serried.recipes.data.streaming.lanes import Deal, StreamDataset
 from serried.runtime.session import open_session
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, Stream, sample_order
 from serried.trainer.run import train
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.data.test_lanes import encode, numbered
 

@@ -16,7 +16,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.sections import CheckpointSection, RunConfig, RunSection
 from serried.configs.schema.tasks import ImageSection
 from serried.program import main
-from serried.recipes.classes.image_classification import ImageClassification
+from serried.recipes.classification.image_classification import ImageClassification
 from serried.recipes.data.labelled.labelled_images import (
     Image,
     cropped_at_random,
@@ -28,7 +28,7 @@ from serried.recipes.models.hugging_face.image_models import IMAGENET, normaliza
 from serried.task_class import make_task
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import resumed_checkpoints
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, different_tensors, kept_batches, losses, metrics, weights
 
 CLASSES = ("blue", "green", "red")

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.parity import CUTS, TOLERANCES, Curve, compare, run
 from serried.recipes.data.samples.token_dataset import positions_in_documents
 from serried.recipes.models.layers.lm_head import IGNORE
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tests.unit.test_model import build, section
 
 LENGTHS = (40, 3, 70, 1, 25, 61)

@@ -12,12 +12,12 @@ import pytest
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.data.prepared.token_shards import TokenStream
-from serried.recipes.data.samples.mixture import MixtureDataset
+from serried.recipes.data.samples.mixture_dataset import MixtureDataset
 from serried.recipes.data.samples.token_dataset import Sample
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.data.sampler import sample_order
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, run_here, tiny_overrides
 
 VOCABULARIES = {"web": "lorem ipsum dolor sit amet", "code": "def return lambda yield", "held": "one two three four"}

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from serried.configs.errors import UserError
 from serried.recipes.data.prepared import prepare
-from serried.recipes.data.readers import files
+from serried.recipes.data.readers import source_files
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.tokenizers import encode_rows as encode
 from serried.recipes.data.tokenizers.encode_rows import Encoded, Joiner, Seam, TextEncoder
@@ -88,12 +88,12 @@ def tokenizer(request: pytest.FixtureRequest) -> HuggingFaceTokenizer:
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (files, encode, prepare.write_shards.__globals__):
+        for module in (source_files, encode, prepare.write_shards.__globals__):
             if isinstance(module, dict):
                 patch.setitem(module, "PIECE_BYTES", 2000)
             else:
                 patch.setattr(module, "PIECE_BYTES", 2000)
-        patch.setattr(files, "AROUND_BYTES", 400)
+        patch.setattr(source_files, "AROUND_BYTES", 400)
         patch.setattr(encode, "_COMPARED_CHARACTERS", 40)
         patch.setattr(prepare, "_FEWEST_TOKENS", 100)
         yield

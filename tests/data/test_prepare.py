@@ -22,9 +22,9 @@ import pytest
 import serried.recipes.data.prepared.prepare as preparing
 import serried.recipes.data.prepared.token_shards
 import serried.recipes.data.prepared.tokenize
-import serried.recipes.data.readers.files
 import serried.recipes.data.readers.json_parquet_rows
-import serried.recipes.data.readers.progress
+import serried.recipes.data.readers.reading_progress
+import serried.recipes.data.readers.source_files
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
 from serried.recipes.data.prepared.prepare import cache_folder, open_prepared, prepare
@@ -37,7 +37,7 @@ LONG_AGO = 1_600_000_000
 
 def settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take files of this moment for settled, so that the memo is used."""
-    monkeypatch.setattr(serried.recipes.data.readers.files, "SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(serried.recipes.data.readers.source_files, "SETTLED_SECONDS", -10.0)
 
 
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_preparation_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serried.recipes.data.readers.progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(serried.recipes.data.readers.reading_progress, "_EVERY_SECONDS", 0.0)
     source, said = write(tmp_path / "text", {f"{i}.txt": f"{i} " * 200_000 for i in range(9)}), list[str]()
     prepare(section(source, tmp_path / "cache"), said.append)
     *lines, end = said

@@ -22,10 +22,10 @@ from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
 from serried.recipes.data.readers.hugging_face_dataset import streamed_units
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import Place, Row, Unit, open_source
 from serried.recipes.data.samples.token_dataset import open_dataset
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from tests.support.texts import documents, everything, many_files, section, write
 
 TEXTS = [f"document {i}: " + "né and so on " * (i % 7) for i in range(200)]

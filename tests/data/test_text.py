@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from serried.configs.errors import UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import prepare
-from serried.recipes.data.readers.files import Document, SourceFile, assignment
 from serried.recipes.data.readers.find_files import find_files
 from serried.recipes.data.readers.plain_text import Part, read_documents, split_documents, tail_start
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source_files import Document, SourceFile, assignment
 from serried.recipes.data.sources import text as text_files
 from serried.recipes.data.sources.stdlib import stdlib
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import tokenizer_from_spec

@@ -25,7 +25,7 @@ from serried.runtime.session import open_session
 from serried.trainer.memory.activation_budget import chosen_mix
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import run_here, tiny_overrides
 
 MODES = ("full", "selective", "offload")

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TOLERANCES, compare, run
 from serried.configs.compose import compose
 from serried.trainer.optim.optimizer import build_optimizer
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import weights
 from tests.unit.test_plan import TINY, both
 

@@ -21,7 +21,7 @@ from serried.recipes.models.hugging_face.any_causal_lm import HuggingFaceModel
 from serried.recipes.models.hugging_face.any_causal_lm_config import DIVIDED_MODELS
 from serried.recipes.text.causal_lm import CausalLM
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import losses
 from tests.ranks.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
 from tests.runs.test_sft import write_chats

@@ -16,7 +16,7 @@ from serried.program import main
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, different_tensors, losses, metrics, overrides, save_again, status, weights
 from tests.ranks.test_health import flip
 

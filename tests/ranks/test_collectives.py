@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from serried.configs.compose import compose
 from serried.parallel import collectives
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 Parts = list[Tensor]
 SENT = [[1, 3, 0], [0, 2, 2], [4, 0, 1]]

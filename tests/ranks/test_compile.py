@@ -29,7 +29,7 @@ from serried.records.status import Status, read_status
 from serried.runtime.console import Console
 from serried.trainer import compilation
 from serried.trainer.compilation import Compilation, check_compiler, explained, is_of_a_network
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import losses, run_here, tiny_overrides
 from tests.ranks.test_activations import EXPERTS, MODEL, step
 

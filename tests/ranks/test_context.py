@@ -17,13 +17,13 @@ from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.parallel.axes.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.axes.model_axes import shard_specs
-from serried.parallel.generation import last_logits
 from serried.parallel.layout.mesh import Layout
+from serried.parallel.next_token_logits import last_logits
 from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models.layers import attention
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, losses, tiny_overrides
 from testing.wire_bytes import Wire
 from tests.unit.test_model import build, section

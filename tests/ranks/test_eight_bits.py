@@ -21,7 +21,7 @@ from serried.parallel.precision.float8_int8 import Float8, Int8, refuse_old
 from serried.parallel.precision.low_precision_linear import Product, choose_linear, set_product
 from serried.trainer.precision import refuse_emulation
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here, tiny_overrides
 
 WIDE = ("model.dim=64", "model.hidden_dim=96")

@@ -18,7 +18,7 @@ from serried.parallel.layout.process_groups import Groups
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families.moe import MixtureOfExperts
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import overrides, weights
 from testing.wire_bytes import Wire
 from tests.unit.test_moe import section

@@ -22,7 +22,7 @@ from serried.parallel.parallelize import parallelize
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.kv_cache import Cache
 from serried.trainer.checkpoint.tensors import load_weights
-from testing.cluster import ROOT, Cluster
+from testing.rank_pool import ROOT, Cluster
 from tools.key_tables import families
 
 WINDOW, LENGTH, ROWS, PADDING = 8, 30, 131, 7

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, status
 
 LAYOUTS = {

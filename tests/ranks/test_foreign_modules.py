@@ -15,9 +15,9 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import LaunchSection
 from serried.parallel.checkpoint_mapping import unchanged
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.fsdp_units import units_of
 from serried.parallel.layout.mesh import resolve_layout
-from serried.parallel.model import DistributedModel
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.parallel.sync.buffers import Buffers
@@ -27,7 +27,7 @@ from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.model import build_model
 from serried.trainer.optim.optimizer import build_optimizer, take_step
 from serried.trainer.task import Task
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 BATCH, STEPS = 12, 5
 

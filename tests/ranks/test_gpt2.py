@@ -8,7 +8,7 @@ import torch
 import serried
 from serried.recipes.models.families.gpt2 import GPT2, GPT2Model
 from serried.recipes.models.families.gpt2_config import GPT2Section
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, overrides
 
 

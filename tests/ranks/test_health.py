@@ -21,7 +21,7 @@ from serried.trainer.loop import Loop
 from serried.trainer.monitor.spikes import SpikeWindow
 from serried.trainer.replica_check import Alike, differing, digest, respond
 from serried.trainer.step import StepResult
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, status, steps_saved, tiny_overrides, train_small
 
 BATCH = 4

@@ -28,7 +28,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import (
 )
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.text.causal_lm import CausalLM
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from tests.support.texts import documents, everything, many_files, section, write
 
 WORDS = "the tokenizer learns pairs of bytes from this text, naïve as it is 漢字 "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides, tiny_overrides, weights
 
 CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]

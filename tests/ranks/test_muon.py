@@ -23,7 +23,7 @@ from serried.trainer.model import build_model, sharded
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.parameter_groups import parameter_groups
 from serried.trainer.task import Task
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.11 has none")

@@ -44,7 +44,7 @@ from serried.trainer.optim.optimizer import build_optimizer, create_state, model
 from serried.trainer.optim.optimizer_state import group_values, tensor_state
 from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.training_state import train_step
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides
 from tests.ranks.test_optimizers import OWN_OPTIMIZER, with_own
 from tests.unit.test_plan import SHORT, TINY, both

@@ -34,7 +34,7 @@ from serried.trainer.optim.optimizer_state import (
 )
 from serried.trainer.optim.parameter_groups import freeze, parameter_groups
 from serried.trainer.run import train
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import (
     ObservedRecipe,
     changes_by_step,

@@ -10,7 +10,7 @@ import torch
 from serried.program import main
 from serried.runtime.session import Session
 from serried.trainer.monitor.straggler import Pace, SlowRank
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, tiny_overrides
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.parity import BORDER, CUTS, EXPERT_CUTS, MIXTURE, TIED_NAMES, TOLERANCES, Curve, Cut, compare, run
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 TIED_SCHEDULES = ("pipeline x2, interleaved", "pipeline x2, dualpipev", "pipeline x4", "pipeline x2, zbv x tensor x2")
 """Of which each has the two ends of the model elsewhere."""

@@ -16,7 +16,7 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.models.families.llama import Transformer
 from serried.recipes.models.families.llama_config import LlamaSection
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides, weights
 from tests.support.own_task import Points
 

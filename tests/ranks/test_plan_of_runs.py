@@ -17,7 +17,7 @@ from serried.configs.schema.declaration import declaring
 from serried.planner.time.measured_rates import read_rates
 from serried.planning import traced_products
 from serried.task_class import installed
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import overrides
 
 LINES = [

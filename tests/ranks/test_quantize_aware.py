@@ -17,7 +17,7 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.low_precision_linear import check_torchao, product_of_torchao, set_product
 from serried.parallel.precision.quantize_aware import FakeQuantized, torchao_config
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, run_here, tiny_overrides
 from tests.ranks.test_eight_bits import WIDE, block
 

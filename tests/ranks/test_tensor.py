@@ -23,7 +23,7 @@ from serried.recipes.models.families.llama import Transformer
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers import lm_head as head
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.wire_bytes import Wire
 
 VOCABULARY = 257

@@ -15,7 +15,7 @@ from serried.configs.schema.sections import LaunchSection
 from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import resolve_layout
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here
 
 pytestmark = pytest.mark.slow

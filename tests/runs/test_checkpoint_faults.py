@@ -26,7 +26,7 @@ from serried.parallel.sum_table import SumTable
 from serried.trainer.checkpoint import save, writer
 from serried.trainer.checkpoint.manifest import check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed
-from testing.cluster import ROOT, Cluster
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import (
     Ended,
     different_tensors,
@@ -478,7 +478,7 @@ def test_a_validation_loss_that_is_not_finite_costs_no_checkpoint(text: Path, tm
     def spoilt(*_: Any) -> SumTable:
         return LossTerms(torch.tensor(float("nan")), torch.tensor(64)).table()
 
-    with patch("serried.parallel.model.DistributedModel.evaluate", spoilt):
+    with patch("serried.parallel.distributed_model.DistributedModel.evaluate", spoilt):
         printed = train(text, tmp_path / "run", "trainer.eval_every=2").printed
     assert "WARNING" not in printed
     assert steps_saved(tmp_path / "run") == [4, 6]

@@ -21,7 +21,7 @@ from serried.recipes.text.distillation_config import DistillationSection
 from serried.records.metrics import named_metrics
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tests.runs.test_sft import write_chats
 
 SIZES = {"vocab_size": 257, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -10,7 +10,7 @@ import pytest
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
 from serried.program import main
 from serried.task_class import declaration
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, different_tensors, losses, status, steps_saved
 from tests.support.own_task import Points
 

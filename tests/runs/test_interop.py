@@ -21,11 +21,11 @@ from torch import Tensor
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import BUILT_IN, declaring
-from serried.recipes.classes.text_classification_config import TextClassSection
+from serried.recipes.classification.text_classification_config import TextClassSection
 from serried.recipes.models.hugging_face.classifier import build_classifier
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.trainer import Trainer
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}

@@ -28,7 +28,7 @@ from serried.trainer.evaluation.evaluate import load_model
 from serried.trainer.model import build_model
 from serried.trainer.trainer import Trainer
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tests.runs.test_sft import write_chats
 from tests.support.own_task import Points
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from serried.commands import evaluate_model
 from serried.program import main
-from serried.recipes.classes.masked_lm import MaskedLM, Masking
+from serried.recipes.classification.masked_lm import MaskedLM, Masking
 from serried.recipes.data.labelled.labelled_texts import open_encoder
 from serried.recipes.models.layers.lm_head import IGNORE
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, different_tensors, kept_batches, losses, metrics
 
 WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")

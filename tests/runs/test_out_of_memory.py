@@ -32,8 +32,8 @@ from serried.recipes.models.family import family_of
 from serried.recipes.models.layers.lm_head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.monitor.heartbeat import SET_UP
-from testing.cluster import ROOT
 from testing.forked_runs import typed_on
+from testing.rank_pool import ROOT
 from testing.runs import metrics, status, tiny_overrides
 from tests.support.greedy import ABSURD, train_out_of_memory
 

@@ -27,7 +27,7 @@ from serried.recipes.text.preference import Preference, margin_losses, orpo_loss
 from serried.recipes.text.preference_config import PreferenceSection
 from serried.records.metrics import named_metrics
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 ASK = {"role": "user", "content": "Say three."}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))

@@ -17,8 +17,8 @@ import torch
 from serried.planner.compare import exchanged
 from serried.trainer.metrics.profiler import StepProfiler, record_history, write_snapshot
 from serried.trainer.trainer import Trainer
-from testing.cluster import Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, run_here, tiny_overrides
 
 LAYOUTS = {"single": 1, "fsdp": 2}

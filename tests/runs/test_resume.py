@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides, status, weights
 
 LAYOUTS = {

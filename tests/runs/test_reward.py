@@ -17,7 +17,7 @@ from serried.recipes.text.reward import Reward
 from serried.recipes.text.reward_config import RewardSection
 from serried.records.metrics import named_metrics
 from testing import runs
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tests.runs.test_preference import dpo, model, train
 
 __all__ = ["model"]  # a fixture

@@ -35,8 +35,8 @@ from serried.runtime.root_cause import Cause, is_consequence
 from serried.runtime.session import open_session, run_in_session
 from serried.runtime.signals import Signals
 from serried.runtime.store import Exchange
-from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT, Cluster
 from tests.support.own_task import Points
 from tests.support.slurm import wait_for
 

@@ -23,7 +23,7 @@ from serried.configs.errors import StopRequested
 from serried.configs.schema.declaration import BUILT_IN
 from serried.configs.schema.sections import LaunchSection
 from serried.program import main
-from serried.records.trackers.processes import Trackers
+from serried.records.trackers.tracker_processes import Trackers
 from serried.runtime.import_signals import ASKING
 from serried.runtime.root_cause import Cause
 from serried.runtime.session import open_session
@@ -33,9 +33,9 @@ from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.monitor.straggler import SlowRank
 from serried.trainer.trainer import Trainer
-from testing.cluster import ROOT, Cluster
 from testing.disturb import family, is_alive, started
 from testing.forked_runs import Typed, typed, typed_on
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import (
     ObservedRecipe,
     different_tensors,

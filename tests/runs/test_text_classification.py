@@ -18,11 +18,11 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import without_code
 from serried.configs.schema.tasks import LabelledSection
 from serried.program import main
-from serried.recipes.classes.text_classification import TextClassification
-from serried.recipes.classes.text_classification_config import TextClassSection
+from serried.recipes.classification.text_classification import TextClassification
+from serried.recipes.classification.text_classification_config import TextClassSection
 from serried.recipes.data.labelled.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.hugging_face.classifier import build_classifier
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import checkpoint, different_tensors, kept_batches, losses, metrics, weights
 
 WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")

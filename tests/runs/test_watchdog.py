@@ -28,8 +28,8 @@ from serried.trainer.loop import Loop
 from serried.trainer.monitor.diagnosis import Beat, diagnose, judge_silent_by_others
 from serried.trainer.monitor.heartbeat import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
 from serried.trainer.monitor.watchdog import Watchdog, last_collectives
-from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT, Cluster
 from testing.runs import metrics, status, steps_saved, tiny_overrides
 
 SUM = ("gloo/0", 8, "all_reduce of 2 numbers", False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from serried.configs.compose import compose, config_yaml
 from serried.records.run_folder import RunFolder
-from serried.records.trackers.processes import Trackers
+from serried.records.trackers.tracker_processes import Trackers
 from testing.disturb import family, is_alive, parent
 from testing.runs import tiny_overrides
 

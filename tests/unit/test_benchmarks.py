@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step_overhead import MODELS
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import overrides
 
 

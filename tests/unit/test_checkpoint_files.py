@@ -25,7 +25,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.records.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, read_header, tensor_bytes
+from serried.records.safetensors_files import (
+    DTYPES,
+    TensorFolder,
+    TensorSpec,
+    header,
+    index_json,
+    read_header,
+    tensor_bytes,
+)
 from serried.trainer.checkpoint.manifest import (
     MANIFEST,
     Damaged,

@@ -13,7 +13,7 @@ from serried.parallel.checkpoint_mapping import Fragment, unchanged
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.parallel.layout.shard_specs import Box, ShardSpec, Slice
-from serried.records.tensors import TensorSpec
+from serried.records.safetensors_files import TensorSpec
 from serried.trainer.checkpoint.file_assignment import Part, Plan, deal_files, make_plan, targets_of, windows_of
 from serried.trainer.checkpoint.tensor_exchange import put_into_place
 

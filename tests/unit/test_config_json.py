@@ -21,7 +21,7 @@ from serried.recipes.models.families.llama_config import LlamaSection, MistralSe
 from serried.recipes.models.families.moe_config import _EXPERTS, _FORMS
 from serried.recipes.models.family import family_of
 from serried.recipes.models.hugging_face.any_causal_lm import fragments_of
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 from tools.key_tables import defaults_of_transformers, transformers_defaults
 
 KINDS = list(recorded.DEFAULTS)

@@ -18,7 +18,7 @@ from serried.parallel.layout.process_groups import Groups
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.runtime.session import open_session
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from tests.support.slurm import wait_for
 
 

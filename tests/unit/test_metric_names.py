@@ -8,7 +8,7 @@ from serried.parallel.layout.process_groups import gather_plain
 from serried.parallel.loss_checks import agreed_shapes, check_names
 from serried.parallel.plan import LossTerms
 from serried.parallel.sum_table import section
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 
 
 def compare(names: list[list[str] | None]) -> str:

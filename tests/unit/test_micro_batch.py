@@ -21,7 +21,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import Start, plain
 from serried.trainer.memory.host_memory import tensor_bytes
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import losses
 from tests.support.own_task import Points
 

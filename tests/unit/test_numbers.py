@@ -25,7 +25,7 @@ from serried.runtime.session import open_session
 from serried.trainer.metrics.meter import PROFILING, SAVING, Meter, eta_seconds
 from serried.trainer.metrics.peak_flops import PEAK_FLOPS, peak_flops
 from serried.trainer.step import TrainStep
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here, tiny_overrides, train_small
 
 

@@ -28,8 +28,8 @@ from serried.recipes.models.layers.lm_head import chunk_tokens
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.model import build_model
-from testing.cluster import ROOT, Cluster
 from testing.forked_runs import typed
+from testing.rank_pool import ROOT, Cluster
 from tools.published import memory_error, memory_line, rows_with_memory
 
 SHORT = [

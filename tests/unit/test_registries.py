@@ -9,7 +9,7 @@ import pytest
 
 from serried.configs.schema.data import sources
 from serried.configs.schema.registry import Registry, models, optimizers, schedules, tasks
-from testing.cluster import ROOT
+from testing.rank_pool import ROOT
 
 REGISTRIES = {"models": models, "optimizers": optimizers, "schedules": schedules, "sources": sources, "tasks": tasks}
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from serried.cli import main as serried
 from serried.program import main
 from serried.trainer.optim.weight_average import WeightAverage
-from testing.cluster import Cluster
+from testing.rank_pool import Cluster
 from testing.runs import different_tensors, losses, metrics, overrides, run_here, tiny_overrides, weights
 from tests.cli.test_evaluate import evaluated
 

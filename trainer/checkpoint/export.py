@@ -22,7 +22,7 @@ from serried.configs.formats import size
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.hugging_face.model_folder import CONFIG, GENERATION
 from serried.configs.plain_data import read_json
-from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from serried.records.safetensors_files import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.file_assignment import file_names
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_files, fsync_folder
 from serried.trainer.checkpoint.merge_tensors import Built, Mean, Merged

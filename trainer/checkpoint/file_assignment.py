@@ -22,7 +22,7 @@ from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.shard_specs import Box, ShardSpec
-from serried.records.tensors import TensorSpec
+from serried.records.safetensors_files import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
 """Size of the data that an owner receives at a time."""

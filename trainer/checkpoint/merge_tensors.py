@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.hugging_face.adapter_folder import PREFIX
-from serried.records.tensors import TensorFolder, TensorSpec
+from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported
 
 _REPLACED = "lm_head.weight"

@@ -23,7 +23,7 @@ from serried.configs.formats import size
 from serried.configs.schema.sections import CheckpointSection
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
-from serried.records.tensors import TensorSpec, index_json
+from serried.records.safetensors_files import TensorSpec, index_json
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.file_assignment import (
     BUCKET_BYTES,

@@ -12,10 +12,10 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG
 from serried.configs.plain_data import read_json
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.layout.shard_specs import Box
-from serried.parallel.model import DistributedModel
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint.file_assignment import Part, windows_of
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, weights_alone
 from serried.trainer.optim.optimizer_state import ensure_state, tensor_state

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from serried.records.tensors import header, tensor_bytes
+from serried.records.safetensors_files import header, tensor_bytes
 from serried.trainer.checkpoint.file_assignment import Plan, Window
 from serried.trainer.checkpoint.manifest import FileRecord
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, RunConfig
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.mesh import Layout, resolve_layout
-from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.parallel.sum_table import section
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.adapter_base_model import base_of, check_base
 from serried.trainer.adapters import CannotAdapt, unknown_layer
-from serried.trainer.base_model import base_of, check_base
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files
 from serried.trainer.checkpoint.read_while_training import read_by_all
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import HARNESS
 from serried.configs.similar_names import nearest
-from serried.parallel.model import DistributedModel
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.runtime.session import Session
 from serried.trainer.evaluation.evaluate import Kept

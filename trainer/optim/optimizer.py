@@ -14,9 +14,9 @@ from serried.configs.errors import UserError
 from serried.configs.schema.registry import optimizers, schedules, takes
 from serried.configs.schema.sections import OptimSection, ScheduleSection
 from serried.parallel.axes.model_axes import shard_specs
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import local
 from serried.parallel.layout.mesh import Layout
-from serried.parallel.model import DistributedModel
 from serried.parallel.optim.factor_sums import Sums
 from serried.parallel.optim.matrix_exchange import Matrices, matrix_names
 from serried.parallel.optim.stochastic_rounding import Rounding

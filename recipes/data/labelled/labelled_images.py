@@ -25,7 +25,7 @@ from serried.recipes.data.labelled.splits_and_classes import (
     unknown_class,
     validation_split,
 )
-from serried.recipes.data.readers.files import assignment, library, opened
+from serried.recipes.data.readers.source_files import assignment, library, opened
 
 _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _FORMATS = frozenset(

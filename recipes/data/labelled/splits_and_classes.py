@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from serried.configs.errors import UserError
 from serried.configs.schema.tasks import LabelledSection, SampledSection
 from serried.configs.similar_names import nearest
-from serried.recipes.data.readers.files import assignment, library, quiet
+from serried.recipes.data.readers.source_files import assignment, library, quiet
 from serried.trainer.task import Dataset, fingerprint
 
 TRAINING = "train"

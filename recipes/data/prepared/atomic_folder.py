@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import assignment
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source_files import assignment
 from serried.records.files import machine
 
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")

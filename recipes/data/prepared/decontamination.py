@@ -13,7 +13,7 @@ from serried.recipes.data.prepared.atomic_folder import make_folder
 from serried.recipes.data.prepared.prepare import Prepared, write_json, write_summary
 from serried.recipes.data.prepared.token_shards import ShardWriter, TokenStream
 from serried.recipes.data.prepared.tokenize import Counts
-from serried.recipes.data.readers.progress import Progress, Show
+from serried.recipes.data.readers.reading_progress import Progress, Show
 from serried.recipes.data.tokenizers.encode_rows import Encoded
 from serried.recipes.data.tokenizers.tokenizer import token_dtype
 

@@ -37,9 +37,9 @@ from serried.recipes.data.prepared.tokenize import (
     texts_to_learn_from,
     write_shards,
 )
-from serried.recipes.data.readers.files import assignment
-from serried.recipes.data.readers.progress import Progress, Show, usable_cores
+from serried.recipes.data.readers.reading_progress import Progress, Show, usable_cores
 from serried.recipes.data.readers.source import SPLITS, Place, Source, Unit, bad_rows, open_source
+from serried.recipes.data.readers.source_files import assignment
 from serried.recipes.data.tokenizers.encode_rows import Encoder, TextEncoder
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import CharsTokenizer, Tokenizer, token_dtype

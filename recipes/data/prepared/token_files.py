@@ -11,10 +11,10 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.recipes.data.prepared.token_shards import Shard
 from serried.recipes.data.prepared.tokenize import Counts, TokenCounts
-from serried.recipes.data.readers.files import SourceFile, files_state, stamp_of, unchanged, unreadable
 from serried.recipes.data.readers.find_files import find_files
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import SPLITS, Source, Unit
+from serried.recipes.data.readers.source_files import SourceFile, files_state, stamp_of, unchanged, unreadable
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
 from serried.records.files import write_atomically
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.recipes.data.prepared.token_shards import Shard, ShardWriter
-from serried.recipes.data.readers.files import PIECE_BYTES
-from serried.recipes.data.readers.progress import Progress, ordered
+from serried.recipes.data.readers.reading_progress import Progress, ordered
 from serried.recipes.data.readers.source import SHOWN_ROWS, SPLITS, Row, Unit, bad_rows
+from serried.recipes.data.readers.source_files import PIECE_BYTES
 from serried.recipes.data.tokenizers.encode_rows import Encoded, Encoder, Joiner, as_bytes, texts_of
 
 _SHARD_BYTES = 64 << 20

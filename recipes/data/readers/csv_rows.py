@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import Stamp, open_plain, unchanged
 from serried.recipes.data.readers.json_parquet_rows import RowContent, row_of
 from serried.recipes.data.readers.source import Place, Row, Unit
+from serried.recipes.data.readers.source_files import Stamp, open_plain, unchanged
 
 
 @dataclass(frozen=True, kw_only=True)

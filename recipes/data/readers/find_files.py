@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import SourceFile, assignment, kind_of
+from serried.recipes.data.readers.source_files import SourceFile, assignment, kind_of
 
 _MOST_FOLDERS = 200_000
 _CLOSE = 0.75

@@ -15,7 +15,6 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
-from serried.recipes.data.readers.files import SourceFile, files_state, kind_of, library, quiet
 from serried.recipes.data.readers.json_parquet_rows import (
     Column,
     JsonLines,
@@ -25,8 +24,9 @@ from serried.recipes.data.readers.json_parquet_rows import (
     rows_of,
     units_of_file,
 )
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import Place, Row, Source, Unit
+from serried.recipes.data.readers.source_files import SourceFile, files_state, kind_of, library, quiet
 
 _UNIT_ROWS = 10_000
 _BATCH_ROWS = 256

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import (
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source import AtRow, Content, Place, Row, Source, Unit
+from serried.recipes.data.readers.source_files import (
     COMPRESSED,
     PIECE_BYTES,
     Document,
@@ -30,8 +32,6 @@ from serried.recipes.data.readers.files import (
     unchanged,
     unreadable,
 )
-from serried.recipes.data.readers.progress import Progress
-from serried.recipes.data.readers.source import AtRow, Content, Place, Row, Source, Unit
 
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""

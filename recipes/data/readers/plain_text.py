@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import (
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source import SPLITS, Row, Source, Unit
+from serried.recipes.data.readers.source_files import (
     PIECE_BYTES,
     Document,
     SourceFile,
@@ -23,8 +25,6 @@ from serried.recipes.data.readers.files import (
     skip,
     unchanged,
 )
-from serried.recipes.data.readers.progress import Progress
-from serried.recipes.data.readers.source import SPLITS, Row, Source, Unit
 
 WHOLE_FILES_FROM = 20
 """Number of distinct files from which validation takes whole files, instead of the tail of each file."""

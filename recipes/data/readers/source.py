@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, sources
 from serried.configs.schema.sections import LoadingSection
-from serried.recipes.data.readers.files import PIECE_BYTES, open_plain
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source_files import PIECE_BYTES, open_plain
 
 SPLITS = ("train", "validation")
 SHOWN_ROWS = 10

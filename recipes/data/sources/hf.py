@@ -9,7 +9,7 @@ from typing import ClassVar
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, sources
 from serried.configs.schema.fields import PathText
-from serried.recipes.data.readers.files import assignment
+from serried.recipes.data.readers.source_files import assignment
 from serried.recipes.data.sources.text import RowsSection
 
 

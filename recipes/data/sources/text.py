@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 from serried.configs.errors import UserError
 from serried.configs.schema.data import SourceSection, register_source
 from serried.configs.schema.fields import PathText
-from serried.recipes.data.readers.files import assignment, ending_of, kind_of
 from serried.recipes.data.readers.find_files import check_path, find_files
 from serried.recipes.data.readers.json_parquet_rows import Column, RowFiles, holds_rows
 from serried.recipes.data.readers.plain_text import TextFiles
 from serried.recipes.data.readers.source import Source
+from serried.recipes.data.readers.source_files import assignment, ending_of, kind_of
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Files that are one document each, in a folder. A file that is named, or matches a glob, may end in anything."""

@@ -20,7 +20,7 @@ from serried.recipes.data.prepared.prepare import (
 from serried.recipes.data.prepared.token_shards import ShardWriter
 from serried.recipes.data.prepared.tokenize import Counts, place_of
 from serried.recipes.data.readers.hugging_face_dataset import streamed_units
-from serried.recipes.data.readers.progress import Progress, Show
+from serried.recipes.data.readers.reading_progress import Progress, Show
 from serried.recipes.data.readers.source import Row, Unit
 from serried.recipes.data.streaming.lanes import Deal, StreamDataset
 from serried.recipes.data.tokenizers.encode_rows import TextEncoder

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import library
+from serried.recipes.data.readers.source_files import library
 
 Message = dict[str, Any]
 

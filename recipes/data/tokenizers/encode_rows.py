@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.files import AROUND_BYTES, PIECE_BYTES, read_surrounded
 from serried.recipes.data.readers.source import AtRow, Place, Row
+from serried.recipes.data.readers.source_files import AROUND_BYTES, PIECE_BYTES, read_surrounded
 from serried.recipes.data.tokenizers.chat_template import TooMuch
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 

@@ -13,7 +13,7 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json, read_bytes
 from serried.configs.schema.data import DataSection
-from serried.recipes.data.readers.files import assignment, library, quiet
+from serried.recipes.data.readers.source_files import assignment, library, quiet
 from serried.recipes.data.tokenizers.tokenizer import (
     END,
     REPLACEMENT,

@@ -2,8 +2,8 @@
 
 A router sends each token to the k best of E small feed-forwards and adds up their outputs
 (https://arxiv.org/abs/1701.06538). In glm4_moe, scores are sigmoids, and a bias balances the load of experts without
-an auxiliary loss (https://arxiv.org/abs/2408.15664); it is updated after each accepted step, see ``parallel.model``.
-The other two use softmax scores without a bias; their weights can be loaded, trained and saved. Attention, norms and
+an auxiliary loss (https://arxiv.org/abs/2408.15664); it is updated after each accepted step, see ``trainer.step``. The
+other two use softmax scores without a bias; their weights can be loaded, trained and saved. Attention, norms and
 the first, dense layers are the same as in ``llama``.
 
 Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from serried.parallel.axes.context import head_tail
 from serried.parallel.axes.expert import Loads
-from serried.parallel.generation import last_logits
 from serried.parallel.layout.local_shards import HeldTensor, evaluating, held_parameters, local
 from serried.parallel.layout.mesh import MODEL_AXES, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import ShardSpec
 from serried.parallel.loss_checks import LOSS_ALONE, agreed_shapes, check_names
+from serried.parallel.next_token_logits import last_logits
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.precision.float8_all_gather import Float8Gather
 from serried.parallel.runner import Direct, Runner

@@ -13,7 +13,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_if_there
 from serried.configs.schema.tasks import ImageSection
 from serried.parallel.plan import LossTerms
-from serried.recipes.classes.classification import Classification
+from serried.recipes.classification.classification_task import Classification
 from serried.recipes.data.labelled.labelled_images import (
     UPRIGHT,
     FolderImages,

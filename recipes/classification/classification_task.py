@@ -18,7 +18,7 @@ from serried.configs.schema.tasks import LabelledSection, SampledSection, TextsS
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.labelled.splits_and_classes import LabelledData
-from serried.recipes.data.readers.files import assignment
+from serried.recipes.data.readers.source_files import assignment
 from serried.recipes.models.hugging_face.any_causal_lm import fragments_of
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.trainer.task import Dataset, Task

@@ -9,5 +9,5 @@ class TextClassSection(TextsSection, LabelledSection):
 
 
 tasks.register(
-    "text_classification", TextClassSection, "serried.recipes.classes.text_classification:TextClassification"
+    "text_classification", TextClassSection, "serried.recipes.classification.text_classification:TextClassification"
 )

@@ -17,8 +17,8 @@ from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.schema.sections import RunConfig
 from serried.configs.schema.tasks import TextsSection
 from serried.parallel.plan import LossTerms
-from serried.recipes.classes.classification import Classification
-from serried.recipes.classes.text_classification_config import TextClassSection
+from serried.recipes.classification.classification_task import Classification
+from serried.recipes.classification.text_classification_config import TextClassSection
 from serried.recipes.data.labelled.labelled_texts import LabelledText, open_encoder, open_texts
 from serried.recipes.data.labelled.splits_and_classes import LabelledData
 from serried.recipes.data.tokenizers.tokenizer import changed_token

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
+from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.mesh import resolve_layout
-from serried.parallel.model import DistributedModel
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.read_while_training import reading
 from serried.trainer.evaluation.evaluate import check_weights, load_model

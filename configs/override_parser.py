@@ -1,4 +1,4 @@
-"""The words of a command line: overrides that are accepted, and a sentence for each mistake."""
+"""Parser of the command line of ``train.py``: overrides that are accepted, and a sentence for each mistake."""
 
 import functools
 import re
@@ -13,7 +13,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from serried.configs.command_arguments import last_of_each
 from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown, unfit
 from serried.configs.messages.keys import Key, all_keys, is_section
@@ -30,6 +29,7 @@ from serried.configs.messages.suggestions import (
 )
 from serried.configs.plain_data import expanded, flatten
 from serried.configs.schema.declaration import FOLDER
+from serried.configs.subcommand_arguments import last_of_each
 
 COMMAND_LINE = "command line"
 Action = Literal["train", "help", "config", "sweep"]

@@ -3,4 +3,6 @@
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.tasks import ImageSection
 
-tasks.register("image_classification", ImageSection, "serried.recipes.classes.image_classification:ImageClassification")
+tasks.register(
+    "image_classification", ImageSection, "serried.recipes.classification.image_classification:ImageClassification"
+)

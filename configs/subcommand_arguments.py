@@ -1,4 +1,4 @@
-"""Reading the words of a command of ``serried``: ``key=value`` pairs, run folders, numbers."""
+"""Parser of the arguments of ``serried SUBCOMMAND``: ``key=value`` pairs, run folders, numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path

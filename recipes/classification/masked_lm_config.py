@@ -16,4 +16,4 @@ class MaskedLMSection(TextsSection):
     """Fraction of the tokens to predict: of these 80% are masked, 10% become a random token, and 10% stay."""
 
 
-tasks.register("masked_lm", MaskedLMSection, "serried.recipes.classes.masked_lm:MaskedLM")
+tasks.register("masked_lm", MaskedLMSection, "serried.recipes.classification.masked_lm:MaskedLM")

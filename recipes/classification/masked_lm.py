@@ -16,8 +16,8 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import RunConfig
-from serried.recipes.classes.masked_lm_config import MaskedLMSection
-from serried.recipes.classes.text_classification import TextBatch, TextClassification
+from serried.recipes.classification.masked_lm_config import MaskedLMSection
+from serried.recipes.classification.text_classification import TextBatch, TextClassification
 from serried.recipes.data.labelled.labelled_texts import open_encoder, open_texts
 from serried.recipes.data.labelled.splits_and_classes import LabelledData, MappedSamples
 from serried.recipes.models.layers.lm_head import IGNORE

@@ -12,7 +12,7 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import base_of_adapters
 from serried.configs.hugging_face.model_folder import CONFIG, keys_of_teacher, model_folder, teacher_section
 from serried.configs.messages.invalid_values import shown
-from serried.records.tensors import TensorFolder
+from serried.records.safetensors_files import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
 from serried.trainer.checkpoint.resume import Start

@@ -7,7 +7,7 @@ from pathlib import Path
 from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
 from serried.launch.slurm.queue import jobs_of, queued_jobs, was_submitted
-from serried.launch.sweep.summary import RECORD, read_summary, table
+from serried.launch.sweep.sweep_table import RECORD, read_summary, table
 from serried.records.lock import is_locked
 from serried.records.metrics import METRICS, last_of_each_kind
 from serried.records.status import STATUS, read_status

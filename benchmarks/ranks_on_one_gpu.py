@@ -1,8 +1,8 @@
 """Parallel layouts of several ranks on one GPU, through NCCL: losses, resuming, and host waits.
 
-    python -m benchmarks.one_gpu                                # all rows, about four minutes on a GPU
-    python -m benchmarks.one_gpu --rows 'ddp x2' 'hsdp 2x2'
-    python -m benchmarks.one_gpu --device cpu --rows 'ddp x2'   # the same rows through Gloo
+    python -m benchmarks.ranks_on_one_gpu                                # all rows, about four minutes on a GPU
+    python -m benchmarks.ranks_on_one_gpu --rows 'ddp x2' 'hsdp 2x2'
+    python -m benchmarks.ranks_on_one_gpu --device cpu --rows 'ddp x2'   # the same rows through Gloo
 
 NCCL refuses two ranks on one GPU, unless NCCL_HOSTID gives each a host of its own. NVIDIA does not support this; the
 ranks take turns on the GPU, and messages pass through the loopback network. So it shows whether the collectives are
@@ -20,8 +20,8 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TENSOR, TIED, Curve, Cut, compare, run
-from testing.cluster import SPAWNED, Cluster
 from testing.forked_runs import torchruns_variables
+from testing.rank_pool import SPAWNED, Cluster
 from testing.runs import overrides, write_text
 
 WIDE_HEADS = ("model.head_dim=16",)
@@ -113,7 +113,7 @@ class Checks:
         """Train ``name`` of ``UNWATCHED``."""
         argv = ["trainer.steps=10", "trainer.log_every=0", "checkpoint.every=0", *UNWATCHED[name]]
         answers = self._cluster.run(
-            processes, "benchmarks.one_gpu:train_without_host_waits", _LIMIT_SECONDS,
+            processes, "benchmarks.ranks_on_one_gpu:train_without_host_waits", _LIMIT_SECONDS,
             argv=overrides(self._text, self._run_dir(), *argv),
         )  # fmt: skip
         failed = [answer.printed for answer in answers if answer.value]

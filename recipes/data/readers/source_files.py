@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from serried.configs.errors import UserError
 from serried.configs.requirements import not_installed
-from serried.recipes.data.readers.progress import Progress
+from serried.recipes.data.readers.reading_progress import Progress
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of files that are decompressed while they are read."""

@@ -370,7 +370,8 @@ A ReLU amplifies rounding at its kink: an input that rounding moves across zero 
 GroupNorm and ReLU on MNIST-1D, one of 81,600 inputs of step 5 was 4.9e-8 on one process and -1.1e-8 with `ddp` x2.
 The gradient norm differed by 1.4e-4, and the loss by 4.3e-4 at step 9. With the same ReLUs active, the norms of both
 agree to 1e-9. In fp64 (`.double()` on model and inputs) all 120 steps agree to 1e-15 in the loss. To compare layouts of
-such a model, train it in fp64 or with a smooth activation; `tests/ranks/test_foreign_modules.py` trains one in fp64.
+such a model, train it in fp64 or with a smooth activation;
+`tests/ranks/models/test_foreign_modules.py` trains one in fp64.
 
 On torch 2.11, 20 fp32 rows with one and several axes (tensor, context by gather and by ring, pipelines of all
 schedules that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `interleaved_zero_bubble`,

@@ -4,7 +4,7 @@ Each parameter is drawn in blocks of rows, each block from its own stream keyed 
 rank draws just the blocks that touch its shard and no two layouts can differ. Numbers come from numpy's Philox
 (https://www.thesalmons.org/john/random123/papers/random123sc11.pdf) on the CPU: CPU and GPU generators of torch differ.
 NEP 19 (https://numpy.org/neps/nep-0019-rng-policy.html) lets numpy change the stream between versions;
-tests/unit/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C library's, which may round
+tests/unit/models/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C library's, which may round
 differently.
 """
 

@@ -12,7 +12,7 @@ from serried.program import main
 from testing.forked_runs import torchruns_variables, typed, typed_on
 from testing.rank_pool import ROOT
 from testing.runs import checkpoint, metrics, overrides, run_here, status
-from tests.cli.test_mistakes import MISTAKES, Mistake
+from tests.cli.config.test_mistakes import MISTAKES, Mistake
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 

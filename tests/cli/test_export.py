@@ -20,7 +20,7 @@ from serried.records.safetensors_files import TensorFolder, TensorSpec, header, 
 from serried.trainer.checkpoint import export as module
 from serried.trainer.checkpoint.export import export
 from serried.trainer.checkpoint.manifest import record_of, write_manifest
-from tests.unit.test_checkpoint_files import whole, write
+from tests.unit.checkpoint.test_checkpoint_files import whole, write
 
 
 def checkpoint_of(folder: Path, state: dict[str, Tensor], config: dict[str, Any], files: int = 2) -> Path:

@@ -18,7 +18,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokeniz
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.exports.gguf_file import _rope_factors, _splitting
 from serried.recipes.models.families.llama_config import LlamaSection
-from tests.runs.test_lora import lora, models  # noqa: F401 -- a fixture
+from tests.runs.fine_tuning.test_lora import lora, models  # noqa: F401 -- a fixture
 
 pytestmark = pytest.mark.slow
 

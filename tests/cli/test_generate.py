@@ -22,7 +22,7 @@ from serried.recipes.models.layers.kv_cache import Cache
 from serried.recipes.text.generation import TextStream, chooser, continued, until_end
 from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, run_here, tiny_overrides
-from tests.unit.test_model import LLAMA31_SCALING, build, section
+from tests.unit.models.test_model import LLAMA31_SCALING, build, section
 
 CPU = torch.device("cpu")
 GREEDY = chooser(temperature=0, top_p=1, seed=0)

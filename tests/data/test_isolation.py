@@ -13,7 +13,7 @@ from benchmarks.parity import CUTS, TOLERANCES, Curve, compare, run
 from serried.recipes.data.samples.token_dataset import positions_in_documents
 from serried.recipes.models.layers.lm_head import IGNORE
 from testing.rank_pool import Cluster
-from tests.unit.test_model import build, section
+from tests.unit.models.test_model import build, section
 
 LENGTHS = (40, 3, 70, 1, 25, 61)
 """Tokens of the documents in each sequence of 200."""

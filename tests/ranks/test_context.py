@@ -26,7 +26,7 @@ from serried.runtime.session import open_session
 from testing.rank_pool import Cluster
 from testing.runs import different_tensors, losses, tiny_overrides
 from testing.wire_bytes import Wire
-from tests.unit.test_model import build, section
+from tests.unit.models.test_model import build, section
 
 METHODS = {"gather": Gather, "ring": Ring}
 BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 8

@@ -48,7 +48,7 @@ def test_digits_have_one_curve_sharded_too(cluster: Cluster, tmp_path: Path) -> 
     short = ["task.dim=32", "task.layers=1", "trainer.log_every=1", "trainer.stop_at=10", "trainer.eval_every=10"]
     for ranks, layout in ((1, "single"), (2, "fsdp")):
         argv = [f"run.dir={tmp_path / layout}", f"parallel={layout}", *short]
-        answer, *_ = cluster.run(ranks, "tests.cli.test_examples:fit", example="digits:Digits", argv=argv)
+        answer, *_ = cluster.run(ranks, "tests.cli.docs.test_examples:fit", example="digits:Digits", argv=argv)
         assert losses(tmp_path / layout) == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
         (evaluated,) = metrics(tmp_path / layout, "eval")
         assert answer.value["metrics"] == {"accuracy": evaluated["accuracy"]}
@@ -81,7 +81,7 @@ def test_gpt2_of_transformers_has_one_curve_and_its_checkpoint_opens_there(clust
     for ranks, layout in ((1, "single"), (3, "fsdp")):
         run_dir = tmp_path / f"{layout}{ranks}"
         argv = [f"run.dir={run_dir}", f"parallel={layout}", *few]
-        cluster.run(ranks, "tests.cli.test_examples:fit", example="hf_gpt2:GPT2", argv=argv)
+        cluster.run(ranks, "tests.cli.docs.test_examples:fit", example="hf_gpt2:GPT2", argv=argv)
         assert losses(run_dir) == pytest.approx(losses(tmp_path / "single1"), rel=1e-5)
         assert_opens_in_transformers(run_dir)
 

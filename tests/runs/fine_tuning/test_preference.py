@@ -169,7 +169,7 @@ def test_layouts_agree_and_a_resumed_run_has_the_same_bits(cluster: Cluster, mod
         ("fsdp", "parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.micro_batch=1"),
         ("tensor", "parallel=fsdp", "parallel.tensor=2", f"data.cache_dir={tmp_path / 'other'}"),
     ):
-        cluster.run(2, "tests.runs.test_preference:train", argv=dpo(model, tmp_path / name, *layout))
+        cluster.run(2, "tests.runs.fine_tuning.test_preference:train", argv=dpo(model, tmp_path / name, *layout))
         found = runs.metrics(tmp_path / name)
         for key in ("loss", "reward_margin", "chosen_reward", "rejected_log_prob"):
             assert [line[key] for line in found] == pytest.approx([line[key] for line in want], rel=1e-5, abs=1e-5)
@@ -262,7 +262,9 @@ def test_preference_without_pretrained_weights_is_refused(model: Path, tmp_path:
 def test_adapters_compare_with_their_base_and_keep_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     more = ["adapter=lora", "adapter.rank=4", f"data.cache_dir={tmp_path / 'cache'}", "trainer.eval_every=0"]
     train(dpo(model, tmp_path / "single", *more))
-    cluster.run(2, "tests.runs.test_preference:train", argv=dpo(model, tmp_path / "fsdp", *more, "parallel=fsdp"))
+    cluster.run(
+        2, "tests.runs.fine_tuning.test_preference:train", argv=dpo(model, tmp_path / "fsdp", *more, "parallel=fsdp")
+    )
     want, found = (runs.metrics(tmp_path / name) for name in ("single", "fsdp"))
     assert not (tmp_path / "cache" / "reference").exists()
     assert want[0]["reward_margin"] == 0

@@ -18,7 +18,7 @@ from serried.recipes.text.reward_config import RewardSection
 from serried.records.metrics import named_metrics
 from testing import runs
 from testing.rank_pool import Cluster
-from tests.runs.test_preference import dpo, model, train
+from tests.runs.fine_tuning.test_preference import dpo, model, train
 
 __all__ = ["model"]  # a fixture
 
@@ -71,7 +71,7 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
         ("pipe", "parallel=fsdp", "parallel.pipeline=2"),
     ):
         argv = reward(model, tmp_path / name, f"model.path={first}", *layout)
-        cluster.run(2, "tests.runs.test_preference:train", argv=argv)
+        cluster.run(2, "tests.runs.fine_tuning.test_preference:train", argv=argv)
         assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "run"), abs=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_adapters_and_the_score_open_in_peft_and_merge(cluster: Cluster, model: 
     whole = reward(model, tmp_path / "whole", "adapter=lora", "adapter.rank=4")
     assert main(whole) == 0
     stopped = [*argv, "trainer.stop_at=2", "parallel=fsdp", "parallel.pipeline=2"]
-    cluster.run(2, "tests.runs.test_preference:train", argv=stopped, code=75)
+    cluster.run(2, "tests.runs.fine_tuning.test_preference:train", argv=stopped, code=75)
     assert main(argv) == 0
     ours, found = (runs.losses(tmp_path / name) for name in ("whole", "run"))
     assert found == pytest.approx(ours, abs=1e-5)

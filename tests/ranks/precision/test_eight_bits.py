@@ -256,7 +256,7 @@ def test_gathering_in_float8_changes_no_bit_with(
             text, tmp_path / gather, *WIDE, "parallel=fsdp", *GATHERED[:2], f"precision.gather={gather}",
             "trainer.steps=2", "trainer.micro_batch=9", *more,
         )  # fmt: skip
-        cluster.run(2, "tests.ranks.test_eight_bits:train_traced", 600, argv=argv)
+        cluster.run(2, "tests.ranks.precision.test_eight_bits:train_traced", 600, argv=argv)
     assert runs.losses(tmp_path / "bf16") == runs.losses(tmp_path / "float8")
 
 

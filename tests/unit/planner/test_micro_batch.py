@@ -143,7 +143,7 @@ def test_the_plan_shows_the_number(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_of_any_module_trains_as_with_the_number_written_and_chooses_again_for_another_layout(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    script = str(Path(__file__).parents[1] / "support" / "own_task.py")
+    script = str(Path(__file__).parents[2] / "support" / "own_task.py")
 
     def run(ranks: int, name: str, *more: str) -> list[float]:
         argv = [f"run.dir={tmp_path / name}", *more]

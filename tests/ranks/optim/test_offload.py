@@ -46,8 +46,8 @@ from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.training_state import train_step
 from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides
-from tests.ranks.test_optimizers import OWN_OPTIMIZER, with_own
-from tests.unit.test_plan import SHORT, TINY, both
+from tests.ranks.optim.test_optimizers import OWN_OPTIMIZER, with_own
+from tests.unit.planner.test_plan import SHORT, TINY, both
 
 SYNC = "parallel.sync_every_micro_batch=true"
 OFFLOAD, PARAMETERS = "optim.offload=true", "parallel.offload=true"
@@ -183,7 +183,7 @@ def test_a_run_may_switch_it_on_or_off_when_it_resumes(
         small = ["model.hidden_dim=64", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2"]
         small += [f"optim={optim}", "health.replica_check_every=1"]
         argv = overrides(text, tmp_path / name, *layout, *small, *more)
-        cluster.run(2, "tests.ranks.test_optimizers:train_with_own", argv=argv, file=str(file))
+        cluster.run(2, "tests.ranks.optim.test_optimizers:train_with_own", argv=argv, file=str(file))
         return tmp_path / name
 
     whole = train("whole")

@@ -108,7 +108,7 @@ REFUSED = {
     "adapter.modules", "parallel.offload", "trainer.activation_memory_budget", "trainer.evaluate", "task.margin",
     "trainer.sample_tokens", "data.vocab_size", "data.chat_template", "slurm.dry_run",
 }  # fmt: skip
-"""Keys that are refused where nothing reads them; see ``tests.cli.test_mistakes``."""
+"""Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 
 READ_ALWAYS = {
     "recipe", "dry_run", "run.name", "run.dir", "task.name", "task.label_smoothing", "task.z_loss",

@@ -23,8 +23,8 @@ from serried.recipes.text.causal_lm import CausalLM
 from testing import runs
 from testing.rank_pool import Cluster
 from testing.runs import losses
-from tests.ranks.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
-from tests.runs.test_sft import write_chats
+from tests.ranks.models.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
+from tests.runs.fine_tuning.test_sft import write_chats
 
 ROWS = 257
 SIZES = {

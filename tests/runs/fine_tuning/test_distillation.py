@@ -22,7 +22,7 @@ from serried.records.metrics import named_metrics
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from testing import runs
 from testing.rank_pool import Cluster
-from tests.runs.test_sft import write_chats
+from tests.runs.fine_tuning.test_sft import write_chats
 
 SIZES = {"vocab_size": 257, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -108,7 +108,12 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
         ("fsdp", 75, "parallel=fsdp", "trainer.stop_at=2"),
         ("tensor", 0, "parallel=fsdp", "parallel.tensor=2"),
     ):
-        cluster.run(2, "tests.runs.test_distillation:train", argv=distill(models, tmp_path / name, *layout), code=code)
+        cluster.run(
+            2,
+            "tests.runs.fine_tuning.test_distillation:train",
+            argv=distill(models, tmp_path / name, *layout),
+            code=code,
+        )
     train(distill(models, tmp_path / "fsdp", f"task.teacher={models / 'student'}"), 78)
     assert "has other content; put that one back" in capsys.readouterr().err
     moved = shutil.copytree(models / "teacher", tmp_path / "moved")
@@ -121,7 +126,7 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
 def test_other_layouts_have_the_curve_of_one_process(cluster: Cluster, models: Path, tmp_path: Path) -> None:
     train(distill(models, tmp_path / "run"))
     for name, *layout in (("ddp", "parallel=ddp"), ("context", "parallel=fsdp", "parallel.context=2")):
-        cluster.run(2, "tests.runs.test_distillation:train", argv=distill(models, tmp_path / name, *layout))
+        cluster.run(2, "tests.runs.fine_tuning.test_distillation:train", argv=distill(models, tmp_path / name, *layout))
         assert runs.losses(tmp_path / name) == pytest.approx(runs.losses(tmp_path / "run"), abs=1e-5)
 
 

@@ -97,7 +97,9 @@ def test_training_is_that_of_transformers_sharded_too_and_after_a_resume(
     train(masked(folder, tmp_path / "stopped", "trainer.stop_at=2"), 75)
     train(masked(folder, tmp_path / "stopped"))
     assert not different_tensors(tmp_path / "run", tmp_path / "stopped")
-    cluster.run(2, "tests.runs.test_masked_lm:train", argv=masked(folder, tmp_path / "fsdp", "parallel=fsdp"))
+    cluster.run(
+        2, "tests.runs.fine_tuning.test_masked_lm:train", argv=masked(folder, tmp_path / "fsdp", "parallel=fsdp")
+    )
     for kind in ("step", "eval"):
         assert losses(tmp_path / "fsdp", kind) == pytest.approx(losses(tmp_path / "run", kind), rel=1e-5)
 

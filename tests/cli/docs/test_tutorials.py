@@ -10,8 +10,8 @@ import pytest
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT
 from testing.runs import write_text
-from tests.cli.test_docs import BLOCK
-from tests.runs.test_sft import write_chats
+from tests.cli.docs.test_docs import BLOCK
+from tests.runs.fine_tuning.test_sft import write_chats
 
 PAGES = ("quickstart", *sorted(f"tutorials/{path.stem}" for path in (ROOT / "docs/tutorials").glob("*.md")))
 NOT_RUN = ("cd", "echo", "git", "pip", "python3", "scancel", "source")

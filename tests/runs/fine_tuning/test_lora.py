@@ -29,7 +29,7 @@ from serried.trainer.model import build_model
 from serried.trainer.trainer import Trainer
 from testing import runs
 from testing.rank_pool import Cluster
-from tests.runs.test_sft import write_chats
+from tests.runs.fine_tuning.test_sft import write_chats
 from tests.support.own_task import Points
 
 TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))
@@ -490,7 +490,9 @@ def test_frozen_weights_are_held_in_bf16_whole_and_sharded(cluster: Cluster, mod
     found = {}
     for name, ranks in (("single", 1), ("fsdp", 2)):
         argv = lora(models, tmp_path / name, "precision=bf16", f"parallel={name}", "adapter.dropout=0.1")
-        answers = [answer.value for answer in cluster.run(ranks, "tests.runs.test_lora:train_and_look", argv=argv)]
+        answers = [
+            answer.value for answer in cluster.run(ranks, "tests.runs.fine_tuning.test_lora:train_and_look", argv=argv)
+        ]
         held = {key: sum(answer[key] for answer in answers) for key in answers[0]}
         found[name] = (held, runs.losses(tmp_path / name))
     base = 2 * 257 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32

@@ -21,7 +21,7 @@ from serried.runtime.session import open_session
 from testing.rank_pool import Cluster
 from testing.runs import overrides, weights
 from testing.wire_bytes import Wire
-from tests.unit.test_moe import section
+from tests.unit.models.test_moe import section
 
 TOKENS, DIM, EXPERTS = 10, 48, 6
 MIXTURE = ["model=moe_tiny", "model.expert_hidden_dim=24", "trainer.steps=2"]
@@ -67,7 +67,9 @@ def test_experts_on_other_ranks_compute_and_learn_the_same(
     ranks: int, per_token: int, favoured: float, cluster: Cluster
 ) -> None:
     """Also if one expert gets all tokens, so that a rank has none."""
-    found = cluster.run(ranks, "tests.ranks.test_experts:against_all_experts", per_token=per_token, favoured=favoured)
+    found = cluster.run(
+        ranks, "tests.ranks.models.test_experts:against_all_experts", per_token=per_token, favoured=favoured
+    )
     assert max(answer.value["difference"] for answer in found) < 1e-5
     if per_token == EXPERTS:  # every rank sends each token to every rank: forward there and back, and the gradients
         rows = 4 * per_token * TOKENS * DIM * 4 * (ranks - 1) // ranks

@@ -11,7 +11,7 @@ from serried.configs.compose import compose
 from serried.trainer.optim.optimizer import build_optimizer
 from testing.rank_pool import Cluster
 from testing.runs import weights
-from tests.unit.test_plan import TINY, both
+from tests.unit.planner.test_plan import TINY, both
 
 ADAFACTOR = "optim=adafactor"
 

@@ -124,7 +124,7 @@ def test_nan_on_one_rank_leaves_parameters_and_state_bit_unchanged_on_all(
     forwards = [(step - 1) * ACCUMULATION + 2 for step in (1, 3)]  # the first step would create the state
     fault = {"rank": 1, "forwards": forwards, "value": math.nan}
     answers = cluster.run(
-        2, "tests.ranks.test_optimizers:changes_with_own", argv=argv, fault=fault, file=str(own_optimizer)
+        2, "tests.ranks.optim.test_optimizers:changes_with_own", argv=argv, fault=fault, file=str(own_optimizer)
     )
     for answer in answers:
         assert [what == "nothing" for what in answer.value] == [True, False, True, False]
@@ -192,7 +192,7 @@ def test_losses_equal_those_of_a_loop_in_plain_torch(cluster: Cluster, text: Pat
         text, tmp_path / "run", "parallel=single", "optim=sgd", "optim.lr=0.3", "trainer.steps=8",
         "trainer.global_batch=12", "trainer.micro_batch=4", "trainer.max_grad_norm=0.5",
     )  # fmt: skip
-    (answer,) = cluster.run(1, "tests.ranks.test_optimizers:losses_by_hand", argv=argv)
+    (answer,) = cluster.run(1, "tests.ranks.optim.test_optimizers:losses_by_hand", argv=argv)
     run, by_hand = answer.value
     assert run == pytest.approx(by_hand, rel=1e-5)
     assert run[-1] < run[0] - 0.1
@@ -207,7 +207,7 @@ def test_own_optimizer_resumes_bitwise_with_its_tensors_and_numbers(
     def run(name: str, *more: str) -> Path:
         small = ["trainer.steps=6", "trainer.global_batch=4", "trainer.micro_batch=2", "optim=rolling", *more]
         argv = overrides(text, tmp_path / name, "parallel=fsdp", *small)
-        cluster.run(2, "tests.ranks.test_optimizers:train_with_own", argv=argv, file=str(own_optimizer))
+        cluster.run(2, "tests.ranks.optim.test_optimizers:train_with_own", argv=argv, file=str(own_optimizer))
         return tmp_path / name
 
     whole = run("whole")

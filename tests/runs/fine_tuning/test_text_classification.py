@@ -132,7 +132,11 @@ def test_shards_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder
     train(argv)
     assert not different_tensors(tmp_path / "whole", tmp_path / "stopped")
     (evaluated,) = metrics(tmp_path / "whole", "eval")
-    cluster.run(2, "tests.runs.test_text_classification:train", argv=texts(folder, tmp_path / "fsdp", "parallel=fsdp"))
+    cluster.run(
+        2,
+        "tests.runs.fine_tuning.test_text_classification:train",
+        argv=texts(folder, tmp_path / "fsdp", "parallel=fsdp"),
+    )
     for kind in ("step", "eval"):
         assert losses(tmp_path / "fsdp", kind) == pytest.approx(losses(tmp_path / "whole", kind), rel=1e-5)
     assert evaluated["accuracy"] >= 0.5
@@ -182,7 +186,10 @@ def test_adapters_and_the_head_train_as_by_peft_and_are_merged(
     assert opened[1].config.id2label == {0: "neg", 1: "pos"}
     argv = texts(folder, tmp_path / "stopped", *own)
     cluster.run(
-        2, "tests.runs.test_text_classification:train", argv=[*argv, "trainer.stop_at=2", "parallel=fsdp"], code=75
+        2,
+        "tests.runs.fine_tuning.test_text_classification:train",
+        argv=[*argv, "trainer.stop_at=2", "parallel=fsdp"],
+        code=75,
     )
     train(argv)
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "run"), abs=1e-5)

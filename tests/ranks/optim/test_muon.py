@@ -138,7 +138,8 @@ def names_of_matrices(strategy: str) -> list[str]:
 
 def test_matrices_are_the_same_when_fsdp_wraps_some_blocks(cluster: Cluster) -> None:
     names = [
-        cluster.run(2, "tests.ranks.test_muon:names_of_matrices", strategy=each)[0].value for each in ("ddp", "fsdp")
+        cluster.run(2, "tests.ranks.optim.test_muon:names_of_matrices", strategy=each)[0].value
+        for each in ("ddp", "fsdp")
     ]
     assert names[0] == names[1] == [f"blocks.{number}.0.weight" for number in range(4)]
 

@@ -212,7 +212,7 @@ def share_buffers(strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buffers_of_a_type_are_broadcast_together_with_the_same_bits(strategy: str, cluster: Cluster) -> None:
-    answers = cluster.run(2, "tests.ranks.test_foreign_modules:share_buffers", strategy=strategy)
+    answers = cluster.run(2, "tests.ranks.models.test_foreign_modules:share_buffers", strategy=strategy)
     first, second = (answer.value for answer in answers)
     assert first["broadcasts"] == second["broadcasts"] == 2, "fp32 and int64"
     assert len(first["buffers"]) == 30
@@ -226,7 +226,9 @@ def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str,
     found = []
     for ranks, strategy in LAYOUTS:
         argv, run_dir = [f"parallel={strategy}"], str(folder / f"{strategy}{ranks}")
-        answers = cluster.run(ranks, "tests.ranks.test_foreign_modules:train", name=name, argv=argv, run_dir=run_dir)
+        answers = cluster.run(
+            ranks, "tests.ranks.models.test_foreign_modules:train", name=name, argv=argv, run_dir=run_dir
+        )
         found.append(answers[0].value)
     return found
 
@@ -255,7 +257,11 @@ def test_a_vit_of_transformers_has_one_curve_when_tensor_ranks_divide_it(cluster
         (2, ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]),
     ):
         answers = cluster.run(
-            ranks, "tests.ranks.test_foreign_modules:train", name="vit", argv=argv, run_dir=str(tmp_path / str(ranks))
+            ranks,
+            "tests.ranks.models.test_foreign_modules:train",
+            name="vit",
+            argv=argv,
+            run_dir=str(tmp_path / str(ranks)),
         )
         found.append(answers[0].value)
     assert found[1]["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)

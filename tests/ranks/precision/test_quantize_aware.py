@@ -19,7 +19,7 @@ from serried.parallel.precision.quantize_aware import FakeQuantized, torchao_con
 from testing import runs
 from testing.rank_pool import Cluster
 from testing.runs import metrics, run_here, tiny_overrides
-from tests.ranks.test_eight_bits import WIDE, block
+from tests.ranks.precision.test_eight_bits import WIDE, block
 
 HOW = ("int8_dynamic_int4", "int4_weight_only")
 AWARE = (*WIDE, f"precision.quantize_aware={HOW[0]}")

@@ -1,18 +1,18 @@
-"""End of a process: error messages, the rank that prints them, and the exit code."""
+"""End of a process: its error message and exit code, and the root cause.
 
-import json
+The first failure of any rank is the root cause of a failed run. The other ranks' errors are its consequences.
+"""
+
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from serried.configs.errors import (
     EXIT_FAILED,
-    EXIT_FINISHED,
     EXIT_MISTAKE,
     EXIT_STOPPED,
     StopRequested,
@@ -21,20 +21,25 @@ from serried.configs.errors import (
     UserError,
 )
 from serried.configs.formats import printable
+from serried.configs.schema.sections import LaunchSection
 from serried.configs.subcommand_arguments import repeated
 from serried.configs.unused_keys import Run, notes
-from serried.runtime.import_signals import LAUNCHER
-from serried.runtime.process import speaks
+from serried.runtime.process import code_for_agent, speaks, tell_launcher
+from serried.runtime.rendezvous import Exchange
+from serried.runtime.signals import Signals
 
-STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a
-rank stops on request, since no status exists before the first step."""
+CONNECTIONS_CLOSE_SECONDS = 0.2
+_MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05
+_NO_ANSWER = (  # messages of Gloo and NCCL
+    "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
+)  # fmt: skip
+_BROKEN_OFF = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "remote process exited or there was a network error",
+)  # fmt: skip
+_SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
 
-
-REPORTS = "SERRIED_REPORTS"
-"""Environment variable: file descriptor of the pipe from which ``launch=local`` reads messages of ``tell_launcher``."""
 _MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes to a pipe are atomic
-
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
 """Longest time until torchrun ends all processes, once one has ended. A process without a report lets the reporting
 one end first."""
@@ -116,29 +121,6 @@ def _print_error(text: str) -> None:
     tell_launcher(said=text[-_MOST_TOLD_CHARACTERS:])
 
 
-def tell_launcher(**what: Any) -> None:
-    """Report to ``launch=local``, if it started this process, that this rank ``ended`` regularly, or the error that
-    it ``said``: the standard error of most ranks is a file, and the disk may be full."""
-    if os.environ.get(LAUNCHER) == str(os.getppid()):  # only a rank has the descriptor, not its children
-        with suppress(OSError, ValueError, KeyError):
-            told = json.dumps({"rank": int(os.environ["RANK"]), **what}, ensure_ascii=False)
-            os.write(int(os.environ[REPORTS]), f"{told}\n".encode("utf-8", "backslashreplace"))
-
-
-def code_for_agent(code: int) -> int:
-    """Return the exit code of the process for a run that ended with ``code``.
-
-    torchrun's agent treats every code but 0 as a failure. With restarts left, it would restart a run that was
-    stopped on request. Our Slurm job reads ``status.json`` instead. In both cases a stopped run exits with 0.
-    """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if code != EXIT_STOPPED or not (restarts or STATUS_DECIDES in os.environ):
-        return code
-    with suppress(OSError, KeyError):
-        Path(os.environ[STATUS_DECIDES]).touch()
-    return EXIT_FINISHED
-
-
 def leave(code: int) -> NoReturn:
     """End the process at once.
 
@@ -150,3 +132,101 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(code)
+
+
+def is_consequence(reason: str) -> bool:
+    """Return whether a ``Failure``'s ``reason`` only says that another rank hangs or is gone."""
+    return reason.startswith((_SILENCE, _END_OF_ANOTHER))
+
+
+def is_end_of_another(reason: str) -> bool:
+    """Return whether a ``Failure``'s ``reason`` only says that another rank is gone."""
+    return reason.startswith(_END_OF_ANOTHER)
+
+
+class Cause:
+    """The reason why the run ended, as far as this rank knows."""
+
+    def __init__(
+        self, rank: int, local_ranks: range, section: LaunchSection, signals: Signals, exchange: Exchange
+    ) -> None:
+        """``local_ranks``: the ranks on this machine."""
+        self.is_reported = False
+        """Whether the root cause was reported; consequences are not reported."""
+        self.ended_run = False
+        """Whether an error ended the work of this rank."""
+        self.first_step_is_done = False
+        self.processes: list[int] = []
+        """Process ids of all ranks, each on its own machine."""
+        self._local_ranks = local_ranks
+        self._rank = rank
+        self._section = section
+        self._signals = signals
+        self._exchange = exchange
+        self._failure: Failure | None = None
+
+    def record(self, rank: int, reason: str, exit_code: int) -> None:
+        """Record the root cause, which was reported; later failures are consequences and are not reported again."""
+        self._failure, self.is_reported = Failure(rank, reason, exit_code), True
+
+    def first(self, error: BaseException) -> Failure:
+        """Return the failure that ended the run: ``error`` of this rank, unless another rank failed before."""
+        if self._failure is None:
+            mine = self._failure = self.of(error)
+            try:
+                self._failure = Failure(*self._exchange.first("failure", mine))
+            except RuntimeError:  # the store ended with its host
+                self._failure = self._without_store(mine)
+        return self._failure
+
+    def _without_store(self, mine: Failure) -> Failure:
+        """Return ``mine``, unless it is a consequence of the launcher's end before there was anything to save, or in
+        a rollback, in which there is nothing to save either."""
+        if mine.exit_code == EXIT_MISTAKE or (self.first_step_is_done and not is_consequence(mine.reason)):
+            return mine
+        time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
+        end = self._signals.end_of_parent
+        when = "" if self.first_step_is_done else " before the first step"
+        return mine if end is None else Failure(self._rank, f"{end}{when}", EXIT_STOPPED)
+
+    def of(self, error: BaseException) -> Failure:
+        """Return ``error`` as a failure of this rank, without asking the others."""
+        if not isinstance(error, StopRequested):
+            reason = self._reason(error)
+            if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
+                return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
+            return Failure(self._rank, reason, exit_code_of(error))
+        asked, when = str(error), "" if self.first_step_is_done else " before the first step"
+        if not asked.startswith("SIG"):  # the same on every rank
+            return Failure(self._rank, f"{asked}{when}", EXIT_STOPPED)
+        for peer in self._local_ranks if self.processes else ():
+            # torchrun sends SIGTERM to all ranks when one has died: that is not a request to stop.
+            if not _is_running(self.processes[peer]):
+                return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
+        where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
+        return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
+
+    def let_end_first(self, rank: int) -> None:
+        """Wait until ``rank``, which reports the error, has exited: the launcher stops all ranks when one exits."""
+        with suppress(KeyboardInterrupt):
+            for _ in range(int(_MOST_WAITED_SECONDS / _LOOK_SECONDS)):
+                if rank in self._local_ranks and self.processes and not _is_running(self.processes[rank]):
+                    return
+                time.sleep(_LOOK_SECONDS)
+
+    def _reason(self, error: BaseException) -> str:
+        text = in_one_line(error)
+        if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
+            patience = f"launch.step_timeout_seconds={self._section.step_timeout_seconds:g}"
+            return f"{_SILENCE} in time ({patience}): {text}"
+        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
+            return f"{_END_OF_ANOTHER}, or the network between them broke: {text}"
+        return text
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

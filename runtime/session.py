@@ -12,22 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema.sections import LaunchSection
-from serried.runtime.command import is_called_from_python, typed_command, typed_words
 from serried.runtime.console import announced
-from serried.runtime.exit import exit_code_of, print_traceback, report_alone, say_why, tell_launcher
+from serried.runtime.exit import (
+    CONNECTIONS_CLOSE_SECONDS,
+    Cause,
+    exit_code_of,
+    is_end_of_another,
+    print_traceback,
+    report_alone,
+    say_why,
+)
 from serried.runtime.import_signals import importing
-from serried.runtime.network import INTERFACE, check_interface, choose_interface, describe_interface
 from serried.runtime.process import (
     allow_open_files,
     choose_device,
     host_name,
+    is_called_from_python,
     keep_freed_memory,
+    tell_launcher,
     threads_per_process,
     torchrun_says,
+    typed_command,
+    typed_words,
 )
-from serried.runtime.root_cause import CONNECTIONS_CLOSE_SECONDS, Cause, is_end_of_another
+from serried.runtime.rendezvous import (
+    INTERFACE,
+    Exchange,
+    check_interface,
+    choose_interface,
+    connect,
+    describe_interface,
+    meet,
+)
 from serried.runtime.signals import Signals, end_with_torchrun
-from serried.runtime.store import Exchange, connect, meet
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
-from serried.runtime.exit import STATUS_DECIDES, code_for_agent, tell_launcher
 from serried.runtime.import_signals import ASKING, LAUNCHER
+from serried.runtime.process import STATUS_DECIDES, code_for_agent, tell_launcher
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: id of the sweep process that started this run."""

@@ -14,9 +14,8 @@ from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.run_config import config_yaml
 from serried.configs.schema.sections import RunConfig
-from serried.runtime.command import called_from_python, remember_script
 from serried.runtime.import_signals import check_temporary_folder, end_in_one_line
-from serried.runtime.process import make_sums_repeatable
+from serried.runtime.process import called_from_python, make_sums_repeatable, remember_script
 from serried.task_class import declaration, make_task, words
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from serried.configs.formats import columns
 from serried.configs.messages.suggestions import nearest
 from serried.configs.override_parser import config_dirs
 from serried.configs.schema.declaration import BUILT_IN, declaring
-from serried.runtime.command import check_surroundings, typed_command
 from serried.runtime.exit import leave, note_repeated, report_mistake
 from serried.runtime.import_signals import check_temporary_folder, print_any_text
-from serried.runtime.process import say
+from serried.runtime.process import check_surroundings, say, typed_command
 
 _HELP = ("--help", "-h")
 _TRAINS = ("plan", "submit")

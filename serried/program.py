@@ -21,15 +21,19 @@ from serried.configs.unused_keys import Run
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.planning import plan_text, planned_layout, with_time_to_stop
 from serried.records.report import write_report
-from serried.runtime.command import check_surroundings, remember_flags, remember_script, remember_words, typed_command
 from serried.runtime.exit import leave, note_idle, note_repeated, report_mistake
 from serried.runtime.import_signals import LAUNCHER, importing
 from serried.runtime.process import (
+    check_surroundings,
     is_started,
     make_sums_repeatable,
     may_use_gpus,
+    remember_flags,
+    remember_script,
+    remember_words,
     say,
     sleep_while_waiting,
+    typed_command,
 )
 from serried.runtime.session import Session, run_in_session
 from serried.runtime.signals import SWEEP

@@ -24,7 +24,7 @@ from serried.configs.schema.run_config import check
 from serried.configs.schema.sections import ParallelSection, RunConfig
 from serried.records.metrics import METRICS
 from serried.records.status import STATUS
-from serried.runtime.command import typed_command
+from serried.runtime.process import typed_command
 from serried.task_class import installed, make_task, words
 
 if TYPE_CHECKING:

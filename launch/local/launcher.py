@@ -20,8 +20,6 @@ from serried.launch.local.forks import fork_ranks, load_to_fork
 from serried.launch.local.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
 from serried.records.run_folder import refuse_links
 from serried.records.status import Status, read_status, record_kill
-from serried.runtime.command import training_command
-from serried.runtime.exit import REPORTS
 from serried.runtime.import_signals import (
     EXIT_UNREPORTED,
     LAUNCHER,
@@ -29,7 +27,7 @@ from serried.runtime.import_signals import (
     end_in_one_line,
     is_program,
 )
-from serried.runtime.process import processes_per_node, usable_cores
+from serried.runtime.process import REPORTS, processes_per_node, training_command, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

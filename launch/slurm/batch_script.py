@@ -16,8 +16,7 @@ from serried.configs.schema.declaration import declared
 from serried.configs.schema.sections import RunConfig
 from serried.launch.local.processes import NotedSignals
 from serried.launch.slurm.queue import jobs_of, note_job, queued_before_another, queued_jobs
-from serried.runtime.command import training_command
-from serried.runtime.process import processes_per_node, say
+from serried.runtime.process import processes_per_node, say, training_command
 
 _PACKAGE = Path(serried.__file__).parent
 _MARK = "# ---- From here on every script is the same. ----\n"

@@ -16,9 +16,8 @@ from serried.launch.sweep.points import Point
 from serried.launch.sweep.sweep_table import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
-from serried.runtime.command import training_command
 from serried.runtime.console import Doing, Live
-from serried.runtime.process import say
+from serried.runtime.process import say, training_command
 from serried.runtime.signals import SWEEP
 
 CONSOLE = "console.log"

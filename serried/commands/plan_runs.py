@@ -11,8 +11,7 @@ from serried.configs.schema.declaration import declared, declaring
 from serried.configs.schema.sections import RunConfig
 from serried.configs.subcommand_arguments import run_key
 from serried.records.files import output_file
-from serried.runtime.command import typed_command
-from serried.runtime.process import is_started, say
+from serried.runtime.process import is_started, say, typed_command
 from serried.saved import existing_runs, is_run, run_folder, task_that_trained
 
 _PARTS_OF_PLAN = ("search", "compare", "calibrate")

@@ -24,8 +24,8 @@ from serried.configs.schema.declaration import declaring
 from serried.configs.schema.fields import Section
 from serried.configs.schema.registry import optimizers, register_optimizer, tasks
 from serried.configs.schema.sections import LaunchSection
-from serried.runtime.command import remember_flags, remember_words
 from serried.runtime.console import Console
+from serried.runtime.process import remember_flags, remember_words
 from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS

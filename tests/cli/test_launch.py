@@ -198,7 +198,8 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a daemon may leave it
 from serried.configs.compose import compose
 from serried.launch.local.launcher import run_local
 from serried.records.status import Status, write_status
-from serried.runtime.exit import say_why, tell_launcher
+from serried.runtime.exit import say_why
+from serried.runtime.process import tell_launcher
 
 def load():
     {load}

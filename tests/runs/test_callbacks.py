@@ -14,7 +14,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE
 from serried.configs.schema.sections import LaunchSection
 from serried.program import main
 from serried.records.report import write_report
-from serried.runtime.command import remember_flags, training_command
+from serried.runtime.process import remember_flags, training_command
 from serried.task_class import declaration
 from serried.trainer.callbacks import Callbacks
 from serried.trainer.monitor.heartbeat import LOG, Patience, Pulse

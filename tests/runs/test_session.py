@@ -20,10 +20,9 @@ from serried.configs.errors import StopRequested, UserError
 from serried.configs.schema.sections import LaunchSection
 from serried.launch.local.processes import PASSED_ON
 from serried.program import main
-from serried.runtime.command import check_surroundings
-from serried.runtime.exit import note_repeated
-from serried.runtime.network import address_towards, describe_interface, interface_of
+from serried.runtime.exit import Cause, is_consequence, note_repeated
 from serried.runtime.process import (
+    check_surroundings,
     planned_processes,
     sleep_while_waiting,
     speaks,
@@ -31,10 +30,9 @@ from serried.runtime.process import (
     torchrun_says,
     usable_cores,
 )
-from serried.runtime.root_cause import Cause, is_consequence
+from serried.runtime.rendezvous import Exchange, address_towards, describe_interface, interface_of
 from serried.runtime.session import open_session, run_in_session
 from serried.runtime.signals import Signals
-from serried.runtime.store import Exchange
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
 from tests.support.own_task import Points
@@ -190,7 +188,7 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
         "import os, signal, time\n"
         "from serried.configs.schema.sections import LaunchSection\n"
         "from serried.runtime.exit import leave\nfrom serried.runtime.session import run_in_session\n"
-        "from serried.runtime.root_cause import Cause\n"
+        "from serried.runtime.exit import Cause\n"
         "first = Cause.first\n"
         "def signalled(self, error):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -24,11 +24,11 @@ from serried.configs.schema.declaration import BUILT_IN
 from serried.configs.schema.sections import LaunchSection
 from serried.program import main
 from serried.records.trackers.tracker_processes import Trackers
+from serried.runtime.exit import Cause
 from serried.runtime.import_signals import ASKING
-from serried.runtime.root_cause import Cause
+from serried.runtime.rendezvous import Exchange
 from serried.runtime.session import open_session
 from serried.runtime.signals import Signals
-from serried.runtime.store import Exchange
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.monitor.straggler import SlowRank

@@ -11,8 +11,8 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from serried.configs.schema.sections import LaunchSection
+from serried.runtime.rendezvous import Exchange
 from serried.runtime.session import Session
-from serried.runtime.store import Exchange
 
 
 class Counting:

@@ -27,7 +27,7 @@ from serried.configs.schema.sections import LaunchSection
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
-from serried.runtime.root_cause import is_consequence
+from serried.runtime.exit import is_consequence
 from serried.runtime.session import Session
 from serried.trainer.monitor.diagnosis import Beat, Verdict, details, diagnose, judge_silent_by_others, seconds_text
 from serried.trainer.monitor.heartbeat import DATA, END, TRAIN, Patience, Pulse

@@ -26,8 +26,10 @@ from serried.runtime.session import open_session
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.monitor.diagnosis import Beat, diagnose, judge_silent_by_others
+from serried.trainer.monitor.first_node import FirstNodeWatch
 from serried.trainer.monitor.heartbeat import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
-from serried.trainer.monitor.watchdog import Watchdog, last_collectives
+from serried.trainer.monitor.rank_report import RankReport, last_collectives
+from serried.trainer.monitor.watchdog import Watchdog
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
 from testing.runs import metrics, status, steps_saved, tiny_overrides
@@ -231,8 +233,8 @@ def report_nothing(run_dir: str) -> bool:
     section = LaunchSection(step_timeout_seconds=0.5)
     with (
         open_session(LaunchSection()) as session,
-        patch.object(Watchdog, "_my_beat", side_effect=RuntimeError("here")),
-        patch(f"{Watchdog.__module__}._ANSWERS_WITHIN_SECONDS", 60.0),  # of a busy machine
+        patch.object(RankReport, "beat", side_effect=RuntimeError("here")),
+        patch(f"{FirstNodeWatch.__module__}._ANSWERS_WITHIN_SECONDS", 60.0),  # of a busy machine
     ):
         session.local_rank = 0
         console = Console(session.is_main, session.rank)

@@ -1,0 +1,63 @@
+"""Watch over the first node, whose failure takes the rendezvous store and the ranks that judge with it."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from serried.runtime.session import Session
+from serried.trainer.monitor.heartbeat import Moment, Pulse
+
+_GONE_AFTER_SECONDS, _ANSWERS_WITHIN_SECONDS = 60.0, 5.0
+
+
+class FirstNodeWatch:
+    """A thread that acts if for a minute the store has not answered and the training thread has entered no phase.
+
+    It is a thread of its own: a store on a machine without power leaves a question open for long.
+    """
+
+    def __init__(
+        self, session: Session, pulse: Pulse, answers: Callable[[], int], end: Callable[[Moment, float], None],
+        *, step_timeout_seconds: float, interval_seconds: float, closing: threading.Event,
+    ) -> None:  # fmt: skip
+        """Start the thread.
+
+        Args:
+            answers: Returns the number of times that the store has answered.
+            end: Ends this process; takes the phase of this rank and the seconds without an answer.
+            closing: Set when the thread is to end.
+        """
+        self._session, self._pulse = session, pulse
+        self._answers, self._end = answers, end
+        self._limit_seconds = min(_GONE_AFTER_SECONDS, step_timeout_seconds)
+        self._interval_seconds, self._closing = interval_seconds, closing
+        threading.Thread(target=self._run, name="first node", daemon=True).start()
+
+    def _run(self) -> None:
+        answers, moment = 0, self._pulse.now
+        silent = 0.0
+        last = time.monotonic()
+        while not self._closing.wait(self._interval_seconds):
+            now = time.monotonic()
+            # A machine that slept, or a suspended job, has not hung.
+            elapsed, last = min(now - last, 2 * self._interval_seconds), now
+            is_still = answers == self._answers() and moment is self._pulse.now
+            silent = silent + elapsed if is_still else 0.0
+            answers, moment = self._answers(), self._pulse.now
+            if silent >= self._limit_seconds:
+                if not self._store_answers():
+                    self._end(self._pulse.now, silent)
+                silent = 0.0
+
+    def _store_answers(self) -> bool:
+        """Return whether the store answers a new connection: the reporting thread may fail for another reason."""
+        has_answered = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                self._session.own_connection("watchdog", _ANSWERS_WITHIN_SECONDS).check(["end"])
+                has_answered.set()
+
+        threading.Thread(target=ask, name="first node asked", daemon=True).start()
+        return has_answered.wait(_ANSWERS_WITHIN_SECONDS)

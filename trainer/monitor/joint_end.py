@@ -1,0 +1,119 @@
+"""End of all ranks of a run that makes no progress, with the same reason, resumable."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from serried.configs.errors import EXIT_STOPPED
+from serried.records.run_folder import RunFolder
+from serried.records.status import read_status, record_end
+from serried.runtime.console import Console
+from serried.runtime.exit import is_consequence
+from serried.runtime.session import Session
+from serried.trainer.monitor.diagnosis import Beat, Verdict, details, seconds_text
+from serried.trainer.monitor.heartbeat import DATA, TRAIN, Moment
+from serried.trainer.monitor.rank_report import RankReport, flight_records
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_OTHERS_READY_WITHIN_SECONDS = 5.0
+_WRITTEN_WITHIN_SECONDS = 5.0
+
+
+class JointEnd:
+    """Ends this process together with the others: ending alone would raise an error in ranks that wait for it.
+
+    Only a rank's own watchdog thread can end a rank that hangs in a collective.
+    """
+
+    def __init__(
+        self, session: Session, run_dir: Path, console: Console, folder: RunFolder | None, report: RankReport
+    ) -> None:
+        """``folder``: on rank 0 only."""
+        self._session, self._run_dir = session, run_dir
+        self._console, self._folder = console, folder
+        self._report = report
+
+    def of_all_ranks(self, store: "Store", verdict: Verdict, beats: list[Beat], say: Callable[[str], None]) -> NoReturn:
+        """End the run on all ranks because of ``verdict``, the result of their reports ``beats``."""
+        reason = f"no progress for {seconds_text(verdict.stands_seconds)}: {verdict}"
+        awake = [beat for beat in beats if not beat.silent_seconds]
+        step = min(_steps_done(beat.phase, beat.step) for beat in awake)
+        end = {"rank": verdict.culprits[0].rank, "reason": reason}
+        store.set("end", json.dumps(end))
+        self._prepare(end)
+        say(
+            f"stopped    {reason}. Run the same command to resume from the newest checkpoint; the stacks of all ranks "
+            f"are in {self._run_dir / 'log' / 'hang.txt'}"
+        )
+        with suppress(OSError):
+            text = "\n".join([reason, *details(beats)])
+            (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
+        self._record(step, reason)
+        with suppress(RuntimeError):  # not all are, in that time
+            ready = [f"ready/{beat.rank}" for beat in awake if beat.rank != self._session.rank]
+            store.wait(ready, timedelta(seconds=_OTHERS_READY_WITHIN_SECONDS))
+        store.set("leave", "")
+        os._exit(EXIT_STOPPED)
+
+    def _record(self, step: int, reason: str) -> None:
+        status = read_status(self._run_dir)
+        if status is not None and status.state == "failed" and not is_consequence(status.reason or ""):
+            return  # a rank has reported why it left; other ranks' waiting is a consequence
+        if self._folder is not None:
+            self._folder.stop_early(step, reason, EXIT_STOPPED)
+        else:
+            with suppress(OSError):
+                record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+
+    def asked_by_another(self, store: "Store", end: dict[str, Any]) -> NoReturn:
+        """End this process because of another rank's ``end`` of the run."""
+        self._prepare(end)
+        store.set(f"ready/{self._session.rank}", "")
+        with suppress(RuntimeError):
+            store.wait(["leave"], timedelta(seconds=2 * _OTHERS_READY_WITHIN_SECONDS))
+        os._exit(EXIT_STOPPED)
+
+    def without_first_node(self, moment: Moment, silent: float) -> NoReturn:
+        """End this process, ``silent`` seconds after the last answer of the store. The disk may have been there too."""
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = f"the first node is gone: its store at {where} has not answered for {seconds_text(silent)}"
+        step = _steps_done(moment.phase, moment.step)
+        if self._session.local_rank == 0:
+            with suppress(OSError):
+                print(
+                    f"stopped    {reason}. Run the same command to resume from the newest checkpoint",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+
+        def write() -> None:
+            if self._session.local_rank == 0:
+                with suppress(OSError):
+                    record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+            self._prepare({"rank": self._session.rank, "reason": reason})
+
+        writer = threading.Thread(target=write, name="last words", daemon=True)
+        writer.start()
+        writer.join(_WRITTEN_WITHIN_SECONDS)
+        os._exit(EXIT_STOPPED)
+
+    def _prepare(self, end: dict[str, Any]) -> None:
+        """Write this rank's diagnostics to the run folder."""
+        self._console.quiet()
+        self._session.cause.record(end["rank"], end["reason"], EXIT_STOPPED)
+        self._console.log("\n".join([end["reason"], *self._report.stack()]))
+        with suppress(OSError):
+            path = self._run_dir / "log" / f"collectives-{self._session.rank}.json"
+            path.write_text(json.dumps(flight_records()) + "\n", "utf-8")
+
+
+def _steps_done(phase: str, step: int) -> int:
+    """Return the steps that a rank has done when it is in ``phase`` of ``step``."""
+    return max(0, step - (phase in (DATA, TRAIN)))

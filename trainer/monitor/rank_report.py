@@ -1,0 +1,83 @@
+"""Report of a rank about itself: its phase and age, and, if it stands still, its stack and collectives."""
+
+import json
+import math
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from serried.configs.schema.sections import LaunchSection
+from serried.runtime.session import Session
+from serried.trainer.monitor.diagnosis import Beat
+from serried.trainer.monitor.heartbeat import Patience, Pulse
+
+_TELL_STACK_AT = 0.1
+"""Share of the step timeout after which a report has the stack of the training thread."""
+_STACK_FRAMES = 40
+_COLLECTIVES_TOLD = 8
+
+
+class RankReport:
+    """Makes the reports of this rank. To be created by the training thread."""
+
+    def __init__(self, section: LaunchSection, session: Session, pulse: Pulse) -> None:
+        self._session, self._pulse = session, pulse
+        self._patience = Patience(section, is_alone=session.world_size == 1)
+        self._stack_after_seconds = _TELL_STACK_AT * section.step_timeout_seconds
+        self._training_thread = threading.get_ident()
+        self._number = 0
+
+    def beat(self, elapsed: float) -> Beat:
+        """Return the next report, ``elapsed`` seconds after the previous one."""
+        age = self._patience.measure(self._pulse.now, elapsed)
+        self._number += 1
+        beat = Beat(
+            self._session.rank, self._session.host(), self._number, self._pulse.now.phase, self._pulse.now.step,
+            *age, waits_for=self._session.exchange.waits_for, peers=list(self._pulse.phases.peers),
+        )  # fmt: skip
+        if beat.age_seconds > self._stack_after_seconds:
+            beat.stack = self.stack()
+            beat.collectives = last_collectives(self._session.background_names())
+        return beat
+
+    def stack(self) -> list[str]:
+        """Return the stack of the training thread. Does not read source files: the disk may be the reason of the
+        hang."""
+        frame = sys._current_frames().get(self._training_thread)
+        frames = traceback.StackSummary.extract(
+            traceback.walk_stack(frame), limit=_STACK_FRAMES, lookup_lines=False
+        )  # innermost first
+        return [f"{entry.filename}:{entry.lineno} in {entry.name}" for entry in reversed(frames)]
+
+
+def last_collectives(leave_out: Iterable[str]) -> list[tuple[str, int, str, bool]]:
+    """Return the latest collectives that this process entered, oldest first, in the format of ``Beat.collectives``,
+    without the groups in ``leave_out``. Empty if the backend does not record them."""
+    left_out = set(leave_out)
+    told: dict[str, list[tuple[str, int, str, bool]]] = {}
+    for record in flight_records():
+        for entry in record.get("entries", ()):
+            name = entry["process_group"][0]
+            if name in left_out or entry["is_p2p"]:
+                continue
+            backend, _, operation = entry["profiling_name"].rpartition(":")
+            number, sizes = entry["collective_seq_id"], [math.prod(shape) for shape in entry["input_sizes"]]
+            if sizes:
+                operation += f" of {sum(sizes)} numbers"
+            group = told.setdefault(f"{backend}/{name}", [])
+            if group and number <= group[-1][1]:  # a second run in this process: groups are numbered from the start
+                group.clear()
+            group.append((f"{backend}/{name}", number, operation, entry["retired"] or entry["state"] == "completed"))
+    return [entry for group in told.values() for entry in group[-_COLLECTIVES_TOLD:]]
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return torch's records of this process's collectives, of NCCL and of other backends."""
+    # Private, and there is no public name for it: torch's own tools read a pickle of the same.
+    # tests/runs/test_watchdog.py guards its shape.
+    from torch._C import _distributed_c10d as c10d
+
+    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    return [json.loads(dump(includeCollectives=True)) for dump in dumps if dump is not None]

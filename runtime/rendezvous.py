@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the network interfaces that Gloo uses."""
 
+GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable of torch: connect two ranks of a Gloo group when they first exchange something."""
+_RANKS_CONNECTED_AT_START = 512
 _LIST_ADDRESSES, _ROOM_BYTES = 0x8912, 2**16  # SIOCGIFCONF of Linux
 _LONGEST_NAP_SECONDS = 0.5
 _LOOK_SECONDS, _LOOK_FOR_RANKS_SECONDS = 0.05, 0.01
@@ -211,6 +214,16 @@ def check_interface() -> None:
             f"{INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}. It has "
             f"{', '.join(found)}; unset {INTERFACE}, or use {INTERFACE}={found[-1]}"
         )
+
+
+def limit_connections(world_size: int) -> None:
+    """Let many ranks connect when they need to, unless the user has decided. Call it before a group is made.
+
+    Gloo connects all ranks of a group when it is made, for which each reads the addresses of all others from the store:
+    minutes for thousands of ranks. Fewer are connected in advance, so that a run whose store is gone can still save.
+    """
+    if world_size > _RANKS_CONNECTED_AT_START:
+        os.environ.setdefault(GLOO_LAZY, "1")
 
 
 def choose_interface(store: "Store", ranks: tuple[int, int, int, int], patience: timedelta) -> None:

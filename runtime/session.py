@@ -42,6 +42,7 @@ from serried.runtime.rendezvous import (
     choose_interface,
     connect,
     describe_interface,
+    limit_connections,
     meet,
 )
 from serried.runtime.signals import Signals, end_with_torchrun
@@ -290,6 +291,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
         keep_freed_memory()
     if world > 1:
         check_interface()
+        limit_connections(world)
         others = (
             f"for {world} processes to join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}, at most "
             f"launch.start_timeout_seconds={section.start_timeout_seconds:g}"

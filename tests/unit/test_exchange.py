@@ -4,15 +4,18 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from serried.configs.schema.sections import LaunchSection
 from serried.runtime.rendezvous import Exchange
 from serried.runtime.session import Session
+from testing.rank_pool import Cluster
+from testing.runs import overrides
 
 
 class Counting:
@@ -37,11 +40,14 @@ class Counting:
 def on_ranks(world: int, function: Callable[[Session], Any]) -> tuple[list[Any], list[Counting]]:
     """Call ``function`` in a thread for each rank. Returns the results and the stores, by rank."""
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    within = HashStore()  # for more ranks than may well connect to another
     stores: list[Counting] = []
 
     def session(rank: int) -> Session:
         made = Session((rank, rank, world, world), torch.device("cpu"), LaunchSection())
-        client = TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=60))
+        client: Store = within
+        if world <= 64:
+            client = TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=60))
         stores.append(Counting(PrefixStore("control", client)))
         made.exchange.store = stores[-1]  # type: ignore[assignment]
         return made
@@ -52,7 +58,7 @@ def on_ranks(world: int, function: Callable[[Session], Any]) -> tuple[list[Any],
     return results, stores
 
 
-@pytest.mark.parametrize("world", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [8, *(pytest.param(world, marks=pytest.mark.slow) for world in (64, 512))])
 def test_gather_costs_each_rank_two_calls_of_the_store(world: int) -> None:
     found, stores = on_ranks(world, lambda session: [session.gather({"rank": session.rank}), session.gather("again")])
     assert found == [[[{"rank": rank} for rank in range(world)], ["again"] * world]] * world
@@ -77,3 +83,21 @@ def test_all_arrive_is_the_same_for_all_that_come() -> None:
     assert on_ranks(4, arrive)[0] == [True] * 4
     assert on_ranks(4, arrive_without_last)[0] == [False, False, False, None]
     assert Exchange(0, 1, 1).all_arrive("here", 0)
+
+
+def test_run_calls_the_store_equally_often_on_any_number_of_ranks_and_never_to_save(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """``run_calls`` leaves out what Gloo reads to connect, and the watchdog, which has its own connection."""
+    found = {}
+    for ranks in (2, 4):
+        argv = overrides(
+            text, tmp_path / f"{ranks}", "parallel=fsdp", "trainer.steps=9", "trainer.micro_batch=9",
+            f"trainer.global_batch={9 * ranks}", "checkpoint.every=2", "checkpoint.mode=sync",
+        )  # fmt: skip
+        answers = cluster.run(ranks, "benchmarks.many_ranks:run_calls", argv=argv, saves=[4, 6, 8])
+        found[ranks] = [answer.value for answer in answers]
+    assert [saves for calls in found.values() for _, saves in calls] == [[0, 0]] * 6
+    (first, second), (first_of_four, *others) = found[2], found[4]
+    assert 10 < second[0] < 100
+    assert (first_of_four, others) == (first, [second] * 3)

@@ -1,6 +1,10 @@
 """Groups within the world: those of mesh axes are as impatient as the world's own."""
 
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.many_ranks import RankGroups, gloo_calls, groups_of, recorded_groups
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, Cut
 from serried.configs.compose import compose
 from serried.configs.schema.sections import LaunchSection, ParallelSection
@@ -17,8 +22,11 @@ from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import ParallelPlan
+from serried.runtime.rendezvous import GLOO_LAZY, limit_connections
 from serried.runtime.session import open_session
-from testing.rank_pool import Cluster
+from serried.trainer.trainer import Trainer
+from testing.rank_pool import ROOT, SPAWNED, Cluster
+from testing.runs import losses, overrides, train_small
 from tests.support.slurm import wait_for
 
 
@@ -109,6 +117,86 @@ def test_groups_are_made_in_one_order_on_all_ranks_and_none_afterwards(cut: Cut,
         finally:
             dist.destroy_process_group()
     assert orders == [orders[0]] * cut.processes
+
+
+def groups_of_run(argv: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """Train on this rank. Returns the ranks of each group made before the first step, and afterwards."""
+    before, steps = 0, Trainer.steps
+
+    def from_here(trainer: Trainer) -> Iterator[int]:
+        nonlocal before
+        before = len(made)
+        return steps(trainer)
+
+    with recorded_groups() as made, patch.object(Trainer, "steps", from_here):
+        train_small(argv)
+    ranks = [ranks for ranks, _ in made]
+    return ranks[:before], ranks[before:]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2"],
+        pytest.param(["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"], marks=pytest.mark.slow),
+        pytest.param(["parallel=fsdp", "parallel.expert=2", *MIXTURE], marks=pytest.mark.slow),
+    ],
+    ids=["hsdp", "pipeline", "experts"],
+)
+def test_run_makes_the_counted_groups_before_its_first_step_and_none_later(
+    argv: list[str], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = overrides(text, tmp_path / "run", "trainer.steps=2", "trainer.eval_every=1", "checkpoint.every=1", *argv)
+    answers = cluster.run(4, "tests.unit.test_groups:groups_of_run", argv=argv)
+    layout = resolve_layout(compose(argv).parallel, 4)
+    for rank, (before, after) in enumerate(answer.value for answer in answers):
+        assert after == []
+        counted = groups_of(layout, rank, ties_ends=False)
+        assert len(before) == counted.made
+        mine = sorted(len(ranks) for ranks in before if rank in ranks)
+        assert mine == sorted([*counted.device[1:], *counted.host[1:]])
+
+
+def test_groups_of_llama_405b_on_its_gpus() -> None:
+    config = compose(["recipe=llama405b", "data.tokenizer=bytes", "model.vocab_size=256"])
+    counted = groups_of(resolve_layout(config.parallel, 512), 0, ties_ends=False)
+    # of shard, tensor, pipeline and stage: 128, 64, 32 and 16; and of checkpoints: of all, and of 16 blocks
+    assert counted == RankGroups(128 + 64 + 32 + 16 + 1 + 16, [512, 4, 8, 16, 32], [512, 512, 32])
+
+
+def test_gloo_reads_an_address_of_each_rank_unless_it_connects_when_needed() -> None:
+    """Why runs of many ranks set the variable. torch reads it once, so a process of its own does."""
+    assert gloo_calls(4)[0] == 1 + 2 * 4
+    code = "from benchmarks.many_ranks import gloo_calls; print(gloo_calls(4))"
+    environment = os.environ | {GLOO_LAZY: "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert done.stdout == b"(1, 0)\n"
+
+
+def test_gloo_connects_when_needed_only_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_LAZY, raising=False)
+    limit_connections(512)
+    assert GLOO_LAZY not in os.environ
+    limit_connections(513)
+    assert os.environ.pop(GLOO_LAZY) == "1"
+    monkeypatch.setenv(GLOO_LAZY, "0")
+    limit_connections(4096)
+    assert os.environ[GLOO_LAZY] == "0"
+
+
+@pytest.mark.slow
+def test_run_whose_ranks_connect_when_needed_has_the_same_losses(
+    cluster: Cluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.steps=4", "checkpoint.every=2"]
+    cluster.run(4, "testing.runs:train_small", argv=overrides(text, tmp_path / "eager", *more))
+    monkeypatch.setenv(GLOO_LAZY, "1")
+    lazy = Cluster(4, SPAWNED)
+    try:
+        lazy.run(4, "testing.runs:train_small", argv=overrides(text, tmp_path / "lazy", *more))
+    finally:
+        lazy.stop()
+    assert losses(tmp_path / "lazy") == losses(tmp_path / "eager")
 
 
 def test_a_process_alone_has_no_groups_on_a_gpu() -> None:

@@ -22,7 +22,7 @@ from serried.configs.compose import compose
 from serried.parallel.step_phases import PHASES, PIPELINE
 from serried.recipes.models.families.llama import Llama, Transformer
 from serried.runtime.session import open_session
-from serried.trainer.metrics.meter import PROFILING, SAVING, Meter, eta_seconds
+from serried.trainer.metrics.meter import PROFILING, SAVING, Meter, _NumbersOfAllRanks, eta_seconds
 from serried.trainer.metrics.peak_flops import PEAK_FLOPS, peak_flops
 from serried.trainer.step import TrainStep
 from testing.rank_pool import Cluster
@@ -214,12 +214,16 @@ def test_the_share_of_waiting_is_of_the_time_it_was_measured_over(cluster: Clust
 def steps_of_exchanges(argv: list[str]) -> list[int]:
     """After which steps of a run ranks exchanged their numbers."""
     found: list[int] = []
-    exchange = Meter._exchange
+    rates, exchange, steps = Meter.rates, _NumbersOfAllRanks._exchange, [0]
 
-    def watched(self: Meter, *arguments: Any) -> None:
-        found.append(self._last_step)
-        exchange(self, *arguments)
+    def noted(self: Meter, step: int, *arguments: Any) -> dict[str, Any]:
+        steps.append(step)
+        return rates(self, step, *arguments)
 
-    with patch.object(Meter, "_exchange", watched):
+    def watched(self: _NumbersOfAllRanks, seconds: float) -> None:
+        found.append(steps[-1])
+        exchange(self, seconds)
+
+    with patch.object(Meter, "rates", noted), patch.object(_NumbersOfAllRanks, "_exchange", watched):
         train_small(argv)
     return found

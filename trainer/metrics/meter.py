@@ -4,7 +4,6 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,34 +27,26 @@ RATES = (
 )  # fmt: skip
 
 
-@dataclass
 class Meter:
     """Collects step results and reads them together, so that the host waits for the device once per interval."""
 
-    device: torch.device
-    world_size: int
-    flops_per_step: float
-    """FLOPs of the model for a global batch."""
-    peak_flops: float | None
-    """Peak FLOP/s of one device; None: unknown."""
-    pauses: dict[str, float] = field(default_factory=dict)
-    """Seconds of the last pause of each kind."""
-    _results: list[tuple[int, SumTable]] = field(default_factory=list)
-    _last_time: float = field(default_factory=time.perf_counter)
-    _last_step: int = 0
-    _last_tokens: int = 0
-    _paused_seconds: float = 0.0
-    _lines_without: int = 0
-    """Log lines left until ranks exchange their numbers again."""
-    _of_all_ranks: dict[str, Any] = field(default_factory=dict)
-    _data_seconds: float = 0.0
-    _data_window_seconds: float = 0.0
-    _data_share: float = 0.0
-    _time_split: Mapping[str, float] = field(default_factory=dict)
-    slow: SlowRank = field(default_factory=SlowRank)
-
-    def __post_init__(self) -> None:
-        self._pace = Pace(self.device)
+    def __init__(self, device: torch.device, world_size: int, flops_per_step: float, peak_flops: float | None) -> None:
+        """
+        Args:
+            flops_per_step: FLOPs of the model for a global batch.
+            peak_flops: Peak FLOP/s of one device; None: unknown.
+        """
+        self.pauses: dict[str, float] = {}
+        """Seconds of the last pause of each kind."""
+        self.slow = SlowRank()
+        self._world_size = world_size
+        self._flops_per_step, self._peak_flops = flops_per_step, peak_flops
+        self._results: list[tuple[int, SumTable]] = []
+        self._of_all_ranks = _NumbersOfAllRanks(device, world_size, self.slow)
+        self._last_time = time.perf_counter()
+        self._last_step = 0
+        self._last_tokens = 0
+        self._paused_seconds = 0.0
 
     def add(self, step: int, result: SumTable) -> None:
         """Remember a TrainStep's result without reading it."""
@@ -66,10 +57,8 @@ class Meter:
         self._last_step = step
         self._last_tokens = tokens
         self._last_time = time.perf_counter()
-        self._paused_seconds, self._lines_without = 0.0, 0
-        self._data_seconds = 0.0
-        self._data_window_seconds = 0.0
-        self._time_split = {}
+        self._paused_seconds = 0.0
+        self._of_all_ranks.start()
 
     def pause(self, what: str, seconds: float) -> None:
         """Leave ``seconds`` of ``what``, such as an evaluation, out of the rates."""
@@ -97,51 +86,79 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
         steps, new_tokens = step - self._last_step, tokens - self._last_tokens
-        self._last_time, self._last_step, self._last_tokens, self._paused_seconds = now, step, tokens, 0.0
+        self._last_time, self._paused_seconds = now, 0.0
+        self._last_step, self._last_tokens = step, tokens
         tokens_per_second, step_seconds = new_tokens / seconds, seconds / steps
-        self._data_seconds += data_seconds
-        self._data_window_seconds += seconds
-        self._time_split = time_split or self._time_split
-        if self._lines_without:
-            self._lines_without -= 1
-            self._of_all_ranks["time_split"] = None
-        else:
-            self._exchange(seconds)
-        peak = self.peak_flops
+        of_all_ranks = self._of_all_ranks.after_line(seconds, data_seconds, time_split)
+        peak = self._peak_flops
         return {
             "step_seconds": step_seconds,
             "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": tokens_per_second / self.world_size,
-            "mfu": self.flops_per_step / step_seconds / (peak * self.world_size) if peak else None,
-            "data_seconds": self._data_share * step_seconds,
-            **self._of_all_ranks,
+            "tokens_per_second_per_device": tokens_per_second / self._world_size,
+            "mfu": self._flops_per_step / step_seconds / (peak * self._world_size) if peak else None,
+            "data_seconds": self._of_all_ranks.data_share * step_seconds,
+            **of_all_ranks,
         }
+
+
+class _NumbersOfAllRanks:
+    """Numbers that ranks exchange about once a second: memory, waits for data, phases of a step, the slowest rank."""
+
+    def __init__(self, device: torch.device, world_size: int, slow: SlowRank) -> None:
+        self.data_share = 0.0
+        """Share of the time between two exchanges in which the rank that waited longest waited for data."""
+        self._device, self._world_size = device, world_size
+        self._pace, self._slow = Pace(device), slow
+        self._exchanged: dict[str, Any] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Forget this rank's numbers, and exchange with the next log line."""
+        self._lines_without = 0
+        """Log lines left until ranks exchange their numbers again."""
+        self._data_seconds = 0.0
+        self._window_seconds = 0.0
+        self._time_split: Mapping[str, float] = {}
+
+    def after_line(
+        self, seconds: float, data_seconds: float, time_split: Mapping[str, float] | None
+    ) -> Mapping[str, Any]:
+        """Return the numbers for a log line, ``seconds`` after the one before. A collective of lines that exchange."""
+        self._data_seconds += data_seconds
+        self._window_seconds += seconds
+        self._time_split = time_split or self._time_split
+        if self._lines_without:
+            self._lines_without -= 1
+            self._exchanged["time_split"] = None
+        else:
+            self._exchange(seconds)
+        return self._exchanged
 
     def _exchange(self, seconds: float) -> None:
         """Exchange the numbers of all ranks, and plan the next exchange; ``seconds`` since the last log line."""
         split = self._time_split
-        allocated, reserved = peak_memory_bytes(self.device)
-        pace = self._pace.seconds() if self.world_size > 1 else 0.0
+        allocated, reserved = peak_memory_bytes(self._device)
+        pace = self._pace.seconds() if self._world_size > 1 else 0.0
         # On the host, through Gloo: these are host numbers, and the device has better things to do.
         numbers = [float(allocated), float(reserved or 0), self._data_seconds, seconds, pace, *split.values()]
         mine = torch.tensor(numbers, dtype=torch.float64)
         ranks = [mine]
         if dist.is_initialized():
-            ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
+            ranks = [torch.empty_like(mine) for _ in range(self._world_size)]
             dist.all_gather(ranks, mine)
         table = torch.stack(ranks)
         most_allocated, most_reserved, waited, longest = table[:, :4].amax(0).tolist()
-        rank, share = self.slow.judge(table[:, 4].tolist()) if self.world_size > 1 else (None, None)
-        self._of_all_ranks = {
+        rank, share = self._slow.judge(table[:, 4].tolist()) if self._world_size > 1 else (None, None)
+        self._exchanged = {
             "memory_bytes": int(most_allocated),
             "memory_reserved_bytes": int(most_reserved) if reserved is not None else None,
             "slowest_rank": rank,
             "slowest_share": share,
             "time_split": dict(zip(split, table[:, 5:].mean(0).tolist(), strict=True)) or None,
         }
-        self._data_share = waited / self._data_window_seconds
-        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
-        if self.world_size > 1:  # equal on all ranks, as the table is
+        self.data_share = waited / self._window_seconds
+        self.start()
+        if self._world_size > 1:  # equal on all ranks, as the table is
             self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
 
 

@@ -103,7 +103,8 @@ class Subject:
 
         def save(step: int) -> tuple[float, float, Path]:
             started = time.perf_counter()
-            checkpointer.save(step, {"step": step})
+            checkpointer.begin(step, {"step": step})
+            checkpointer.finish()
             stall = time.perf_counter() - started
             saved = checkpointer.wait()
             assert saved is not None

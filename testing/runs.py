@@ -127,7 +127,8 @@ def save_again(argv: list[str], run_dir: str) -> None:
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
         hooks = Callbacks(copied, folder, pulse := Pulse(), console.log)
         trainer = Trainer(Context(copied, recipe, session, console, folder, pulse, hooks), config_yaml(config), start)
-        trainer.saver.checkpointer.save(start.step, start.state)
+        trainer.saver.checkpointer.begin(start.step, start.state)
+        trainer.saver.checkpointer.finish()
         saved = trainer.saver.checkpointer.wait()
         assert saved is not None
         assert saved.problem is None

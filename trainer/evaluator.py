@@ -35,6 +35,10 @@ class Evaluator:
         self._meter, self._shutdown = meter, shutdown
         self._benchmarks = benchmarks
 
+    def announce(self) -> None:
+        """Record all validation sets as left out, until ``evaluate`` has their results."""
+        self._progress.missed = list(self._validation)
+
     def evaluate(self, step: int, names: Iterable[str] | None = None) -> Exception | None:
         """Evaluate each validation set (or those in ``names``) on ``trainer.eval_batches`` batches.
 

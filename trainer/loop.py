@@ -68,8 +68,9 @@ class Loop:
                             self._train(step, batches)
                             self._note_first_step(time.perf_counter() - started)
                             self._log(loader)
+                            self._begin_save()
                             failure = self._evaluate()
-                            self._save(ends=failure is not None)
+                            self._finish_save(ends=failure is not None)
                             if failure is not None:
                                 raise failure
                             self._raise_failure_of_callback()
@@ -126,24 +127,40 @@ class Loop:
         config = self._context.config
         if self._is_due(config.health.replica_check_every):
             self._saver.compare_replicas(self.step)
-        if self._is_due(config.trainer.evaluates_every):
-            return self._evaluator.evaluate(self.step)
-        return None
+        return self._evaluator.evaluate(self.step) if self._is_evaluated else None
 
-    def _save(self, *, ends: bool) -> None:
-        """Begin a checkpoint if one is due or the run ``ends`` with this step, and report one that is complete."""
+    def _begin_save(self) -> None:
+        """Begin a checkpoint if one is due, and report one that is complete.
+
+        Before the evaluation, in which a rank may fail while the others wait for it: then it is saved without results.
+        """
         self._saver.poll()
         config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
-        is_last = self.step == config.trainer.last_step or self._shutdown.stops or ends
-        every = config.checkpoint.every
-        if not (is_last or is_asked_for or (every and self.step % every == 0)):
-            return
+        is_last, every = self.step == config.trainer.last_step, config.checkpoint.every
+        if is_last or is_asked_for or (every and self.step % every == 0):
+            if self._is_evaluated:
+                self._evaluator.announce()
+            self._begin()
+
+    def _begin(self) -> None:
         self._shutdown.check_folder()
         self._shutdown.saves()
         self._context.pulse.enter(SAVE, self.step)
-        waited = self._saver.wait()
         self._log_results.read_all(self.step)
-        self._saver.save(self.step, waited_seconds=waited, is_last=is_last)
+        self._saver.begin(self.step)
+
+    def _finish_save(self, *, ends: bool) -> None:
+        """Complete the checkpoint of this step. If the run ``ends`` or stops here, there is one; wait for it."""
+        is_last = self.step == self._context.config.trainer.last_step or self._shutdown.stops or ends
+        is_begun = self._saver.is_begun
+        if not (is_begun or is_last):
+            return
+        if is_begun:
+            self._shutdown.check_folder()
+            self._context.pulse.enter(SAVE, self.step)
+        else:
+            self._begin()
+        self._saver.finish(is_evaluated=is_begun and self._is_evaluated, is_last=is_last)
 
     def _raise_failure_of_callback(self) -> None:
         """End the run if a callback has failed, once the save under way is complete."""
@@ -163,6 +180,11 @@ class Loop:
         if self._is_first:
             self._is_first = False
             self._context.session.first_step_done(seconds)
+
+    @property
+    def _is_evaluated(self) -> bool:
+        """Whether the model is evaluated after the current step."""
+        return self._is_due(self._context.config.trainer.evaluates_every)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)

@@ -44,6 +44,7 @@ class Saver:
         self.last_save_seconds = 0.0
         """Duration of the latest save; 0 if there was none."""
         self._saved_step = saved_step
+        self._begin_seconds = 0.0
         self._state = state
         self._log = log
         self._meter = meter
@@ -58,28 +59,43 @@ class Saver:
             self._compared_step = step
             self._replicas(step, (part for _, part in self._state.parts()))
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a checkpoint is begun that ``finish`` must commit."""
+        return self.checkpointer.is_begun
+
     def poll(self) -> None:
         """Report a save that has ended."""
         self._report(self.checkpointer.poll())
 
-    def wait(self) -> float:
-        """Wait for the save under way, report it, and return the seconds that took."""
-        started = time.perf_counter()
+    def wait(self) -> None:
+        """Wait for the save under way, and report it."""
         self._report(self.checkpointer.wait())
-        return time.perf_counter() - started
 
-    def save(self, step: int, *, waited_seconds: float, is_last: bool) -> None:
-        """Begin a checkpoint of ``step``, after ``wait``, which took ``waited_seconds``. Wait for it if it is the last.
+    def begin(self, step: int) -> None:
+        """Begin a checkpoint of ``step``, once the save under way is complete; ``finish`` commits it.
+
+        If the run ends before that, it is committed with the state of now.
+        """
+        started = time.perf_counter()
+        self.wait()
+        self.compare_replicas(step)
+        self.checkpointer.begin(step, self._state_dict())
+        self._begin_seconds = time.perf_counter() - started
+
+    def finish(self, *, is_evaluated: bool, is_last: bool) -> None:
+        """Commit the checkpoint that was begun, and wait for that if it is the last one.
+
+        ``is_evaluated``: the step was evaluated in between, so the state has changed.
 
         Raises:
             TrainingFailed: the last one could not be saved.
         """
-        self.compare_replicas(step)
         started = time.perf_counter()
-        self.checkpointer.save(step, self._state_dict())
+        self.checkpointer.finish(self._state_dict() if is_evaluated else None)
         saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
         self._report(saved, is_last=is_last)
-        self._meter.pause(SAVING, waited_seconds + time.perf_counter() - started)
+        self._meter.pause(SAVING, self._begin_seconds + time.perf_counter() - started)
 
     def end(self, step: int) -> None:
         """After a failure: wait a short time for a save under way, and report the checkpoint to resume from."""

@@ -388,20 +388,20 @@ def slow_disk(argv: list[str], seconds: float) -> int:
 
 def poisoned(argv: list[str], rank: int, at_step: int) -> int:
     """Train; on ``rank`` one number of a weight is infinite while ``at_step`` is saved, and only then."""
-    saved = save.Checkpointer.save
+    begin = save.Checkpointer.begin
 
     def spoilt(self: save.Checkpointer, step: int, state: dict[str, Any]) -> None:
         if step != at_step or self._rank != rank:
-            return saved(self, step, state)
+            return begin(self, step, state)
         [weight] = [part.local for _, part in self._parts() if part.fragments[0].name == "model.norm.weight"]
         with torch.no_grad():
             value = weight[-1].item()
             weight[-1] = float("inf")
-            saved(self, step, state)
+            begin(self, step, state)
             weight[-1] = value
         return None
 
-    with patch.object(save.Checkpointer, "save", spoilt):
+    with patch.object(save.Checkpointer, "begin", spoilt):
         return train_reported(argv)
 
 

@@ -2,6 +2,9 @@
 
 A failed save (disk full, permission lost) costs only that checkpoint: training continues, and every earlier
 checkpoint stays.
+
+A save may begin before an evaluation of the same step. Its files are then written during the evaluation, and the
+commit waits for the results. If the run ends in the evaluation, on any rank, it is committed without them.
 """
 
 import json
@@ -46,6 +49,9 @@ _CHUNK_BYTES = 2**29
 _OUTGOING_BYTES = 2**31
 _LEAST_BUCKET_BYTES = 4 * 2**20
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
+_LOOK_SECONDS, _ANSWERS_WITHIN_SECONDS = 1.0, 5.0
+_ENDS = "a rank ends"
+"""Key in the store that a rank sets if it ends while a save waits for its state."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Saved:
     path: Path
     nbytes: int
     seconds: float
-    """Seconds from the call to the commit."""
+    """Seconds of writing and commit, without a wait for an evaluation in between."""
     stall_seconds: float
     """Seconds that training waited during the save."""
     problem: str | None
@@ -96,6 +102,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan_save()
         self._running: Future[Saved] | None = None
+        self._final_state: Future[dict[str, Any] | None] | None = None
+        """Set by ``finish``, for which the running save waits; None: the state of ``begin``."""
         self._is_closed = False
         self._stall_seconds = 0.0
 
@@ -110,9 +118,15 @@ class Checkpointer:
         kept = {part.name: part for _, part in reversed(held) if part.name in self._kept}
         self._staged = self._allocate(list(kept.values()))
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Start to save ``step``; with ``checkpoint.mode=sync`` also finish. ``state`` is plain data, for
-        state.json.
+    @property
+    def is_begun(self) -> bool:
+        """Whether a save waits for ``finish``."""
+        return self._final_state is not None and not self._final_state.done()
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Start to save ``step``; with ``checkpoint.mode=sync`` also write all tensors. ``finish`` commits it.
+
+        ``state``: plain data, for state.json. If the run ends before ``finish``, ``close`` commits it as it is now.
 
         Returns as soon as training may change the tensors. The result of the previous save must have been taken by
         ``wait``.
@@ -124,12 +138,27 @@ class Checkpointer:
             has_changed = any(self._all(has_changed))
         if has_changed:
             self._plan_save()
-        staged = self._stage()
-        self._running = self._thread.submit(self._save, step, state, staged, started)
+        writing = self._thread.submit(self._write_all, step, self._stage())
+        self._final_state = Future()
+        self._running = self._thread.submit(self._save, step, state, writing, self._final_state, started)
+        if self._section.mode == "sync":
+            with suppress(Exception):  # wait() raises it
+                writing.result()
+        self._stall_seconds = time.perf_counter() - started
+
+    def finish(self, state: dict[str, Any] | None = None) -> None:
+        """Commit the save that ``begin`` started; with ``checkpoint.mode=sync`` return when that is done.
+
+        ``state`` replaces the state given to ``begin``.
+        """
+        assert self._final_state is not None
+        assert self._running is not None
+        started = time.perf_counter()
+        self._final_state.set_result(state)
         if self._section.mode == "sync":
             with suppress(Exception):  # wait() raises it
                 self._running.result()
-        self._stall_seconds = time.perf_counter() - started
+        self._stall_seconds += time.perf_counter() - started
 
     def poll(self) -> Saved | None:
         """Return the result of the running save if it has ended on this rank; does not wait."""
@@ -143,6 +172,7 @@ class Checkpointer:
         """
         if self._running is None:
             return None
+        assert not self.is_begun, "it would wait forever"
         started = time.perf_counter()
         with suppress(Exception):
             self._running.result()
@@ -158,6 +188,8 @@ class Checkpointer:
     def close(self) -> Saved | None:
         """Wait a short time for a running save, whose content is valid however the run ended.
 
+        If it waits for ``finish``, all ranks commit it with the state of ``begin``, without their training threads.
+
         Returns its result; None if there was none or it is not complete. May be called again.
 
         Raises:
@@ -166,6 +198,10 @@ class Checkpointer:
         if self._is_closed:
             return None
         self._is_closed = True
+        if self._final_state is not None and not self._final_state.done():
+            self._final_state.set_result(None)
+            with suppress(RuntimeError):  # the store is gone, with its host
+                self._session.own_connection("checkpoint", _ANSWERS_WITHIN_SECONDS).set(_ENDS, "")
         try:
             self._thread.submit(lambda: None).result(_ABANDONED_AFTER_SECONDS)
         except TimeoutError:
@@ -251,18 +287,30 @@ class Checkpointer:
 
     # in the background ----------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, state: dict[str, Any], staged: dict[str, Tensor], started: float) -> Saved:
+    def _write_all(self, step: int, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
+        """Write the files of tensors of all ranks. Returns them, and the reason if that failed on any rank."""
+        partial = self._folder / partial_name(step)
+        problem = self._all(self._prepare(partial) if self._rank == 0 else None)[0]
+        if problem is not None:
+            return {}, problem
+        records, problem = self._write(partial, staged)
+        answers = self._all({"problem": problem, "files": records})
+        problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
+        return {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}, problem
+
+    def _save(
+        self, step: int, state: dict[str, Any], writing: "Future[tuple[dict[str, FileRecord], str | None]]",
+        final_state: "Future[dict[str, Any] | None]", started: float,
+    ) -> Saved:  # fmt: skip
         partial, final = self._folder / partial_name(step), self._folder / folder_name(step)
         notes: list[str] = []
-        problem = self._all(self._prepare(partial) if self._rank == 0 else None)[0]
-        records: dict[str, FileRecord] = {}
+        files, problem = writing.result()
+        written = may_commit = time.perf_counter()
         if problem is None:
-            records, problem = self._write(partial, staged)
-            answers = self._all({"problem": problem, "files": records})
-            problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
-            files = {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}
+            state = self._await(final_state) or state
+            may_commit = time.perf_counter()
             if self._rank == 0:
-                problem = problem or self._commit(partial, final, files, state)
+                problem = self._commit(partial, final, files, state)
                 if problem is None:
                     section = self._section
                     best = (section.best_metric, section.best_mode) if section.keep_best else None
@@ -270,11 +318,28 @@ class Checkpointer:
                         self._folder, keep=section.keep, keep_every=section.keep_every, best=best,
                         also=state.get("changed_after", ()), problems=notes,
                     )  # fmt: skip
-            problem = self._all(problem)[0]
+            try:
+                problem = self._all(problem)[0]
+            except RuntimeError:  # a rank is gone, which ends the run, and rank 0 reports what it has committed
+                if self._rank != 0:
+                    raise
         if problem is not None and self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        seconds = time.perf_counter() - started
+        seconds = written - started + time.perf_counter() - may_commit
         return Saved(step, final, self._plan.total_bytes, seconds, 0.0, problem, notes)
+
+    def _await(self, final_state: "Future[dict[str, Any] | None]") -> dict[str, Any] | None:
+        """Return the state that ``finish`` sets, or None as soon as another rank ends before that: this rank's training
+        thread may wait for it in the evaluation."""
+        with suppress(TimeoutError):
+            return final_state.result(_LOOK_SECONDS)
+        with suppress(RuntimeError):  # the store is gone, with its host
+            store = self._session.own_connection("checkpoint", _ANSWERS_WITHIN_SECONDS)
+            while not store.check([_ENDS]):
+                with suppress(TimeoutError):
+                    return final_state.result(_LOOK_SECONDS)
+            return None
+        return final_state.result()
 
     def _prepare(self, partial: Path) -> str | None:
         """Create the folder and check the free space. Return the reason if this fails."""

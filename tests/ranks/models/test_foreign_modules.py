@@ -159,7 +159,8 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         if session.is_main:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
         session.gather(None)
-        saver.save(STEPS, {})
+        saver.begin(STEPS, {})
+        saver.finish()
         saved = saver.wait()
         assert saved is not None
         assert saved.problem is None

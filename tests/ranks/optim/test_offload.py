@@ -353,7 +353,8 @@ def test_state_in_host_memory_is_not_copied_while_training_waits_for_a_save(
     """As if for a GPU: without one there is no pinned memory, so a copy would be refused."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     saver = saver_for_a_gpu(tmp_path, "cpu", "checkpoint.mode=sync")
-    saver.save(1, {})
+    saver.begin(1, {})
+    saver.finish()
     saved = saver.close()
     assert saved is not None
     assert saved.problem is None

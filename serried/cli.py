@@ -48,6 +48,7 @@ _COMMANDS = {
     "plan": _Command("plan_runs", f"[search|compare|calibrate] [RUN] {_OVERRIDES}"),
     "prepare": _Command("prepare_data", _OVERRIDES),
     "preflight": _Command("slurm_jobs", "[key=value ...]"),
+    "verify": _Command("verify_machine", "[list] [only=CHECKS] [out=FILE] [launch.device=cpu] [launch.processes=N]"),
     "submit": _Command("slurm_jobs", "[key=value ...] [-m]"),
     "status": _Command("slurm_jobs", "[RUN] [key=value ...]"),
     "export": _Command(

@@ -1,0 +1,120 @@
+"""The check of the machine, and what a report says of it: nothing that identifies a person, a host or a network."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from getpass import getuser
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from serried.runtime.process import host_name, usable_cores
+from serried.verify.check import Bounds, Case, Found
+from serried.verify.started_runs import RunFailed, Workplace
+
+_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|RCCL|HIP|ROCR|OMP|UCX)_.*")
+_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+_TRIES = 2
+
+
+def preflight(workplace: Workplace, _: Bounds) -> list[Case]:
+    """The machine is fit: ``serried preflight`` on all devices."""
+    return [Case("serried preflight, under torchrun", partial(_examine, workplace))]
+
+
+def _examine(workplace: Workplace) -> Found:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workplace.ranks}")
+    words = (f"run.dir={workplace.new_folder()}", f"launch.device={workplace.device}")
+    # Other work slows a CPU down for a moment, which looks like a slow rank.
+    for _ in range(_TRIES if workplace.device == "cpu" else 1):
+        code, printed = workplace.command(*torchrun, "-m", "serried", "preflight", *words)
+        lines = printed.splitlines()
+        unfit = [line.partition("  ")[2].strip() for line in lines if line.startswith("unfit ")]
+        if code == 0:
+            break
+    if not any(line.startswith("verdict") for line in lines):
+        raise RunFailed(f"serried preflight ended with exit code {code}: {printed.strip()[-300:]}")
+    rates = _columns(lines)
+    values = {name: rates[name] for name in ("device", "matmul", "all-reduce", "all-gather", "pairs", "write")}
+    figure = f"matmul {rates['matmul']}, all-reduce {rates['all-reduce']}, all-gather {rates['all-gather']}"
+    return Found(code == 0, "; ".join([*unfit, figure]), "fit", values)
+
+
+def _columns(lines: list[str]) -> dict[str, str]:
+    """Return the row of this node in the table of preflight, by column."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    head = next((number for number, row in enumerate(rows) if row[:2] == ["node", "ranks"]), None)
+    if head is None or head + 1 == len(rows):
+        raise RunFailed("serried preflight printed no table")
+    return dict(zip(rows[head], rows[head + 1], strict=False))
+
+
+# the machine in the report --------------------------------------------------------------------------------------------
+
+
+def describe() -> dict[str, Any]:
+    """Return versions, devices and limits of this machine. Imports torch."""
+    import torch
+
+    from serried.launch.probes import open_files, shared_memory_bytes, versions
+    from serried.records.environment import environment
+
+    try:
+        ours = version("serried")
+    except PackageNotFoundError:  # a checkout that is not installed
+        ours = "not installed"
+    code = environment()
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    counted = Counter((device.name, device.total_memory) for device in devices)
+    return {
+        "serried": ours,
+        "commit": code["git_commit"],
+        "changed_files": code["git_changed_files"],
+        **versions(),
+        "rocm": torch.version.hip,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": usable_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "devices": [
+            {"name": name, "memory_bytes": nbytes, "count": count} for (name, nbytes), count in counted.items()
+        ],
+        "topology": _topology(),
+        "open_files": open_files(),
+        "shared_memory_bytes": shared_memory_bytes(),
+        "variables": sorted(name for name in os.environ if _VARIABLES.fullmatch(name)),
+    }
+
+
+def _topology() -> list[str]:
+    """Return the lines of ``nvidia-smi topo -m``, or of its counterpart of AMD; empty without one."""
+    for command in (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo")):
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+            return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in done.stdout.splitlines() if line.strip()]
+    return []
+
+
+def anonymous(*folders: Path) -> Callable[[str], str]:
+    """Return a function that takes names of this host and user, addresses and ``folders`` out of a text."""
+    names = {str(folder): "FOLDER" for folder in folders}
+    names |= {host: "HOST" for host in (host_name(), platform.node(), platform.node().partition(".")[0]) if host}
+    with suppress(Exception):  # a container may have no such user, and no home
+        names |= {getuser(): "USER", str(Path.home()): "~"}
+    names.pop("root", None)
+
+    def replace(text: str) -> str:
+        for name in sorted(names, key=len, reverse=True):
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", names[name], text)
+        return _ADDRESS.sub("ADDRESS", text)
+
+    return replace
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

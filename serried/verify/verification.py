@@ -1,0 +1,163 @@
+"""``serried verify``: do the checks one after the other, and write the report."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from serried.configs.formats import columns, duration
+from serried.records.files import write_atomically
+from serried.verify.check import Bounds, Case, Check
+from serried.verify.faults import faults
+from serried.verify.node import anonymous, preflight
+from serried.verify.same_curve import determinism, host_waits, parity, resume
+from serried.verify.speed import checkpoint, memory, speed
+from serried.verify.started_runs import RunFailed, Workplace
+
+FORMAT = 1
+"""Version of the report: a key that is there keeps its name and meaning."""
+CHECKS = tuple(
+    Check(check.__name__, (check.__doc__ or "").strip().rstrip(".").replace("``", ""), check)
+    for check in (preflight, parity, determinism, host_waits, resume, faults, speed, memory, checkpoint)
+)
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+_TAIL_LINES = 40
+_FIGURE_WIDTH = 76
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the report."""
+
+    check: str
+    name: str
+    result: str
+    """``passed``, ``failed`` or ``skipped``."""
+    figure: str
+    """What was measured or seen; if skipped, why."""
+    bound: str = ""
+    """What the figure must be; empty: it is reported, and not judged."""
+    values: Mapping[str, float | int | str | None] = field(default_factory=dict)
+    """The same for programs; which there are depends on the check."""
+    seconds: float = 0.0
+    log: str = ""
+    """File with what the runs printed, in the folder of the logs."""
+    log_tail: Sequence[str] = ()
+    """The end of that file, if failed."""
+
+
+@dataclass
+class Report:
+    """What was done, as ``out=`` has it."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    ranks: int
+    """Processes of the runs."""
+    started: str
+    """UTC."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    is_interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def result(self) -> str:
+        if any(row.result == FAILED for row in self.rows):
+            return FAILED
+        return "interrupted" if self.is_interrupted else PASSED
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {
+            "format": FORMAT, "result": self.result, "started": self.started, "seconds": round(self.seconds, 1),
+            "device": self.device, "ranks": self.ranks, "machine": dict(self.machine),
+            "rows": [asdict(row) for row in self.rows],
+        }  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table of ``rows``."""
+    shown = [("check", "", "result", "figure", "bound", "log")]
+    for row in rows:
+        figure = row.figure if len(row.figure) <= _FIGURE_WIDTH else f"{row.figure[: _FIGURE_WIDTH - 3]}..."
+        shown.append((row.check, row.name, row.result.upper() if row.result == FAILED else row.result, figure,
+                      row.bound, row.log))  # fmt: skip
+    return columns(shown)
+
+
+def summary(report: Report) -> str:
+    """Return the line below the table."""
+    counts = {result: sum(row.result == result for row in report.rows) for result in (PASSED, FAILED, SKIPPED)}
+    counted = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    return f"{report.result:<10} {counted or 'nothing was done'}; {duration(report.seconds)}"
+
+
+def verify(
+    workplace: Workplace, checks: Sequence[Check], bounds: Bounds, out: Path, say: Callable[[str], Any]
+) -> Report:
+    """Do ``checks``, and write the report to ``out`` after each case. Ends early on ``KeyboardInterrupt``."""
+    began = time.monotonic()
+    report = Report(workplace.device, workplace.ranks, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    clean = anonymous(workplace.folder, workplace.logs, workplace.logs.parent)
+
+    def write() -> None:
+        report.seconds = time.monotonic() - began
+        write_atomically(out, json.dumps(report.as_data(), indent=1) + "\n")
+
+    try:
+        report.machine = _machine(clean)
+        write()
+        cases = [(check.name, case) for check in checks for case in check.cases(workplace, bounds)]
+        for number, (check, case) in enumerate(cases, start=1):
+            row = _row(workplace, check, case, clean)
+            say(f"{number:>3}/{len(cases)}  {row.result:<7}  {check}: {case.name}  ({duration(row.seconds)})")
+            report.rows.append(row)
+            write()
+    except KeyboardInterrupt:
+        report.is_interrupted = True
+        write()
+    return report
+
+
+def _row(workplace: Workplace, check: str, case: Case, clean: Callable[[str], str]) -> Row:
+    """Do a case. A failure of the check itself is a failed row too, and its traceback is in the log."""
+    if case.skipped:
+        return Row(check, case.name, SKIPPED, case.skipped)
+    log = workplace.log = workplace.logs / f"{re.sub('[^a-z0-9_]+', '-', f'{check} {case.name}'.lower())}.log"
+    log.touch()
+    began = time.monotonic()
+    try:
+        found = case.work()
+        result, figure, bound, values = PASSED if found.is_right else FAILED, found.figure, found.bound, found.values
+    except RunFailed as failure:
+        result, figure, bound, values = FAILED, str(failure), "", {}
+    except Exception as error:
+        result, figure, bound, values = FAILED, f"{type(error).__name__}: {error}".splitlines()[0], "", {}
+        with log.open("a", encoding="utf-8") as file:
+            file.write(traceback.format_exc())
+    tail = log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:] if result == FAILED else []
+    return Row(
+        check, case.name, result, clean(figure), bound,
+        {key: clean(value) if isinstance(value, str) else value for key, value in values.items()},
+        round(time.monotonic() - began, 1), log.name, [clean(line) for line in tail],
+    )  # fmt: skip
+
+
+def _machine(clean: Callable[[str], str]) -> dict[str, Any]:
+    """Return what the report says of the machine, found by a process of its own: this one stays free of CUDA."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "serried.verify.node"], capture_output=True, text=True, timeout=300, check=True
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return {"unknown": type(error).__name__}
+    return found | {"topology": [clean(line) for line in found["topology"]]}

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare_checkouts import compare
 from benchmarks.step_overhead import MODELS
 from testing.rank_pool import Cluster
-from testing.runs import overrides
+from testing.runs import overrides, run_here, tiny_overrides
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,21 @@ def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster
     for answer in answers:
         whole, numbers = answer.value
         assert 0 < numbers < whole
+
+
+def test_comparison_of_checkouts_names_what_another_seed_changes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {name: tmp_path / name for name in ("one", "same", "other")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        monkeypatch.chdir(folder)  # the run folder has the same path in all of them
+        seed = f"trainer.seed={2 if name == 'other' else 1}"
+        assert run_here(tiny_overrides(text, Path("run"), "trainer.deterministic=true", seed)).code == 0
+    figures, is_equal = compare(folders["one"] / "run", folders["same"] / "run")
+    assert is_equal
+    assert figures.startswith("6 of 6 lines, 4 of 4 tensor files, ")
+    figures, is_equal = compare(folders["one"] / "run", folders["other"] / "run")
+    assert not is_equal
+    assert figures.startswith("0 of 6 lines, 0 of 4 tensor files, ")
+    assert "; different: progress.first_loss, " in figures

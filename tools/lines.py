@@ -6,7 +6,7 @@ tools, examples and the vendored uPlot. Numbers are rounded, so that not every c
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,13 +99,16 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
     """Yield the file, name, lines and number of attributes of each class in ``path`` that is no section of keys."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        is_section = path.is_relative_to(ROOT / "configs/schema") or path.stem.endswith("_config")
-        if is_section or not isinstance(node, ast.ClassDef):
+    if path.is_relative_to(ROOT / "configs/schema") or path.stem.endswith("_config"):
+        return
+    for node in _statements(ast.parse(path.read_text("utf-8")).body):
+        if not isinstance(node, ast.ClassDef):
             continue
         stored = {
             found.attr
-            for found in ast.walk(node)
+            for statement in _statements(node.body)
+            for target in _targets(statement)
+            for found in ast.walk(target)
             if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store)
             and isinstance(found.value, ast.Name) and found.value.id == "self"
         }  # fmt: skip
@@ -116,6 +119,27 @@ def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
         }
         assert node.end_lineno is not None
         yield path, node.name, node.end_lineno - node.lineno + 1, len(stored | declared)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield all statements in ``body``. ``ast.walk`` would also yield expressions, which takes seconds."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, name, ()))
+        for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            yield from _statements(inner.body)
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    """Return the expressions that ``statement`` assigns to."""
+    if isinstance(statement, ast.Assign):
+        return statement.targets
+    if isinstance(statement, ast.AnnAssign | ast.AugAssign | ast.For):
+        return [statement.target]
+    if isinstance(statement, ast.With):
+        return [item.optional_vars for item in statement.items if item.optional_vars is not None]
+    return []
 
 
 def _rounded(lines: int) -> str:

@@ -14,16 +14,15 @@ from testing.rank_pool import ROOT
 from testing.runs import checkpoint, metrics, overrides, run_here, status
 from tests.cli.config.test_mistakes import MISTAKES, Mistake
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
-
-def start(*arguments: str, processes: int = 1, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    launcher = [*TORCHRUN, f"--nproc_per_node={processes}"] if processes > 1 else [sys.executable]
+def start(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Return the outcome of ``train.py`` in interpreters of its own; with several processes, torchrun starts them."""
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [*launcher, "train.py", *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, env=clean, check=False,
-    )  # fmt: skip
+    if processes > 1:  # torchrun itself is a fork, the ranks are not
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+        return typed(*torchrun, "train.py", *arguments, env=clean)
+    command = [sys.executable, "train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=clean, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def planned_flows(config: RunConfig, accumulation: int, sizes: "Sizes") -> tuple
 def _optimizer_flows(config: RunConfig, sizes: "Sizes", pipeline: int) -> Iterator[Flow]:
     layout, ranks = sizes.layout, sizes.layout.world // sizes.layout.pipeline
     group = "stage" if layout.pipeline > 1 else "world"
-    here = {name: spec for name, spec in sizes.specs.items() if name in sizes.trained and pipeline in spec.holders}
+    here = {name: spec for name, spec in sizes.specs.items() if sizes.of[name].is_trained and pipeline in spec.holders}
     if ranks > 1 and takes(config.optim, "matrices"):
         shapes = {name: spec.shape for name, spec in sizes.specs.items()}
         names = matrix_names(shapes, sizes.plan.blocks_in(sizes.model))
@@ -145,8 +145,31 @@ def _optimizer_flows(config: RunConfig, sizes: "Sizes", pipeline: int) -> Iterat
                 yield Flow(group, "all_reduce", "end", sent, sum(count > 0 for count in sums), ranks)
 
 
+class ParameterSize(NamedTuple):
+    """Sizes of one parameter on a rank that holds it."""
+
+    held: int
+    """Elements that the rank holds."""
+    shape: tuple[int, ...]
+    """Shape that the other axes leave for FSDP2 to shard."""
+    state_bytes: float
+    """Bytes of optimizer state, if it is trained."""
+    average_bytes: int
+    """Bytes of its average, if it is trained."""
+    is_trained: bool
+    is_packed: bool
+    """Whether it is in 4 bits."""
+    is_float8: bool
+    """Whether FSDP2 gathers it in float8."""
+
+    @property
+    def gathered(self) -> int:
+        """Elements that FSDP2 gathers."""
+        return prod(self.shape)
+
+
 class Sizes:
-    """Numbers of elements of each parameter on a rank, from the shard specs of a model, which may be on meta.
+    """Sizes of the parameters of a model on a layout, from their shard specs; the model may be on meta.
 
     Raises ``UserError`` if the plan does not fit the layout.
     """
@@ -154,37 +177,38 @@ class Sizes:
     def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
         self.plan, self.layout, self.model = plan, layout, model
         self._units = () if plan.is_one_unit else plan.units or units_of(model)
-        self._blocks = {*plan.blocks_in(model)}
         self.specs = shard_specs(model, plan, layout)
-        self.trained_width = (trained_type(config) or torch.float32).itemsize
-        self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
-        average = _FP32_BYTES if config.trainer.ema_decay else 0
-        shapes = {name: spec.shape for name, spec in self.specs.items()}
-        first = layout.coordinates(0)  # no rank of a block holds more
-        self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
-        states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
-        self.state_bytes = {name: self.held[name] * each.per_element + each.whole for name, each in states.items()}
-        self.average_bytes = {name: self.held[name] * average for name in states}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes that the other axes leave for FSDP2 to shard."""
-        self.gathered: dict[str, int] = {}
-        """Elements of these."""
-        self.in_float8 = gathered_in_float8(config, model, plan, layout)
-        """Names of weights that FSDP2 gathers in float8."""
         low = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
+        self.trained_width = (trained_type(config) or torch.float32).itemsize
         self.gathered_width = low.itemsize if low else self.trained_width
-        """Bytes of an element of another."""
+        """Bytes of an element that FSDP2 does not gather in float8."""
+        average_width = _FP32_BYTES if config.trainer.ema_decay else 0
+        in_float8 = gathered_in_float8(config, model, plan, layout)
+        states = state_bytes_by_name(
+            config.optim, {name: spec.shape for name, spec in self.specs.items()}, plan.blocks_in(model)
+        )
+        first = layout.coordinates(0)  # no rank of a block holds more
+        parameters = dict(model.named_parameters())
+        self.of: dict[str, ParameterSize] = {}
         for name, spec in self.specs.items():
+            held = spec.box(layout, first).numel
             kept = tuple(part for part in spec.slices if not {"shard", "expert_shard"} & {*part.axes})
-            self.shapes[name] = replace(spec, slices=kept).box(layout, first).sizes
-            self.gathered[name] = prod(self.shapes[name])
+            self.of[name] = ParameterSize(
+                held,
+                replace(spec, slices=kept).box(layout, first).sizes,
+                state_bytes=held * states[name].per_element + states[name].whole,
+                average_bytes=held * average_width,
+                is_trained=parameters[name].requires_grad,
+                is_packed=is_packed(parameters[name]),
+                is_float8=name in in_float8,
+            )
 
     def width(self, name: str, frozen: torch.dtype | None) -> int:
         """Bytes of an element, if frozen weights are ``frozen``."""
-        if name in self.packed:
+        size = self.of[name]
+        if size.is_packed:
             return torch.bfloat16.itemsize
-        return self.trained_width if name in self.trained else (frozen or torch.float32).itemsize
+        return self.trained_width if size.is_trained else (frozen or torch.float32).itemsize
 
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
         """Return the units of FSDP2 on the ranks at a coordinate of the pipeline, and the parameters in none."""
@@ -193,14 +217,16 @@ class Sizes:
         return [unit for unit in units if unit.shapes], self._unit([name for name in rest if self.specs[name].shape])
 
     def _unit(self, names: Collection[str]) -> Unit:
-        def shapes(of: Collection[str]) -> list[tuple[int, ...]]:
-            return [self.shapes[name] for name in names if name in of]
-
-        return Unit(shapes(names), shapes(self.trained), shapes(self.in_float8))
+        sizes = [self.of[name] for name in names]
+        return Unit(
+            [size.shape for size in sizes],
+            [size.shape for size in sizes if size.is_trained],
+            [size.shape for size in sizes if size.is_float8],
+        )
 
     def parts(self, pipeline: int) -> Parts:
         """Return the parameters that are gathered together on the ranks at a coordinate of the pipeline."""
-        (found, rest), blocks = self._by_unit(pipeline), self._blocks
+        (found, rest), blocks = self._by_unit(pipeline), {*self.plan.blocks_in(self.model)}
         before: list[Part] = []
         middle: list[Part] = []
         after: list[Part] = []
@@ -223,13 +249,13 @@ class Sizes:
 
     def _part(self, names: Sequence[str], pipeline: int) -> Part:
         copies = {name: self.specs[name].holders.count(pipeline) for name in names}
-        trained = [name for name in names if name in self.trained]
-        widths = {name: 1 if name in self.in_float8 else self.gathered_width for name in names}
+        sizes = [(self.of[name], copies[name]) for name in names]
+        trained = [(size, count) for size, count in sizes if size.is_trained]
         return Part(
-            sum(copies[name] * self.gathered[name] * widths[name] for name in names),
-            sum(copies[name] * self.gathered[name] for name in trained),
-            sum(copies[name] * self.held[name] for name in trained),
-            max((self.gathered[name] for name in trained), default=0),
+            sum(count * size.gathered * (1 if size.is_float8 else self.gathered_width) for size, count in sizes),
+            sum(count * size.gathered for size, count in trained),
+            sum(count * size.held for size, count in trained),
+            max((size.gathered for size, _ in trained), default=0),
         )
 
 
@@ -237,7 +263,7 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
     """Return the memory of the ranks at a coordinate of the pipeline."""
     layout = sizes.layout
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
-    trained, frozen = [name for name in copies if name in sizes.trained], frozen_type(config, sizes.plan)
+    trained, frozen = [name for name in copies if sizes.of[name].is_trained], frozen_type(config, sizes.plan)
     how, parts = _how(config, sizes, accumulation, pipeline), sizes.parts(pipeline)
     mix = planned_mix(config, task, layout, sizes.plan, sizes.model, measures=False)
     blocks = max(1, len(sizes.plan.blocks_in(sizes.model)))
@@ -247,7 +273,7 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
     waits = layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
     # Autocast copies adapters.
     is_copied = frozen is not None and not layout.is_sharded and not trained_type(config)
-    of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.held[name] for name in trained)
+    of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.of[name].held for name in trained)
 
     @cache
     def activations(moment: str, left: int, has_earlier: bool) -> float:
@@ -257,16 +283,16 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
         now = share._replace(moment=moment, blocks=max(0.0, share.blocks - gone / blocks), ends=ends)
         return of_adapters + estimate(now)
 
-    states = {name: copies[name] * sizes.state_bytes[name] for name in trained}
+    states = {name: copies[name] * sizes.of[name].state_bytes for name in trained}
     fetched = config.optim.offload * max(states.values(), default=0)
     found = list(moments(parts, held, how, activations, fetched))
     all_of_it = (*parts.before, *parts.blocks, *parts.after, parts.rest)
     without = estimate(share._replace(moment="forward", borders=0))
     lasting = {
-        "parameters": sum(sizes.held[name] * count * sizes.width(name, frozen) for name, count in copies.items()),
+        "parameters": sum(sizes.of[name].held * count * sizes.width(name, frozen) for name, count in copies.items()),
         "gradients": how.held_width * sum(part.held for part in all_of_it),
         "optimizer state": int(sum(states.values())),
-        "average of weights": sum(copies[name] * sizes.average_bytes[name] for name in trained),
+        "average of weights": sum(copies[name] * sizes.of[name].average_bytes for name in trained),
     }
     offloaded = lasting if how.offloads else ("optimizer state",) * config.optim.offload
     apart = {kind + IN_HOST_MEMORY: lasting.pop(kind) for kind in tuple(offloaded)}

@@ -104,15 +104,15 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
             f"no layout of {processes} processes divides trainer.global_batch={batch} and the model; use another "
             "launch.processes or trainer.global_batch"
         )
-    device = searched.cluster.device.name
+    device = searched.machine.device.name
     nearest = None if fastest else searched.nearest()
-    if nearest is not None and nearest.bytes <= searched.limit:  # by the plan, if not by the first estimate
+    if nearest is not None and nearest.bytes <= searched.machine.limit:  # by the plan, if not by the first estimate
         fastest = [nearest]
         found = [nearest]
         nearest = None
     if not fastest:
         tried: dict[str, str] = {}
-        limit = searched.limit
+        limit = searched.machine.limit
         for other in _smaller(config, task, processes):
             for key, value in other.changes.items():
                 tried[value if key == "optim.name" else key] = word(key, value)
@@ -134,19 +134,22 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
     data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
     data |= {"changed": dict(searched.changes), "nearest": nearest and searched.as_data(nearest)}
-    data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, table)] for name, table in tables.items()}}
+    data |= {
+        "rates": searched.machine.rates_of,
+        **{name: [*map(searched.as_data, table)] for name, table in tables.items()},
+    }
     if written is not None:
         shown = {candidate.words() for table in tables.values() for candidate in table}
         others = [searched.as_data(candidate) for candidate in found if candidate.words() not in shown]
         title = f"{config.run.name}: layouts of {processes} {device}"
-        _write(written, title, data | {"title": title, "limit": searched.limit, "others": others})
+        _write(written, title, data | {"title": title, "limit": searched.machine.limit, "others": others})
     if config.plan.as_json:
         return json.dumps(data)
-    of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
-    lines = [f"{'searched':<10} {of}; rates of {searched.rates_of}"]
+    of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.machine.limit)}"
+    lines = [f"{'searched':<10} {of}; rates of {searched.machine.rates_of}"]
     if nearest is not None:
         lines.append(f"{'changed':<10} {'; '.join(searched.what_changes())}")
-        lines.append(f"{'nearest':<10} without this change: {_missing(nearest, searched.limit)}")
+        lines.append(f"{'nearest':<10} without this change: {_missing(nearest, searched.machine.limit)}")
     lines += searched.table(fastest, is_numbered=True)
     equal = sum(candidate.seconds <= _EQUAL * fastest[0].seconds for candidate in fastest)
     if equal > 1:
@@ -187,6 +190,97 @@ def _write(out: Path, title: str, data: dict[str, Any]) -> None:
         raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in another folder") from None
 
 
+class _Machine:
+    """The devices of a search, and how fast they compute."""
+
+    def __init__(self, config: RunConfig, processes: int) -> None:
+        """
+        Raises:
+            UserError: this device is unknown.
+        """
+        device = planned_device(config)
+        if device is None:
+            raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
+        if unknown := unknown_device(config, device, processes):
+            raise UserError(f"plan.search=true: {unknown}")
+        self.device = device
+        self.cluster, self.rates = planned_cluster(config, device), planned_rates(config, device)
+        self.rates_of = str(config.plan.rates or software_for(device.name))
+        self.limit = _USABLE_SHARE * device.memory_bytes
+        self._has_own_rates = bool(config.plan.rates)
+
+    def seconds(self, job: Job, *, is_quick: bool = False) -> float:
+        """Return the time of a step; ``is_quick``: by a formula instead of the timeline."""
+        return step_of(job, self.cluster, self.rates, is_quick=is_quick).seconds
+
+    def doubts(self, job: Job) -> list[str]:
+        """Return the properties of ``job`` that no published run covers."""
+        return [] if self._has_own_rates else [*doubts(job, self.cluster, self.rates_of)]
+
+
+class _Model:
+    """The model of a search: whether a layout suits it, and roughly the memory that it needs."""
+
+    def __init__(self, config: RunConfig, task: Task, machine: _Machine) -> None:
+        """
+        Raises:
+            UserError: the time of this model is unknown.
+        """
+        built = model_to_train(config, task)
+        self.module, self.plan = built.module, built.plan
+        self._blocks = len(built.blocks)
+        shape = shape_of(config, self.module, self.plan)
+        if shape is None or not machine.device.peak(config.precision.name):
+            why = unknown_why(config, shape, machine.device)
+            hint = "" if "; use " in why else "; use precision=bf16, and a built-in family"
+            raise UserError(f"plan.search=true: {why}{hint}")
+        self.shape = shape
+        parameters = [*self.module.parameters()]
+        elements = sum(map(whole_numel, parameters))
+        self._trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / elements
+        """Share of the parameters that are trained."""
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        width = (frozen_type(config, self.plan) or torch.float32).itemsize
+        packed = torch.bfloat16.itemsize
+        held = (parameter.numel() * (packed if is_packed(parameter) else width) for parameter in frozen)
+        self._frozen_bytes = sum(held) / elements
+        """Bytes of all frozen parameters, divided by the number of all parameters."""
+        self._state_bytes = 0 if config.offloads_state else state_bytes(config.optim).per_element
+        self._refused: dict[object, UserError | None] = {}
+
+    def check(self, config: RunConfig, layout: Layout) -> None:
+        """Raise UserError if the model cannot be sharded or compiled this way. Equal cases are checked once."""
+        kind = (layout.tensor, layout.stages, config.trainer.activation_checkpoint)
+        if kind not in self._refused:
+            self._refused[kind] = None
+            try:
+                check_plan(self.module, self.plan, layout)
+                check_optimizer(config.optim, self.module, self.plan, layout)
+                if config.trainer.compile:
+                    check_blocks(self.module, self.plan, config.trainer.keeps_less)
+            except UserError as error:
+                self._refused[kind] = error
+        if refused := self._refused[kind]:
+            raise refused
+
+    def rough_bytes(self, config: RunConfig, job: Job) -> float:
+        """Return an approximate number of bytes that the first rank needs."""
+        layout, elements = job.layout, held_elements(job)
+        divided = layout.shard * layout.context
+        block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
+        gathered = (
+            2 * max(block, job.shape.of_head / layout.tensor) if config.parallel.frees_after_forward else elements
+        )
+        whole = elements if divided > 1 and job.accumulation > 1 and not job.reduces_each else 0.0
+        estimate = activation_estimate(config, layout, self.plan, self.module, is_rough=True)
+        share = share_of(config, layout, job.accumulation, self._blocks, 0)
+        activations = 0 if estimate is None else estimate(share)
+        weights = (trained_type(config) or torch.float32).itemsize
+        of_trained = self._trained * (weights + _FP32_BYTES + self._state_bytes)
+        states = (not config.parallel.offload) * elements / divided * (of_trained + self._frozen_bytes)
+        return states + layout.is_sharded * 2 * gathered + _FP32_BYTES * self._trained * whole + activations
+
+
 class _Search:
     """The layouts of a run on a number of processes."""
 
@@ -202,39 +296,11 @@ class _Search:
             )
         self.config, self.task = config, task
         self.processes, self.changes = processes, changes or {}
-        built = model_to_train(config, task)
-        self.model = built.module
-        self.plan = built.plan
-        self.blocks = len(built.blocks)
-        device, shape = planned_device(config), shape_of(config, self.model, self.plan)
-        if device is None:
-            raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
-        if shape is None or not device.peak(config.precision.name):
-            why = unknown_why(config, shape, device)
-            hint = "" if "; use " in why else "; use precision=bf16, and a built-in family"
-            raise UserError(f"plan.search=true: {why}{hint}")
-        if unknown := unknown_device(config, device, processes):
-            raise UserError(f"plan.search=true: {unknown}")
-        self.shape = shape
-        self.cluster, self.rates = planned_cluster(config, device), planned_rates(config, device)
-        self.rates_of = str(config.plan.rates or software_for(device.name))
-        self.capacity = int(device.memory_bytes)
-        self.limit = _USABLE_SHARE * device.memory_bytes
-        self.state_bytes = 0 if config.offloads_state else state_bytes(config.optim).per_element
-        parameters = [*self.model.parameters()]
-        elements = sum(map(whole_numel, parameters))
-        self.trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad) / elements
-        """Share of the parameters that are trained."""
-        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        width = (frozen_type(config, self.plan) or torch.float32).itemsize
-        packed = torch.bfloat16.itemsize
-        held = (parameter.numel() * (packed if is_packed(parameter) else width) for parameter in frozen)
-        self.frozen_bytes = sum(held) / elements
-        """Bytes of all frozen parameters, divided by the number of all parameters."""
+        self.machine = _Machine(config, processes)
+        self.model = _Model(config, task, self.machine)
         self.valid = 0
         self._tried: list[tuple[float, Mapping[str, Any]]] = []
         """Bytes and overrides of the valid candidates."""
-        self._refused: dict[object, UserError | None] = {}
 
     def fitting(self) -> list[Candidate]:
         """Return the candidates that fit the device by the rough estimate, fastest first."""
@@ -242,13 +308,13 @@ class _Search:
         self.valid = len(valid)
         sizes = ((candidate.bytes, candidate.overrides) for candidate in valid)
         self._tried = sorted(sizes, key=lambda pair: pair[0])
-        fitting = (self._timed(candidate) for candidate in valid if candidate.bytes <= self.limit)
+        fitting = (self._timed(candidate) for candidate in valid if candidate.bytes <= self.machine.limit)
         return sorted(fitting, key=lambda candidate: candidate.seconds)
 
     def may_fit(self, whole: "_Search") -> bool:
         """Whether one of the smallest layouts of the search ``whole`` fits by the rough estimate."""
         candidates = filter(None, (self._candidate(overrides) for _, overrides in whole._tried))
-        return any(candidate.bytes <= self.limit for candidate in islice(candidates, _LEAST))
+        return any(candidate.bytes <= self.machine.limit for candidate in islice(candidates, _LEAST))
 
     def nearest(self) -> Candidate | None:
         """Return the candidate that needs the least memory, by the plan."""
@@ -266,30 +332,14 @@ class _Search:
         config = _changed(self.config, overrides)
         try:
             layout, accumulation = checked_layout(config, self.processes)
-            self._check_model(config, layout)
+            self.model.check(config, layout)
         except UserError:
             return None
-        job = job_of(config, self.shape, layout, accumulation)
-        return Candidate({**self.changes, **overrides}, config, job, math.inf, self._held(config, job))
+        job = job_of(config, self.model.shape, layout, accumulation)
+        return Candidate({**self.changes, **overrides}, config, job, math.inf, self.model.rough_bytes(config, job))
 
     def _timed(self, candidate: Candidate) -> Candidate:
-        step = step_of(candidate.job, self.cluster, self.rates, is_quick=True)
-        return replace(candidate, seconds=step.seconds)
-
-    def _check_model(self, config: RunConfig, layout: Layout) -> None:
-        """Raise UserError if the model cannot be sharded or compiled this way. Equal cases are checked once."""
-        kind = (layout.tensor, layout.stages, config.trainer.activation_checkpoint)
-        if kind not in self._refused:
-            self._refused[kind] = None
-            try:
-                check_plan(self.model, self.plan, layout)
-                check_optimizer(config.optim, self.model, self.plan, layout)
-                if config.trainer.compile:
-                    check_blocks(self.model, self.plan, config.trainer.keeps_less)
-            except UserError as error:
-                self._refused[kind] = error
-        if refused := self._refused[kind]:
-            raise refused
+        return replace(candidate, seconds=self.machine.seconds(candidate.job, is_quick=True))
 
     def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return the fastest candidates, one for each mesh, with time by timeline and memory by the plan."""
@@ -302,7 +352,9 @@ class _Search:
         best = []
         for of_mesh in by_mesh.values():
             played = [
-                candidate for candidate in map(self._played, of_mesh[:_OF_A_MESH]) if candidate.bytes <= self.limit
+                candidate
+                for candidate in map(self._played, of_mesh[:_OF_A_MESH])
+                if candidate.bytes <= self.machine.limit
             ]
             best += sorted(played, key=lambda candidate: candidate.seconds)[:1]
         return sorted(best, key=lambda candidate: candidate.seconds)[:_SHOWN]
@@ -335,7 +387,7 @@ class _Search:
 
     def doubts(self, candidate: Candidate) -> list[str]:
         """Return the properties of ``candidate`` that no published run covers."""
-        return [] if self.config.plan.rates else [*doubts(candidate.job, self.cluster, self.rates_of)]
+        return self.machine.doubts(candidate.job)
 
     def _overrides(self) -> Iterator[dict[str, Any]]:
         """Yield the overrides of each candidate, valid or not."""
@@ -347,9 +399,9 @@ class _Search:
 
     def _meshes(self) -> Iterator[dict[str, Any]]:
         """Yield all meshes, as keys of ``parallel``."""
-        plan = self.plan
+        plan = self.model.plan
         ranks = self.processes
-        per_node = self.cluster.per_node
+        per_node = self.machine.cluster.per_node
         if ranks == 1:
             yield {}
             return
@@ -386,31 +438,13 @@ class _Search:
             if (is_other if key == "parallel" else value != now.get(key, _value(self.config, key)))
         }
 
-    def _held(self, config: RunConfig, job: Job) -> float:
-        """Return an approximate number of bytes that the first rank needs."""
-        layout, elements = job.layout, held_elements(job)
-        divided = layout.shard * layout.context
-        block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
-        gathered = (
-            2 * max(block, job.shape.of_head / layout.tensor) if config.parallel.frees_after_forward else elements
-        )
-        whole = elements if divided > 1 and job.accumulation > 1 and not job.reduces_each else 0.0
-        estimate = activation_estimate(config, layout, self.plan, self.model, is_rough=True)
-        share = share_of(config, layout, job.accumulation, self.blocks, 0)
-        activations = 0 if estimate is None else estimate(share)
-        weights = (trained_type(config) or torch.float32).itemsize
-        of_trained = self.trained * (weights + _FP32_BYTES + self.state_bytes)
-        states = (not config.parallel.offload) * elements / divided * (of_trained + self.frozen_bytes)
-        return states + layout.is_sharded * 2 * gathered + _FP32_BYTES * self.trained * whole + activations
-
     def _played(self, candidate: Candidate) -> Candidate:
         """Return ``candidate`` with time by timeline and memory by the plan."""
         job = candidate.job
-        step = step_of(job, self.cluster, self.rates)
-        sizes = Sizes(candidate.config, job.layout, self.model, self.plan)
+        sizes = Sizes(candidate.config, job.layout, self.model.module, self.model.plan)
         memory = planned_memory(candidate.config, self.task, job.accumulation, sizes)
-        needed = fits_of(formula_memory(memory), self.capacity).needed
-        return replace(candidate, seconds=step.seconds, bytes=needed)
+        needed = fits_of(formula_memory(memory), int(self.machine.device.memory_bytes)).needed
+        return replace(candidate, seconds=self.machine.seconds(job), bytes=needed)
 
 
 def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:

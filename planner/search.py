@@ -145,7 +145,8 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
         _write(written, title, data | {"title": title, "limit": searched.machine.limit, "others": others})
     if config.plan.as_json:
         return json.dumps(data)
-    of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.machine.limit)}"
+    fit = f"{len(found):,} of which fit {size(searched.machine.limit)}"
+    of = f"{searched.valid:,} valid layouts of {processes} {device}, {fit}"
     lines = [f"{'searched':<10} {of}; rates of {searched.machine.rates_of}"]
     if nearest is not None:
         lines.append(f"{'changed':<10} {'; '.join(searched.what_changes())}")

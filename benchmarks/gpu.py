@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.step_overhead import _built, hand_written
 from serried.configs.compose import compose
 from serried.recipes.text.causal_lm import CausalLM
+from serried.runtime.accelerator import device_name
 from serried.runtime.session import Session, open_session
-from serried.trainer.metrics.peak_flops import device_name, peak_flops
+from serried.trainer.metrics.peak_flops import peak_flops
 
 LAYERS_8B = [
     "recipe=llama8b", "model.layers=8", "parallel.sync_every_micro_batch=false", "trainer.activation_checkpoint=none",

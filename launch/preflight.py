@@ -17,7 +17,7 @@ from serried.launch import probes
 from serried.runtime.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
-_SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}
+_SLOW_SHARE = {"gpu": 0.8, "cpu": 0.5}
 """Slowest accepted speed as a share of the median. A CPU may be shared with other processes."""
 _SLOW_WIRE_SHARE = 0.5
 _FREE_SHARE = 0.9
@@ -175,7 +175,7 @@ def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
 
 def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findings) -> None:
     for name, what, least in (
-        ("matmul", "matrix products run at", _SLOW_SHARE[device_type]),
+        ("matmul", "matrix products run at", _SLOW_SHARE["cpu" if device_type == "cpu" else "gpu"]),
         ("pairs", "exchange of data with the others runs at", _SLOW_WIRE_SHARE),
     ):
         known = [fact for fact in facts if fact.get(name)]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from serried.runtime import accelerator
 from serried.runtime.session import Session
 
 _WRITE_BYTES = 64 * 2**20
@@ -54,14 +55,14 @@ def device(session: Session) -> dict[str, Any]:
     """Return the name and number of the node's devices, and the free share of the memory of this rank's device."""
     if session.device.type == "cpu":
         return {"name": platform.machine() or "cpu", "count": os.cpu_count() or 1, "free_share": 1.0}
-    free, total = torch.cuda.mem_get_info(session.device)
-    name = torch.cuda.get_device_name(session.device)
-    return {"name": name, "count": torch.cuda.device_count(), "free_share": free / total}
+    free, total = accelerator.memory_bytes(session.device)
+    name = accelerator.device_name(session.device)
+    return {"name": name, "count": accelerator.accelerator_count(), "free_share": free / total}
 
 
 def matmul_flops(session: Session) -> float:
     """Return the best FLOP/s of a few large matrix products (bf16 on a GPU, fp32 on a CPU)."""
-    size, dtype = (8192, torch.bfloat16) if session.device.type == "cuda" else (512, torch.float32)
+    size, dtype = (8192, torch.bfloat16) if session.device.type != "cpu" else (512, torch.float32)
     matrix = torch.full((size, size), 1 / size, dtype=dtype, device=session.device)
     seconds = min(_timed(session, lambda: torch.mm(matrix, matrix)) for _ in range(4 * _TIMED))
     return float(2 * size**3 / seconds)
@@ -75,7 +76,7 @@ def collectives(session: Session) -> dict[str, Any]:
         ``is_reduce_wrong``; and ``gather_wrong``, the ranks whose data was wrong.
     """
     ranks = session.world_size
-    count = min(2**24, 2**30 // ranks) if session.device.type == "cuda" else 2**20  # at most 4 GiB for many ranks
+    count = min(2**24, 2**30 // ranks) if session.device.type != "cpu" else 2**20  # at most 4 GiB for many ranks
     mine = _pattern(session.rank, count, session.device)
     of_rank_0 = _pattern(0, count, session.device)
     gathered = mine.new_empty(ranks * count)  # one tensor: NCCL would gather a list into a second copy
@@ -110,7 +111,7 @@ def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None
     """Return the mean rate in bytes per second at which this rank exchanges data with each other member in turn;
     None for a rank that is not in ``members`` or is the only one. A collective. A slow link lowers the rate of all
     pairs of one rank."""
-    count = 2**24 if session.device.type == "cuda" else 2**20
+    count = 2**24 if session.device.type != "cpu" else 2**20
     out, into = (torch.ones(count, device=session.device) for _ in range(2))
     rates = []
     for pairs in tournament(members):
@@ -142,8 +143,7 @@ def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
 
 def _timed(session: Session, work: Callable[[], Any]) -> float:
     def wait() -> None:
-        if session.device.type == "cuda":
-            torch.cuda.synchronize(session.device)
+        accelerator.wait_for_device(session.device)
 
     wait()
     started = time.perf_counter()
@@ -222,7 +222,7 @@ def _write_seconds(folder: Path) -> float:
 # rates of ``serried plan calibrate`` ---------------------------------------------------------------------------------
 
 _EXCHANGED_BYTES = (2**14, 2**20, 2**24)
-_ATTENTION = {"cpu": (4, 8, 512, 64), "cuda": (1, 32, 8192, 128)}
+_ATTENTION = {"cpu": (4, 8, 512, 64), "gpu": (1, 32, 8192, 128)}
 """Samples, heads, length and width of the timed attention. On a GPU, a small one would mostly measure the launch."""
 _SMALL = 300
 """Number of operations that are timed together."""
@@ -230,8 +230,8 @@ _SMALL = 300
 
 def device_name(session: Session) -> str:
     """Return the name of this rank's GPU, or the model of the CPU."""
-    if session.device.type == "cuda":
-        return torch.cuda.get_device_name(session.device)
+    if session.device.type != "cpu":
+        return accelerator.device_name(session.device)
     with suppress(OSError):
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
         if found:
@@ -241,8 +241,8 @@ def device_name(session: Session) -> str:
 
 def memory_bytes(session: Session) -> int:
     """Return the memory of this rank's GPU, or of the machine, in bytes."""
-    if session.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(session.device).total_memory)
+    if session.device.type != "cpu":
+        return accelerator.memory_bytes(session.device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -256,7 +256,8 @@ def product_seconds(session: Session, shape: tuple[int, int, int], precision: st
 def attention_flops(session: Session, precision: str) -> float:
     """Return the FLOP/s of causal attention, forward and backward, counted without the mask."""
     query, key, value = (
-        _random(session, precision, *_ATTENTION[session.device.type]).requires_grad_() for _ in range(3)
+        _random(session, precision, *_ATTENTION["cpu" if session.device.type == "cpu" else "gpu"]).requires_grad_()
+        for _ in range(3)
     )
 
     def attend() -> None:
@@ -267,7 +268,7 @@ def attention_flops(session: Session, precision: str) -> float:
 
 def copy_bytes_per_second(session: Session) -> float:
     """Return the bytes per second that an elementwise operation on large tensors reads and writes."""
-    count = 2**26 if session.device.type == "cuda" else 2**21
+    count = 2**26 if session.device.type != "cpu" else 2**21
     a, b, out = (torch.ones(count, device=session.device) for _ in range(3))
     return 3 * a.nbytes / _best(session, lambda: torch.mul(a, b, out=out))
 
@@ -302,7 +303,7 @@ def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, flo
 
 def hidden_share(session: Session) -> float:
     """Return the share of an exchange that is hidden by simultaneous matrix products. A collective."""
-    is_gpu = session.device.type == "cuda"
+    is_gpu = session.device.type != "cpu"
     size, count = (8192, 2**26) if is_gpu else (512, 2**21)
     matrix = _random(session, "bf16" if is_gpu else "fp32", size, size)
     part = torch.ones(count, device=session.device)

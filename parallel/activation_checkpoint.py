@@ -280,8 +280,8 @@ class _Offload:
             return tensor  # it is held anyway, and under FSDP2 freed and gathered again
         key = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
         if key not in self.copies:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            copy.copy_(tensor, non_blocking=tensor.is_cuda)
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+            copy.copy_(tensor, non_blocking=True)
             self.copies[key] = tensor, copy
         return tensor.device, self.copies[key][1]
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from serried.runtime.accelerator import seed_accelerator
+
 
 def seed_random_numbers(seed: int) -> None:
     """Seed the generators of the devices that this process uses.
@@ -10,5 +12,4 @@ def seed_random_numbers(seed: int) -> None:
     per micro-batch.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)  # of the current device
+    seed_accelerator(seed)

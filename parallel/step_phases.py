@@ -18,7 +18,7 @@ DATA, FORWARD, BACKWARD, PIPELINE, OPTIMIZER, HOST = PHASES = (
 ``pipeline`` is the time in which a stage waits for others. Any other phase entered within a step counts as ``host``.
 """
 
-_Mark = float | torch.cuda.Event
+_Mark = float | torch.Event
 
 
 class Phases:
@@ -73,9 +73,9 @@ class Phases:
         self._marks.append((phase, self._moment()))
 
     def _moment(self) -> _Mark:
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device.type, enable_timing=True)
         event.record()
         return event
 
@@ -83,6 +83,6 @@ class Phases:
 def _seconds_between(start: _Mark, end: _Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
-    assert isinstance(start, torch.cuda.Event)
-    assert isinstance(end, torch.cuda.Event)
+    assert isinstance(start, torch.Event)
+    assert isinstance(end, torch.Event)
     return start.elapsed_time(end) / 1000

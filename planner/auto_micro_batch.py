@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-import torch
-
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.plain_data import flatten
@@ -18,6 +16,7 @@ from serried.planner.memory_formula import formula_memory
 from serried.planner.plan_terms import Fits
 from serried.planner.step_plan import RESERVED_BYTES, with_unused
 from serried.planner.trace.traced_step import CannotTrace, memory_of, trace_step
+from serried.runtime.accelerator import memory_bytes
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start, changes
 from serried.trainer.memory.host_memory import tensor_bytes
@@ -30,8 +29,8 @@ def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tu
     fits."""
     layout = resolve_layout(config.parallel, session.world_size)
     device = session.device.type
-    if device == "cuda":
-        here = torch.cuda.get_device_properties(session.device).total_memory - RESERVED_BYTES
+    if device != "cpu":
+        here = memory_bytes(session.device)[1] - RESERVED_BYTES
     else:
         here = tensor_bytes(processes=session.local_world_size)
     usable, earlier = min(session.gather(here)), 0

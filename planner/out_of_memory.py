@@ -17,6 +17,7 @@ from serried.planner.advice import Advice, Planned, advice
 from serried.planner.memory_formula import FormulaMemory
 from serried.planner.trace.cuda_allocator import has_expandable_segments
 from serried.records.run_folder import PROFILES
+from serried.runtime.accelerator import memory_bytes
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.checkpoint_size import saved_bytes
 from serried.trainer.memory.host_memory import limits, machine_bytes, tensor_bytes
@@ -111,9 +112,9 @@ class _Usage(NamedTuple):
 
 
 def _measure(device: torch.device) -> _Usage:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    if device.type != "cpu":
+        free, total = memory_bytes(device)
+        allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
         others = max(0, total - free - reserved)
         return _Usage(
             allocated, reserved - allocated, others, total - others, f"{size(free)} of the GPU's {size(total)} are free"

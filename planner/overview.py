@@ -24,6 +24,7 @@ from serried.planner.memory_formula import Sizes, planned_memory
 from serried.planner.plan_lines import plan_lines
 from serried.planner.step_plan import RESERVED_BYTES, StepPlan, plan_step
 from serried.planner.time.planned_time import Timed, measured_rates, planned_device
+from serried.runtime.accelerator import accelerator_type, memory_bytes
 from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start
@@ -135,7 +136,7 @@ def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
 def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
     """Return ``config`` with a number for ``trainer.micro_batch=auto`` on the planned device, and a line on it."""
     launch, capacity = config.launch, _capacity(config)
-    if launch.device == "cuda" or (launch.device == "auto" and (launch.name == "slurm" or torch.cuda.is_available())):
+    if launch.names_gpu or (launch.device == "auto" and (launch.name == "slurm" or accelerator_type() is not None)):
         capacity = _gpu_bytes(config)
     usable = capacity - RESERVED_BYTES if capacity else tensor_bytes(processes=launch.processes or layout.world)
     samples, line = choose(config, task, layout, usable, "cuda" if capacity else "cpu")
@@ -177,7 +178,7 @@ def _device_type(config: RunConfig) -> str:
     """Type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan is for
     another."""
     is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
-    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
+    is_cpu = config.launch.device == "auto" and is_here and accelerator_type() is None
     return "cpu" if is_cpu else config.launch.device
 
 
@@ -202,7 +203,7 @@ def _gpu_bytes(config: RunConfig) -> int:
         return config.plan.memory_bytes
     if (config.plan.device or config.plan.rates) and (device := planned_device(config)):
         return int(device.memory_bytes)
-    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES
+    return _LARGE_GPU_BYTES if (kind := accelerator_type()) is None else memory_bytes(torch.device(kind, 0))[1]
 
 
 def _data(task: Task, training: Dataset | None) -> str:
@@ -286,7 +287,7 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
         rounded = f"; rounded as by {config.precision.quantize_aware} in {chosen.describe()}"
     if name == "fp32":
         return f"fp32{rounded}"
-    is_on_cpu = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
+    is_on_cpu = starts and (config.launch.device == "cpu" or accelerator_type() is None)
     products = f"{name} products{rounded}"
     if is_on_cpu and not is_eight_bits(name) and torch.backends.cpu.get_cpu_capability() == "AVX2":
         products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN takes 16-bit types from AVX-512 on

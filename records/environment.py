@@ -13,6 +13,8 @@ def environment() -> dict[str, Any]:
     """Return versions, hardware and the code's commit. No environment variables, so no secrets."""
     import torch
 
+    from serried.runtime.accelerator import device_names
+
     changed = _git("status", "--porcelain")
     return {
         "python": platform.python_version(),
@@ -21,7 +23,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "working_directory": str(Path.cwd()),
         "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": device_names(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_changed_files": None if changed is None else len(changed.splitlines()),
     }

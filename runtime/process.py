@@ -28,6 +28,7 @@ REPORTS = "SERRIED_REPORTS"
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_FILES = 2**16
+_NVIDIA_GPUS, _AMD_NODES = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -136,7 +137,7 @@ def processes_per_node(section: LaunchSection) -> int:
 
 def may_use_gpus(section: LaunchSection) -> bool:
     """Return whether the processes may compute on GPUs. Does not import torch."""
-    return section.device != "cpu" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists())  # AMD: kfd
+    return section.names_gpu or (section.device == "auto" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists()))
 
 
 def _gpus_of_the_system() -> int:
@@ -144,8 +145,15 @@ def _gpus_of_the_system() -> int:
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     with suppress(OSError):
-        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
-    return 0
+        return len(list(_NVIDIA_GPUS.iterdir()))
+    visible = os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES"))
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    found = 0
+    for node in _AMD_NODES.glob("*/gpu_id"):  # CPUs are nodes too, with the number 0
+        with suppress(OSError):
+            found += node.read_text(encoding="utf-8").strip() not in ("", "0")
+    return found
 
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
@@ -175,17 +183,50 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
 
 
 def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
+    """Return the device of this process. Raises ``UserError`` if there is none, or there are fewer than processes.
+
+    If a process sees one GPU, that may be a GPU of its own, as with ``srun --gpus-per-task=1``: see
+    ``refuse_shared_gpu``.
+    """
     import torch
 
-    gpus = torch.cuda.device_count() if section.device != "cpu" else 0
-    if section.device == "cuda" and gpus == 0:
-        raise UserError("launch.device=cuda but torch finds no GPU on this machine; use launch.device=cpu")
-    if gpus and local_world > gpus:
+    from serried.runtime.accelerator import accelerator_count, accelerator_type
+
+    kind = accelerator_type() if section.device != "cpu" else None
+    if section.names_gpu and kind != section.device:
+        found, instead = ("no GPU", "cpu") if kind is None else (kind, kind)
         raise UserError(
-            f"{local_world} processes on this machine but {gpus} GPU{'s' if gpus > 1 else ''} visible; use "
-            f"--nproc_per_node={gpus}, or launch.device=cpu"
+            f"launch.device={section.device} but torch finds {found} on this machine; use launch.device={instead}"
         )
-    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    if kind is None:
+        return torch.device("cpu")
+    gpus = accelerator_count()
+    if 1 < gpus < local_world:
+        raise UserError(
+            f"{local_world} processes on this machine but {gpus} GPUs visible; use --nproc_per_node={gpus}, or "
+            "launch.device=cpu"
+        )
+    return torch.device(kind, 0 if gpus == 1 else local_rank)
+
+
+def only_gpu(device: "torch.device", local_world: int) -> str | None:
+    """Return a name of the GPU of this process that no other GPU has, if several processes of this machine see one
+    each; otherwise None."""
+    from serried.runtime.accelerator import accelerator_count, device_identity
+
+    if device.type == "cpu" or local_world == 1 or accelerator_count() > 1:
+        return None
+    return f"{host_name()} {device_identity(device)}"
+
+
+def refuse_shared_gpu(names: Sequence[str | None]) -> None:
+    """Raise ``UserError`` if two ranks have the same GPU. ``names``: of ``only_gpu``, by rank."""
+    for rank, name in enumerate(names):
+        if name is not None and (first := names.index(name)) < rank:
+            raise UserError(
+                f"ranks {first} and {rank} on {name.partition(' ')[0]} see the same GPU and no other; use "
+                "--nproc_per_node=1, or launch.device=cpu"
+            )
 
 
 def make_sums_repeatable() -> None:

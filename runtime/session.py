@@ -29,6 +29,8 @@ from serried.runtime.process import (
     host_name,
     is_called_from_python,
     keep_freed_memory,
+    only_gpu,
+    refuse_shared_gpu,
     tell_launcher,
     threads_per_process,
     torchrun_says,
@@ -92,14 +94,17 @@ class Session:
         """Describe the processes for the plan: ``2 processes on cpu (gloo), 1 thread each``; on several nodes also
         the network between them."""
         import torch
+        import torch.distributed as dist
+
+        from serried.runtime.accelerator import device_name
 
         count = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
         network = ""
         if self.world_size > self.local_world_size and (name := os.environ.get(INTERFACE)):
             network = f", host network {describe_interface(name)}"
-        if self.device.type == "cuda":
-            nccl = " (nccl)" if self.world_size > 1 else ""
-            return f"{count} on {torch.cuda.get_device_name(self.device)}{nccl}{network}"
+        if self.device.type != "cpu":
+            backend = f" ({dist.get_default_backend_for_device(self.device)})" if self.world_size > 1 else ""
+            return f"{count} on {device_name(self.device)}{backend}{network}"
         each = " each" if self.world_size > 1 else ""
         gloo = " (gloo)" if self.world_size > 1 else ""
         threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}{each}"
@@ -266,18 +271,19 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     with announced("loading torch", speaks=rank == 0), signals.loading(), importing():
         import torch
 
+        from serried.runtime.accelerator import use_accelerator
+
     device = choose_device(section, local_rank, local_world)
     session = Session(ranks, device, section, signals)
     session.started = began
-    if device.type == "cuda":
+    if device.type != "cpu":
         try:
-            torch.cuda.init()
+            use_accelerator(device)
         except RuntimeError as error:  # device_count() does not initialize CUDA
             raise UserError(
                 f"torch {torch.__version__} cannot use the GPUs of this machine: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use launch.device=cpu to train without them"
             ) from None
-        torch.cuda.set_device(device)
         # Lets the watchdog name the missing ranks; with times, also the collectives that a GPU has not started.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
@@ -289,6 +295,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":
         keep_freed_memory()
+    gpus: list[str | None] = []
     if world > 1:
         check_interface()
         limit_connections(world)
@@ -308,8 +315,11 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-        session.cause.processes = session.gather(os.getpid())
+        facts = session.gather([os.getpid(), only_gpu(device, local_world)])
+        session.cause.processes = [process for process, _ in facts]
+        gpus = [gpu for _, gpu in facts]
     try:
+        refuse_shared_gpu(gpus)
         yield session
     finally:
         if not session.cause.ended_run:
@@ -323,7 +333,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
             # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is related).
             time.sleep(CONNECTIONS_CLOSE_SECONDS)
             # After a failure a GPU may still wait for a rank that is gone, and NCCL would wait with it.
-            if not (session.must_not_wait or (session.cause.ended_run and device.type == "cuda")):
+            if not (session.must_not_wait or (session.cause.ended_run and device.type != "cpu")):
                 dist.destroy_process_group()
 
 
@@ -335,8 +345,9 @@ def _start_group(session: Session) -> "Store":
     store = dist.PrefixStore(session._attempt, connect(session.rank, session.world_size, patience))
     ranks = (session.rank, session.local_rank, session.world_size, session.local_world_size)
     choose_interface(store, ranks, patience)
+    device = session.device
     dist.init_process_group(
-        "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
+        "gloo" if device.type == "cpu" else f"{device.type}:{dist.get_default_backend_for_device(device)},cpu:gloo",
         store=store,
         rank=session.rank,
         world_size=session.world_size,

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import DEFAULT_VALIDATION
+from serried.runtime.accelerator import wait_for_device
 from serried.trainer.evaluation.evaluate import evaluate_by_source
 from serried.trainer.metrics.meter import Meter
 from serried.trainer.metrics.run_log import RunLog
@@ -96,8 +95,7 @@ class Evaluator:
     def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> bool:
         """Evaluate on ``dataset``. Returns False if the evaluation was interrupted."""
         trainer, session = self._context.config.trainer, self._context.session
-        if session.device.type == "cuda":
-            torch.cuda.synchronize(session.device)  # steps still under way are not the evaluation's time
+        wait_for_device(session.device)  # steps still under way are not the evaluation's time
         started = time.perf_counter()
 
         def on_device(batch: Any) -> Any:

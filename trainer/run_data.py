@@ -106,7 +106,7 @@ class Data:
             BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
             steps=range(self._first_step, trainer.last_step),
             workers=config.data.workers,
-            pin_memory=self._session.device.type == "cuda",
+            pin_memory=self._session.device.type != "cpu",
             first_index=self._sample,
         )
 

@@ -17,6 +17,7 @@ from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.tracker_processes import choose_run_id
+from serried.runtime.accelerator import device_name
 from serried.trainer.adapter_base_model import Base, find_base, same_files, teacher_keys
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
@@ -28,7 +29,7 @@ from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.loop import Loop
 from serried.trainer.memory.host_memory import check_host_memory
 from serried.trainer.metrics.meter import PROFILING, Meter
-from serried.trainer.metrics.peak_flops import device_name, peak_flops
+from serried.trainer.metrics.peak_flops import peak_flops
 from serried.trainer.metrics.profiler import StepProfiler, remember_allocations
 from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.model import Model, check_model, model_to_train

@@ -442,8 +442,9 @@ class LaunchSection(Section):
     """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` (the GPU if there is one), ``cpu`` or ``cuda``."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = "auto"
+    """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA and AMD), ``xpu`` (Intel) or ``npu`` (Ascend, by
+    torch_npu)."""
     threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
     """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0
@@ -454,6 +455,11 @@ class LaunchSection(Section):
     time."""
     stop_timeout_seconds: Seconds = 600.0
     """``launch=local``: how long stopping may take, including the checkpoint, before processes are killed."""
+
+    @property
+    def names_gpu(self) -> bool:
+        """Whether ``device`` is a GPU or another accelerator for certain."""
+        return self.device not in ("auto", "cpu")
 
 
 def _unquoted_off(value: Any) -> Any:

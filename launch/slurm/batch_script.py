@@ -254,7 +254,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
     config, is_array = configs[0], len(configs) > 1
     slurm = config.slurm
     gpus = slurm.gpus_per_node
-    if gpus is None and config.launch.device == "cuda":
+    if gpus is None and config.launch.names_gpu:
         gpus = processes_per_node(config.launch)
     folder = _absolute(config.run.dir) / "slurm"
     wanted: dict[str, object] = {

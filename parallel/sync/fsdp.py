@@ -45,7 +45,7 @@ class Sharded:
             # Gradients are copied to pinned memory while the backward runs. Before ``backward`` returns, the host waits
             # for these copies (``finalize_backward``, after each backward marked as a last one), so that norms may read
             # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=groups.fsdp.device_type == "cuda")
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=groups.fsdp.device_type != "cpu")
         if whole:
             options["ignored_params"] = set(whole)
         reshard = section.frees_after_forward and not plan.is_one_unit

@@ -70,7 +70,7 @@ class Replicated:
         # Every rank starts with the same bits: nothing to broadcast.
         replicas = DistributedDataParallel(
             root,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=None if device.type == "cpu" else [device],
             init_sync=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=not uses_all,

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import ZERO_BUBBLE_SCHEDULES, Layout
@@ -22,7 +20,7 @@ from serried.planner.time.step_work import doubts, job_of, shape_of, unknown_why
 from serried.planner.time.time_model import Job, Step, step_of, wire
 from serried.planner.trace.traced_step import Traced
 from serried.planner.traffic import Flow
-from serried.trainer.metrics.peak_flops import device_name
+from serried.runtime.accelerator import accelerator_type, device_names
 from serried.trainer.task import Task
 
 _PER_NODE = 8
@@ -79,8 +77,8 @@ def planned_device(config: RunConfig) -> Device | None:
         device: Device | None = measured_rates(config).cluster.device
     elif config.plan.device is not None:
         device = device_of(config.plan.device)
-    elif torch.cuda.is_available():
-        device = device_of_driver(device_name(torch.device("cuda")))
+    elif accelerator_type() is not None:
+        device = device_of_driver(device_names()[0])
     else:
         device = device_of("h100")
     memory = config.plan.memory_bytes
@@ -90,7 +88,7 @@ def planned_device(config: RunConfig) -> Device | None:
 def unknown_device(config: RunConfig, device: Device, processes: int) -> str | None:
     """Return the reason, as a clause, that the speed of ``processes`` devices is unknown; None if it is known."""
     plan = config.plan
-    if plan.memory and not plan.device and not plan.rates and not torch.cuda.is_available():
+    if plan.memory and not plan.device and not plan.rates and not accelerator_type() is not None:
         return f"plan.memory={plan.memory} does not tell how fast the device is; add plan.device=NAME of one like it"
     per_node = planned_cluster(config, device).per_node
     if device.network_rate is None and processes > per_node:
@@ -127,7 +125,7 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
     wanted = config.plan.device
     if wanted is not None and device_of(wanted).name != name:
         raise UserError(f"plan.rates={measured.path} are of {name}, and plan.device={wanted}; leave one of them out")
-    if config.launch.device in ("cpu", "cuda") and is_gpu != (config.launch.device == "cuda"):
+    if config.launch.device != "auto" and is_gpu != (config.launch.device != "cpu"):
         raise UserError(
             f"plan.rates={measured.path} are of {name}, and launch.device={config.launch.device}; leave one of them out"
         )
@@ -180,7 +178,7 @@ def time_of(
         raise UnknownTime(unknown_why(config, shape, device))
     job, software = job_of(config, shape, layout, accumulation, mix), software_for(device.name)
     doubtful = [*doubts(job, cluster, software)]
-    assumed = "" if config.plan.device or torch.cuda.is_available() else "h100 is assumed (plan.device); "
+    assumed = "" if config.plan.device or accelerator_type() is not None else "h100 is assumed (plan.device); "
     step = step_of(job, cluster, RATES[software])
     spans = [OUTSIDE if doubtful else WITHIN, *[FLOAT8] * (job.precision == "8bit"), *[ADAPTERS] * job.is_adapter]
     span = min(low for low, _ in spans), max(high for _, high in spans)

@@ -455,7 +455,8 @@ def test_a_driver_that_torch_cannot_use_is_one_line(
     def refuse() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update it.")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "init", refuse)
     assert run_in_session(LaunchSection(), lambda _: 0) == 78
     (line,) = capsys.readouterr().err.splitlines()

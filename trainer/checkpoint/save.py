@@ -27,6 +27,7 @@ from serried.configs.schema.sections import CheckpointSection
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
 from serried.records.safetensors_files import TensorSpec, index_json
+from serried.runtime.accelerator import wait_for_device
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.file_assignment import (
     BUCKET_BYTES,
@@ -222,8 +223,7 @@ class Checkpointer:
                 staged[name] = self._staged[name].copy_(local, non_blocking=True)
             elif name in self._kept:
                 staged[name] = local.contiguous()  # training waits, so nothing changes it meanwhile
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize(self._session.device)
+        wait_for_device(self._session.device)
         return staged
 
     def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ class Checkpointer:
 
         Raises ``UserError`` if there is not enough memory.
         """
-        on_device = self._session.device.type == "cuda"
+        on_device = self._session.device.type != "cpu"
         if self._section.mode == "sync":
             parts = [part for part in parts if part.local.device.type != "cpu"]
         staged: dict[str, Tensor] = {}

@@ -107,8 +107,8 @@ class BatchLoader:
 
     def _start(self, workers: int) -> ThreadPoolExecutor:
         # The current GPU is a property of the thread: a new thread would pin through GPU 0, on every rank.
-        device = torch.cuda.current_device() if self._pin_memory else None
-        use_device = (lambda: torch.cuda.set_device(device)) if device is not None else None
+        device = torch.accelerator.current_device_index() if self._pin_memory else None
+        use_device = (lambda: torch.accelerator.set_device_index(device)) if device is not None else None
         return ThreadPoolExecutor(workers, thread_name_prefix="batch-loader", initializer=use_device)
 
     def __iter__(self) -> Iterator[list[Any]]:

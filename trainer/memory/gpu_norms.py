@@ -9,15 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serried.configs.schema.sections import RunConfig
+from serried.runtime.accelerator import accelerator_type
 
 
 def is_for_gpus(config: RunConfig) -> bool:
     """Return whether estimates of ``config`` are for GPUs: this machine's, the GPUs of ``plan.device``, or, in a dry
     run of a sharded run, the GPUs that it is meant for."""
     if config.launch.device != "auto":
-        return config.launch.device == "cuda"
+        return config.launch.device != "cpu"
     is_planned = config.dry_run and config.parallel.strategy in ("fsdp", "hsdp")
-    return is_planned or bool(config.plan.device) or torch.cuda.is_available()
+    return is_planned or bool(config.plan.device) or accelerator_type() is not None
 
 
 @contextmanager

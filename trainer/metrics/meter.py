@@ -183,7 +183,7 @@ def _times_due(every: int, step: int, last: int) -> int:
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int | None]:
     """Most memory this process has held: allocated and reserved on the GPU; resident on the CPU, and None."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

@@ -67,11 +67,6 @@ PEAK_FLOPS: dict[str, _Peaks] = {
 """Peak FLOP/s by the driver's exact device name and by precision. No utilisation is shown for other devices."""
 
 
-def device_name(device: torch.device) -> str:
-    """Return the device name as reported by the driver, or ``cpu``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s of one device at most, dense, in matrix products as ``precision`` (fp32, bf16, fp16) has torch compute
     them; None where that is not known."""

@@ -8,11 +8,11 @@ from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED
 from serried.configs.formats import duration, short, size
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
+from serried.runtime.accelerator import device_name
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.metrics.meter import peak_memory_bytes
-from serried.trainer.metrics.peak_flops import device_name
 from serried.trainer.progress import MANY_SKIPPED, Progress
 from serried.trainer.run_context import Context
 from serried.trainer.step import StepResult

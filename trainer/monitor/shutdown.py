@@ -180,7 +180,7 @@ class Shutdown:
         The ranks ask each other on the host before each batch, through Gloo. On a GPU, at most two batches are in
         flight; otherwise the host would have handed out all batches before the first question.
         """
-        done: deque[torch.cuda.Event] = deque()
+        done: deque[torch.Event] = deque()
         for batch in batches:
             if self._agreed(0.0 if self._mine() is None else 1.0):
                 self.action = Action.STOP
@@ -189,8 +189,8 @@ class Shutdown:
             self._is_computing = True
             yield batch
             self._is_computing = False
-            if self._session.device.type == "cuda":
-                done.append(torch.cuda.Event())
+            if self._session.device.type != "cpu":
+                done.append(torch.Event(self._session.device.type))
                 done[-1].record()
                 if len(done) == 2:
                     done.popleft().synchronize()
@@ -281,7 +281,7 @@ class _Votes:
 
     def __init__(self, number: Tensor) -> None:
         self._number = number.to("cpu", non_blocking=True)  # in pinned memory
-        self._arrived = torch.cuda.Event()
+        self._arrived = torch.Event(number.device.type)
         self._arrived.record()
 
     @property

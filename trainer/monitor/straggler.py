@@ -9,6 +9,8 @@ import time
 
 import torch
 
+from serried.runtime.accelerator import wait_for_device
+
 _REPEATS = 3
 _PROBE_SHARE = 1e-3
 _SLOW_SHARE = 1.2
@@ -20,7 +22,7 @@ class Pace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
+        size, dtype = (4096, torch.bfloat16) if device.type != "cpu" else (256, torch.float32)
         self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
         self._seconds = 0.0
         self._cost = 0.0
@@ -44,8 +46,7 @@ class Pace:
         return time.perf_counter() - started
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
 
 
 class SlowRank:

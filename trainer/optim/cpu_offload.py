@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from serried.parallel.layout.local_shards import local
+from serried.runtime.accelerator import wait_for_stream
 
 
 class Offloaded(torch.optim.Optimizer):
@@ -43,8 +44,7 @@ class Offloaded(torch.optim.Optimizer):
         finally:
             for group, values, whole in zip(groups, after, before, strict=True):
                 _set(group, values, whole["params"])
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        wait_for_stream()
 
     def _update(self, parameter: Tensor) -> None:
         """Step ``parameter`` alone, with its state on its device meanwhile."""
@@ -57,7 +57,7 @@ class Offloaded(torch.optim.Optimizer):
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 if key not in on_host:
-                    on_host[key] = torch.empty_like(value, device="cpu", pin_memory=parameter.is_cuda)
+                    on_host[key] = torch.empty_like(value, device="cpu", pin_memory=parameter.device.type != "cpu")
                 local(on_host[key]).copy_(local(value), non_blocking=True)
                 state[key] = on_host[key]
 

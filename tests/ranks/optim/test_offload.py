@@ -342,7 +342,7 @@ def saver_for_a_gpu(folder: Path, device: str, *argv: str) -> Checkpointer:
 def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
     mode: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
     with pytest.raises(UserError, match=f"cannot hold a copy of its .*; use {advice} with parallel=fsdp$"):
         saver_for_a_gpu(tmp_path, "meta", f"checkpoint.mode={mode}", "optim=rmsprop")
 
@@ -351,7 +351,7 @@ def test_state_in_host_memory_is_not_copied_while_training_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if for a GPU: without one there is no pinned memory, so a copy would be refused."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
     saver = saver_for_a_gpu(tmp_path, "cpu", "checkpoint.mode=sync")
     saver.begin(1, {})
     saver.finish()

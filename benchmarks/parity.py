@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from serried.verify.layouts import COMPILED, MIXTURE
 from testing.rank_pool import Cluster
 from testing.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36
 ACCUMULATIONS = (1, 3)
 RING, TENSOR = "parallel.context_method=ring", "parallel.tensor=2"
-COMPILED, SELECTIVE = "trainer.compile=true", "trainer.activation_checkpoint=selective"
+SELECTIVE = "trainer.activation_checkpoint=selective"
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,6 @@ CUTS = (
 )
 BORDER = ("precision.growth_interval=2", "precision.initial_scale=4194304")
 """fp16 whose loss scale always returns to where gradients overflow."""
-MIXTURE = ("model=moe_tiny", "model.dim=48", "model.expert_hidden_dim=24")
-"""Of the rows with experts: 8, of which each token passes 2, in all layers but the first."""
 
 
 def experts(

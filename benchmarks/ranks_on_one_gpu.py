@@ -13,21 +13,21 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
-from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TENSOR, TIED, Curve, Cut, compare, run
+from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TIED, Curve, Cut, compare, run
+from serried.verify.layouts import BOUNDS, Layout, layouts
+from serried.verify.same_curve import refusing_waits
+from serried.verify.started_runs import Workplace
 from testing.forked_runs import torchruns_variables
 from testing.rank_pool import SPAWNED, Cluster
-from testing.runs import overrides, write_text
+from testing.runs import write_text
 
 WIDE_HEADS = ("model.head_dim=16",)
 """The narrowest that FlexAttention takes, which context ranks use on a GPU."""
-BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "fp16": 2e-3}
-"""Largest relative difference of a loss from that of one process. NCCL adds in another order than Gloo."""
 
 
 class Row(NamedTuple):
@@ -48,16 +48,13 @@ PARITY = (
 )  # fmt: skip
 RESUMED = (("fsdp x2 (ZeRO-3)", "tensor x2"), ("pipeline x2, 1f1b", "ddp x2"))
 """Layouts before and after a stop."""
-UNWATCHED = {
-    "ddp x2": ["parallel=ddp"],
-    "fsdp x2": ["parallel=fsdp"],
-    "fsdp x2, bf16": ["parallel=fsdp", "precision=bf16"],
-    "hsdp 2x2": ["parallel=hsdp", "parallel.replicate=2"],
-    "tensor x2": ["parallel=fsdp", TENSOR],
-    "pipeline x2": ["parallel=fsdp", "parallel.pipeline=2"],
-    "context x2": ["parallel=fsdp", "parallel.context=2", *WIDE_HEADS],
-}
-"""Layouts in which the host is not to wait for the GPU between log lines."""
+_OF_TWO = tuple(layout for layout in layouts(2, "cpu") if not layout.model)
+UNWATCHED = (
+    *((layout, 2) for layout in _OF_TWO),
+    *((layout._replace(precision="bf16"), 2) for layout in _OF_TWO if layout.name == "fsdp x2"),
+    *((layout, 4) for layout in layouts(4, "cpu") if layout.name == "hsdp 2x2"),
+)
+"""Layouts in which the host is not to wait for the GPU between log lines, and their ranks."""
 _LIMIT_SECONDS = 60
 
 
@@ -67,24 +64,16 @@ def of_separate_hosts(rank: int, ranks: int, port: int, run: int = 1) -> dict[st
     return torchruns_variables(rank, ranks, port, run) | own
 
 
-def train_without_host_waits(argv: list[str]) -> int:
-    """Train ten steps on this rank. A wait of the host for the GPU raises in steps 4 to 8. Returns the exit code."""
+def train_verified(argv: list[str]) -> int:
+    """Train the task of ``serried verify`` on this rank. Returns the exit code."""
     import torch
 
-    from serried.configs.schema.declaration import BUILT_IN
     from serried.program import main as program
-    from serried.trainer.trainer import Trainer
-
-    steps = Trainer.steps
-
-    def watched(self: Trainer) -> Iterator[int]:
-        for step in steps(self):
-            torch.cuda.set_sync_debug_mode("error" if 3 <= step < 8 else "default")
-            yield step
+    from serried.task_class import declaration
+    from serried.verify.training_script import VerifiedTask
 
     try:
-        with patch.object(Trainer, "steps", watched):
-            return program(argv, BUILT_IN)
+        return program(argv, declaration(VerifiedTask))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -109,13 +98,13 @@ class Checks:
         self._train(Row(before), self._cuts[before], run_dir, steps=3)
         return self._against_one_process(Row(after), self._train(Row(after), self._cuts[after], run_dir))
 
-    def host_waits(self, name: str, processes: int) -> tuple[bool, str]:
-        """Train ``name`` of ``UNWATCHED``."""
-        argv = ["trainer.steps=10", "trainer.log_every=0", "checkpoint.every=0", *UNWATCHED[name]]
+    def host_waits(self, layout: Layout, ranks: int) -> tuple[bool, str]:
+        """Train ``layout`` so that waiting of the host for the GPU is an error in some steps."""
+        workplace = Workplace(self._folder, self._folder, ranks, "cuda")
+        words = (*layout.overrides(workplace.global_batch), *refusing_waits(layout), f"run.dir={self._run_dir()}")
         answers = self._cluster.run(
-            processes, "benchmarks.ranks_on_one_gpu:train_without_host_waits", _LIMIT_SECONDS,
-            argv=overrides(self._text, self._run_dir(), *argv),
-        )  # fmt: skip
+            ranks, "benchmarks.ranks_on_one_gpu:train_verified", _LIMIT_SECONDS, argv=workplace.small_run(*words)
+        )
         failed = [answer.printed for answer in answers if answer.value]
         return not failed, " ".join(failed)[-600:] or "none"
 
@@ -172,9 +161,8 @@ def main() -> int:
             show(" ".join(["curve", row.precision, *added]), row.name, partial(checks.parity, row))
         for before, after in RESUMED:
             show("curve after a resume", f"{before} to {after}", partial(checks.resume, before, after))
-        for name in UNWATCHED if options.device == "cuda" else ():
-            processes = 4 if "2x2" in name else 2
-            show("host waits", name, partial(checks.host_waits, name, processes))
+        for layout, ranks in UNWATCHED if options.device == "cuda" else ():
+            show(f"host waits {layout.precision}", layout.name, partial(checks.host_waits, layout, ranks))
     cluster.stop()
     return 1 if failures else 0
 

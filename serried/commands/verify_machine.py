@@ -76,8 +76,9 @@ def _verify(
         runs = Path(mkdtemp(prefix="runs-", dir=folder))
     except OSError as error:
         raise UserError(f"cannot write folder={folder}: {error.strerror}; use folder=FOLDER") from None
-    for number_ in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number_, _interrupt)
+    for asks in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asks) != signal.SIG_IGN:  # nohup
+            signal.signal(asks, _interrupt)
     try:
         say(f"{'verify':<10} {', '.join(check.name for check in checks)}; {_described(ranks, device)}")
         report = check_all(Workplace(runs, logs, ranks, device, script), checks, bounds, out, say)

@@ -51,15 +51,19 @@ def host_waits(workplace: Workplace, _: Bounds) -> list[Case]:
     """The host does not wait for the GPU between log lines."""
 
     def train(layout: Layout) -> Found:
-        first, end = (step * layout.accumulation + 1 for step in (_UNWATCHED[0] - 1, _UNWATCHED[1]))
-        words = (f"task.refuses_waits=[{first},{end}]", "trainer.log_every=0", "checkpoint.every=0")
-        workplace.train(*layout.overrides(workplace.global_batch), *words)
+        workplace.train(*layout.overrides(workplace.global_batch), *refusing_waits(layout))
         return Found(True, f"none in steps {_UNWATCHED[0]} to {_UNWATCHED[1]}", "none")
 
     if workplace.device != "cuda":
         return [Case("between log lines", lambda: Found(True, ""), "only a GPU computes beside the host")]
     chosen = [layout for layout in layouts(workplace.ranks, "cpu") if not layout.model]
     return [Case(layout.name, partial(train, layout)) for layout in chosen]
+
+
+def refusing_waits(layout: Layout) -> tuple[str, ...]:
+    """Return overrides with which a run of the training script fails if the host waits for the GPU."""
+    first, end = (step * layout.accumulation + 1 for step in (_UNWATCHED[0] - 1, _UNWATCHED[1]))
+    return (f"task.refuses_waits=[{first},{end}]", "trainer.log_every=0", "checkpoint.every=0")
 
 
 def resume(workplace: Workplace, _: Bounds) -> list[Case]:

@@ -63,18 +63,22 @@ def _no_room(workplace: Workplace) -> str:
     return f"needs {size(_NEEDED_BYTES)} of disk, and {size(free)} are free; use folder=FOLDER"
 
 
-def _run(workplace: Workplace, processes: int | None = None) -> Path:
-    """Return the run that is measured, on all devices or on one."""
-    ranks = processes or workplace.ranks
-    words = [*_RECIPES[workplace.device], "trainer.eval_every=0", "trainer.sample_tokens=0", "checkpoint.every=0"]
+def measured_run(workplace: Workplace, ranks: int) -> list[str]:
+    """Return the overrides of the run that is measured."""
     samples, micro_batch = (2, "auto") if workplace.device == "cuda" else (4, "4")
+    words = [*_RECIPES[workplace.device], "trainer.eval_every=0", "trainer.sample_tokens=0", "checkpoint.every=0"]
     words += [f"trainer.micro_batch={micro_batch}", f"trainer.global_batch={samples * ranks}"]
     words += [f"data.cache_dir={workplace.folder / 'cache'}"]
-    if workplace.device == "cpu":
-        words += ["data=text", f"data.path={workplace.text}"]
-    limit = _LIMIT_SECONDS[workplace.device]
-    name = f"the measured run on {ranks}"
-    return workplace.once(name, partial(workplace.program, *words, processes=processes, limit_seconds=limit))
+    return words if workplace.device == "cuda" else [*words, "data=text", f"data.path={workplace.text}"]
+
+
+def _run(workplace: Workplace, processes: int | None = None) -> Path:
+    """Return the run that is measured, on all devices or on one."""
+    ranks, limit = processes or workplace.ranks, _LIMIT_SECONDS[workplace.device]
+    work = partial(
+        workplace.program, *measured_run(workplace, ranks), processes=processes, limit_seconds=limit
+    )  # fmt: skip
+    return workplace.once(f"the measured run on {ranks}", work)
 
 
 def _rates(run: Path) -> tuple[float, float | None]:

@@ -87,10 +87,12 @@ class Started:
 
     def kill(self) -> None:
         """Kill every process of the command."""
-        for pid in (self._process.pid, *self.processes()):
+        if not self.has_ended():
+            self._process.kill()
+            self._process.wait()
+        for pid in self.processes():
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL) if pid != self._process.pid or not self.has_ended() else None
-        self._process.wait()
+                os.kill(pid, signal.SIGKILL)
 
 
 def _session(process: Path) -> int | None:

@@ -16,13 +16,17 @@ import torch
 from serried.cli import main
 from serried.configs.compose import compose
 from serried.planning import planned_layout
+from serried.program import main as program
+from serried.task_class import declaration
+from serried.trainer.callbacks import Event
 from serried.verify.check import Bounds, Case, Check, Found
 from serried.verify.faults import faults
 from serried.verify.layouts import ALONE, layouts
 from serried.verify.node import anonymous
-from serried.verify.same_curve import determinism, parity, resume
-from serried.verify.speed import speed
+from serried.verify.same_curve import determinism, parity, refusing_waits, resume
+from serried.verify.speed import measured_run, speed
 from serried.verify.started_runs import TRAINING_SCRIPT, RunFailed, Workplace
+from serried.verify.training_script import VerifiedTask
 from serried.verify.verification import CHECKS, Report, Row, summary, table, verify
 from testing.rank_pool import ROOT
 
@@ -184,6 +188,32 @@ def test_every_layout_is_a_valid_run_on_as_many_gpus(ranks: int, tmp_path: Path)
         config = compose([*words, f"launch.processes={processes}", "dry_run=true"])
         mesh, accumulation = planned_layout(config)
         assert (mesh.world, mesh.data_ranks, accumulation) == (processes, layout.data_ranks, layout.accumulation)
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+def test_measured_run_is_valid_on_gpus(processes: int, tmp_path: Path) -> None:
+    words = measured_run(Workplace(tmp_path, tmp_path, 8, "cuda"), processes)
+    config = compose([*words, f"launch.processes={processes}", "dry_run=true"])
+    assert planned_layout(config)[0].world == processes
+    assert config.profile.steps is not None
+
+
+def test_waiting_for_the_gpu_is_an_error_from_step_4_to_step_7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the switch of torch that makes it one is replaced, as it needs a GPU."""
+    workplace = Workplace(tmp_path, tmp_path, 2, "cpu")
+    (layout,) = (layout for layout in layouts(2, "cpu") if layout.name == "ddp x2")
+    more = ("trainer.log_every=1", "trainer.micro_batch=4", "launch.device=cpu")
+    words = workplace.small_run(*layout.overrides(workplace.global_batch), *refusing_waits(layout), *more)
+    seen: list[tuple[str, int]] = []
+
+    class Watched(VerifiedTask):
+        def on_step(self, event: Event) -> None:
+            seen.append(("step", event.step))
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: seen.append((mode, 0)))
+    assert program(words, declaration(Watched)) == 0
+    assert [number for _, number in seen] == [1, 2, 3, 0, 4, 5, 6, 7, 0, 8, 9, 10]
+    assert [mode for mode, number in seen if not number] == ["error", "default"]
 
 
 def test_torch_has_the_operation_that_hangs_a_gpu() -> None:

@@ -35,7 +35,7 @@ _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
 """Under ``ulimit -v`` there is no room for the stack of a thread."""
 _ASKED_FOR = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
-_EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_EXPANDABLE_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _ADVICE_LINES = 6
 _USABLE_SHARE = 0.9
 _FRAGMENTED_SHARE = 0.05

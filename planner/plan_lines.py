@@ -180,7 +180,7 @@ def _assumed(plan: StepPlan) -> str:
     others = f"{size(RESERVED_BYTES)} for CUDA and NCCL are assumed"
     if plan.memory.unused is None:
         return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {others}"
-    kind = "expandable segments" if has_expandable_segments() else "its default segments"
+    kind = "expandable segments" if has_expandable_segments() else "segments of fixed size"
     return f"; fragmentation by the rules of torch's allocator with {kind}; {others}"
 
 

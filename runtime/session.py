@@ -26,6 +26,7 @@ from serried.runtime.import_signals import importing
 from serried.runtime.process import (
     allow_open_files,
     choose_device,
+    expand_gpu_segments,
     host_name,
     is_called_from_python,
     keep_freed_memory,
@@ -268,6 +269,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     ranks = torchrun_says()
     rank, local_rank, world, local_world = ranks
     signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
+    expand_gpu_segments(section)
     with announced("loading torch", speaks=rank == 0), signals.loading(), importing():
         import torch
 

@@ -47,6 +47,9 @@ class SlurmSection(Section):
     """Runs of a sweep (``-m``) at a time; all when null."""
     options: str | None = None
     """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
+    srun_options: str | None = None
+    """Options of the srun that starts the processes of a node, as in a shell, such as Pyxis's ``--container-image=FILE
+    --container-mounts=/data``."""
     modules: str | None = None
     """Environment modules to load, separated by spaces."""
     setup: str | None = None
@@ -75,6 +78,7 @@ class SlurmSection(Section):
         elif self.gpu_type and self.gpus_per_node is None:
             yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
         yield from _wrong_options(self.options)
+        yield from _wrong_srun_options(self.srun_options)
         limit = self.time_minutes and self.time_minutes * 60
         if limit and self.signal_seconds and self.signal_seconds >= limit:
             yield (
@@ -106,18 +110,40 @@ _NO_JOB_OF_OURS = (
 """Options with which sbatch would run something else, or print something else than the job's number."""
 
 
-def _wrong_options(options: str | None) -> Iterator[str]:
-    """Yield a sentence for each mistake in ``slurm.options``."""
+_SET_BY_OUR_SRUN = (
+    "nodes", "ntasks", "ntasks-per-node", "nodelist", "cpus-per-task", "kill-on-bad-exit", "output", "open-mode",
+    "multi-prog",
+)  # fmt: skip
+"""Options of srun that the batch script sets, or that would start something else."""
+
+
+def _wrong_srun_options(options: str | None) -> Iterator[str]:
+    """Yield a sentence for each mistake in ``slurm.srun_options``."""
+    words, mistakes = _options_in("slurm.srun_options", options, "--container-image=FILE")
+    yield from mistakes
+    for name in (word.partition("=")[0] for word in words):
+        if name.removeprefix("--") in _SET_BY_OUR_SRUN:
+            yield f"slurm.srun_options: {name} is set by the batch script; leave it out"
+
+
+def _options_in(key: str, options: str | None, example: str) -> tuple[list[str], list[str]]:
+    """Return the words of ``options`` that are of the form --name=value or --name, and a sentence for each other."""
     try:
         words = shlex.split(options or "")
     except ValueError as error:
-        yield f"slurm.options={options} cannot be split into words: {error}; e.g. slurm.options=--exclusive"
-        return
+        return [], [f"{key}={options} cannot be split into words: {error}; e.g. {key}={example}"]
+    right = [word for word in words if re.fullmatch("--[a-z][a-z-]*(=[^\x00-\x1f\x7f]*)?", word)]
+    wrong = [word for word in words if word not in right]
+    return right, [f"{key}: {word!r} is not of the form --name=value or --name; e.g. {key}={example}" for word in wrong]
+
+
+def _wrong_options(options: str | None) -> Iterator[str]:
+    """Yield a sentence for each mistake in ``slurm.options``."""
+    words, mistakes = _options_in("slurm.options", options, "--exclusive")
+    yield from mistakes
     for word in words:
         name = word.partition("=")[0].removeprefix("--")
-        if not re.fullmatch("--[a-z][a-z-]*(=[^\n]*)?", word):
-            yield f"slurm.options: {word!r} is not of the form --name=value or --name; e.g. slurm.options=--exclusive"
-        elif name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
+        if name in _KEYS_OF_SBATCH and (name != "gres" or word.startswith("--gres=gpu")):
             yield f"slurm.options: --{name} is set by {_KEYS_OF_SBATCH[name]}; use that key"
         elif name in _NO_JOB_OF_OURS:
             yield f"slurm.options: --{name} would keep serried from starting or finding the job; leave it out"

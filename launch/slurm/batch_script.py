@@ -241,6 +241,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
         "processes": str(processes_per_node(config.launch)),
     }
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    lines.append(f"srun_options=({shlex.join(shlex.split(slurm.srun_options or ''))})")
     lines += [f"program=({shlex.join(program)})", *runs, f"cd {shlex.quote(str(Path.cwd()))} || exit 70"]
     if slurm.modules:
         lines.append(f"module load {shlex.join(slurm.modules.split())} || exit 70")

@@ -3,7 +3,7 @@
 The rules follow c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
 free range that holds it, which is split if enough is left, and free neighbours of a segment merge. Free memory stays
 reserved. Requests of up to 1 MiB have segments of their own, some MiB in all, and are left out. With
-``expandable_segments:True`` a stream has one segment that grows.
+``expandable_segments:True``, which runs set, a stream has one segment that grows.
 """
 
 import os
@@ -11,6 +11,8 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
+
+from serried.runtime.process import ALLOCATOR_SETTINGS, EXPANDABLE_SEGMENTS
 
 _MIB = 2**20
 _MULTIPLE = 512
@@ -32,9 +34,9 @@ remaining blocks of equal size, stream and phase: negative if they are freed las
 
 
 def has_expandable_segments() -> bool:
-    """Return whether the environment sets ``expandable_segments:True``."""
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    return any("expandable_segments:True" in setting for setting in settings)
+    """Return whether runs have expandable segments: unless the user has configured the allocator without."""
+    settings = [setting for setting in map(os.environ.get, ALLOCATOR_SETTINGS) if setting]
+    return not settings or any(EXPANDABLE_SEGMENTS in setting for setting in settings)
 
 
 def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:

@@ -461,6 +461,35 @@ def test_type_of_gpus_and_further_options_are_in_the_script() -> None:
     assert [line for line in lines if line in own] == own
 
 
+def test_options_of_srun_are_quoted_and_reach_the_ranks_and_the_look_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun is a script here that prints its arguments, and Python is false: no rank starts."""
+    given = "--container-image='/images/a b.sqsh' --container-mounts=/data;reboot"
+    monkeypatch.chdir(tmp_path)
+    text = points(f'slurm.srun_options="{given}"', "slurm.python=/bin/false", "optim.lr=1e-3,3e-3")
+    assert "srun_options=('--container-image=/images/a b.sqsh' '--container-mounts=/data;reboot')" in text.splitlines()
+    commands = {
+        "srun": f'printf "<%s>" "$@" | tr "\\n" " " >>{tmp_path}/seen; echo >>{tmp_path}/seen',
+        "scontrol": "echo NodeName=n0 NodeAddr=n0 State=IDLE",
+        "squeue": "echo 2030-01-01T00:00:00",
+    }
+    for name, does in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }
+    subprocess.run(["bash"], input=text, text=True, env=environment, capture_output=True, timeout=60, check=False)
+    ranks, look = (tmp_path / "seen").read_text().splitlines()
+    own = "<--container-image=/images/a b.sqsh><--container-mounts=/data;reboot>"
+    assert f"{own}<bash><-c>" in ranks
+    assert look.startswith("<--nodes=1><--ntasks=1><--nodelist=")
+    assert f"{own}</bin/false><-m><serried.launch.slurm.requeue>" in look
+
+
 def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch=slurm", "launch.nodes=4", "slurm.gpus_per_node=8", "slurm.time_minutes=2000", "run.name=big"]
     assert slurm_jobs.preflight([*words, "slurm.dry_run=true"]) == 0

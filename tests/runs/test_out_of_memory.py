@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
 from serried.configs.schema.registry import models
+from serried.configs.schema.sections import LaunchSection
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.planner.activations.families import FORMULAS
@@ -31,6 +32,7 @@ from serried.recipes.models.families.gpt2_config import GPT2Section
 from serried.recipes.models.family import family_of
 from serried.recipes.models.layers.lm_head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.text.causal_lm import CausalLM
+from serried.runtime import process
 from serried.trainer.monitor.heartbeat import SET_UP
 from testing.forked_runs import typed_on
 from testing.rank_pool import ROOT
@@ -273,9 +275,8 @@ def advice(argv: list[str], ranks: int, stage: str = BACKWARD, asked: int = 2**3
 def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None:
     found = advice(["recipe=llama1b", "parallel=ddp", "precision=fp32", "trainer.micro_batch=8"], 8)
     names = [line.split()[0].split("=")[0] for line in found]
-    assert names[0] == "PYTORCH_CUDA_ALLOC_CONF"
-    assert set(names[1:5]) == {"trainer.activation_checkpoint", "trainer.micro_batch", "parallel", "optim.offload"}
-    assert set(names[5:]) == {"precision"}, "other rounding"
+    assert set(names[:4]) == {"trainer.activation_checkpoint", "trainer.micro_batch", "parallel", "optim.offload"}
+    assert set(names[4:]) == {"precision", "optim"}, "other rounding"
     found = advice(["recipe=llama1b", "parallel=fsdp", "parallel.reshard_after_forward=false"], 8)
     assert any(line.startswith("parallel.reshard_after_forward=true") for line in found)
     assert not any(line.startswith("parallel=fsdp") for line in found)
@@ -301,9 +302,29 @@ def test_offloaded_parameters_come_first_only_if_nothing_else_is_enough() -> Non
 
 def test_expandable_segments_are_advised_only_if_they_help_and_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["recipe=llama1b", "parallel=fsdp"]
+    assert not any("expandable" in line for line in advice(argv, 8)), "runs have them"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    assert advice(argv, 8)[0].startswith("PYTORCH_ALLOC_CONF=expandable_segments:True ")
     assert not any("expandable" in line for line in advice(argv, 8, asked=20 * 2**30))
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert not any("expandable" in line for line in advice(argv, 8))
+
+
+def test_run_on_nvidia_gpus_has_expandable_segments_unless_the_user_configures_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process, "_NVIDIA_GPUS", tmp_path)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    process.expand_gpu_segments(LaunchSection())
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    process.expand_gpu_segments(LaunchSection(device="cpu"))
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is as before after the test
+    process.expand_gpu_segments(LaunchSection())
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setattr(process, "_NVIDIA_GPUS", tmp_path / "none")
+    process.expand_gpu_segments(LaunchSection())
+    assert os.environ["PYTORCH_ALLOC_CONF"] == ""
 
 
 def test_the_largest_micro_batch_that_fits_is_advised() -> None:

@@ -54,6 +54,10 @@ MISTAKES = [
     _mistake("an option with a key", 'slurm.options="--time=3"', "--time is set by slurm.time_minutes; use that key"),
     _mistake("an option that waits", "slurm.options=--wait", "--wait would keep serried from starting or finding"),
     _mistake("another job", 'slurm.options="--wrap=true"', "--wrap would keep serried from starting or finding"),
+    _mistake(
+        "an option of our srun", "slurm.srun_options='--ntasks=2'", "--ntasks is set by the batch script; leave it"
+    ),
+    _mistake("a line of our srun", "slurm.srun_options='--comment=\"a\nreboot\"'", "is not of the form --name=value"),
     _mistake("a late signal", "slurm.signal_seconds=1e9", "slurm.signal_seconds=1e9 (command line) is out of range"),
     _mistake("type and number", "slurm.gpu_type=a100:4", "use slurm.gpu_type=a100 slurm.gpus_per_node=4"),
     _mistake("no size", "slurm.memory=64X", "slurm.memory=64X is not a size", "slurm.memory=64G"),

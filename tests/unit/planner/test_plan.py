@@ -295,7 +295,6 @@ def test_plan_that_fits_without_unused_reserved_memory_is_tight(held: int, answe
 
 
 def test_a_traced_plan_counts_what_the_allocator_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     config, task, layout, accumulation = config_of(*SMALL, *FSDP, "model.layers=1", processes=8)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
     model = build_model(config, task)
@@ -306,6 +305,9 @@ def test_a_traced_plan_counts_what_the_allocator_reserves(monkeypatch: pytest.Mo
     assert plan.fits.needed - plan.fits.held == plan.memory.unused >= 0
     trust = dict(plan_lines(config, task, plan))["trust"]
     assert "by the rules of torch's allocator with expandable segments" in trust
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    trust = dict(plan_lines(config, task, plan))["trust"]
+    assert "by the rules of torch's allocator with segments of fixed size" in trust
 
 
 @pytest.mark.slow

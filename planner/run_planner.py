@@ -21,7 +21,8 @@ class RunPlanner:
     """See ``trainer.run_context.Planner``."""
 
     def plan(self, context: Context, model: Model, start: Start, training: Dataset) -> RunPlan:
-        config, task, session = context.config, context.task, context.session
+        config, task = context.config, context.task
+        session = context.session
         layout, accumulation = checked_layout(config, session.world_size)
         sizes = Sizes(config, layout, model.module, model.plan)
         place, device = session.place(), session.device.type

@@ -80,6 +80,39 @@ _NOTHING_TO_SAVE = (
 )  # RAISED: until the cleanup begins
 
 
+class _Handlers:
+    """Handlers of ``ASKING`` that are installed, and a pipe that receives the number of each signal at once."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._pipe_before = -1
+
+    @property
+    def are_installed(self) -> bool:
+        """Whether the handlers are installed."""
+        return self._pipe is not None
+
+    def install(self, handle: Callable[[int, FrameType | None], None]) -> int:
+        """Let ``handle`` handle the signals, and return the end of the pipe to read from."""
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._pipe_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in ASKING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, handle)
+        return self._pipe[0]
+
+    def restore(self) -> None:
+        """Restore the earlier handlers, and end the pipe."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._pipe_before)
+            os.close(self._pipe[1])
+            self._pipe = None
+
+
 class Signals:
     """Signal handlers of the main thread, as a context manager.
 
@@ -110,32 +143,20 @@ class Signals:
         self._looked_enough = threading.Event()
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
-        self._earlier: dict[int, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._earlier_pipe = -1
+        self._handlers = _Handlers()
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._earlier_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
-        for number in ASKING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._earlier[number] = signal.signal(number, self._handle)
+        pipe = self._handlers.install(self._handle)
+        threading.Thread(target=self._listen, args=(pipe,), name="signals", daemon=True).start()
         if self.deadline is not None or STATUS_DECIDES in os.environ:
             threading.Thread(target=self._look_out, name="deadline", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.has_begun()
-        for number, handler in self._earlier.items():
-            signal.signal(number, handler)
-        if self._pipe is not None:
-            signal.set_wakeup_fd(self._earlier_pipe)
-            os.close(self._pipe[1])  # which ends the thread
-            self._pipe = None
+        self._handlers.restore()  # which ends the listening thread
 
     @property
     def end_of_parent(self) -> str | None:
@@ -225,7 +246,7 @@ class Signals:
             now = time.monotonic()
             if number[0] in ASKING and self._phase in _NOTHING_TO_SAVE:
                 time.sleep(_UNHEARD_SECONDS)
-                if self._phase in _NOTHING_TO_SAVE and self._pipe is not None:
+                if self._phase in _NOTHING_TO_SAVE and self._handlers.are_installed:
                     self._end_unheard(number[0])
             elif number[0] == signal.SIGINT and self._phase is not _Phase.LEAVE:
                 if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:

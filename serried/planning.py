@@ -45,7 +45,8 @@ def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
     number if it was chosen."""
     from serried.planner.overview import chosen
 
-    task, (layout, accumulation), why = task_of(config), planned_layout(config), ""
+    task, why = task_of(config), ""
+    layout, accumulation = planned_layout(config)
     if config.trainer.micro_batch == AUTO:
         config, why = chosen(config, task, layout)
         accumulation = gradient_accumulation(config.trainer, layout)

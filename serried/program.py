@@ -22,7 +22,7 @@ from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, 
 from serried.planning import plan_text, planned_layout, with_time_to_stop
 from serried.records.report import write_report
 from serried.runtime.exit import leave, note_idle, note_repeated, report_mistake
-from serried.runtime.import_signals import LAUNCHER, importing
+from serried.runtime.import_signals import LAUNCHER, importing, is_program
 from serried.runtime.process import (
     check_surroundings,
     is_started,
@@ -40,14 +40,10 @@ from serried.runtime.signals import SWEEP
 from serried.task_class import installed, task_of
 
 
-def run() -> None:
-    """Train as the command line of this process says, and end the process."""
-    remember_script()
-    leave(main(sys.argv[1:]))
-
-
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
+    if is_program():
+        remember_script()
     with suppress(OSError):  # the load is unknown, as in some containers
         sleep_while_waiting(os.getloadavg()[0])
     try:
@@ -139,4 +135,4 @@ def _train(config: RunConfig, session: Session) -> int:
 
 
 if __name__ == "__main__":
-    run()
+    leave(main(sys.argv[1:]))

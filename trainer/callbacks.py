@@ -219,7 +219,8 @@ class Callbacks:
     def __init__(self, config: RunConfig, folder: RunFolder | None, pulse: "Pulse", log: Callable[[str], None]) -> None:
         """``folder``: None except on rank 0. ``log``: writes to the log of this rank."""
         self.config = config
-        self._folder, self._pulse, self._log = folder, pulse, log
+        self._folder, self._log = folder, log
+        self._pulse = pulse
         self._failures: list[Exception] = []
         self._callbacks: list[Callback] = []
 

@@ -19,12 +19,40 @@ MANY_SKIPPED = 0.05
 
 
 @dataclass
-class Progress:
-    """Counts, losses and the best evaluation so far. Equal on all ranks."""
+class Counts:
+    """Sums and losses of the steps so far."""
 
     tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens of a mixture's sources, by name."""
+    skipped: int = 0
+    """Steps that changed nothing, without those in which fp16 found its scale."""
+
+    def add(self, result: StepResult, sources: Sequence[str]) -> None:
+        """Count a step; ``sources`` names the sources of a mixture, in the order of the result."""
+        self.tokens += int(result.tokens)
+        self.skipped += bool(result.skipped) and not result.is_overflow
+        for name, tokens in zip(sources, result.by_source, strict=True):
+            self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
+        if math.isfinite(result.loss):
+            self.last_loss = result.loss
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if these are not counts and losses."""
+        if not all(map(is_count, (self.tokens, self.skipped, *self.source_tokens.values()))):
+            raise ValueError("progress")
+        if not all(loss is None or is_number(loss) for loss in (self.first_loss, self.last_loss)):
+            raise ValueError("progress")
+
+
+@dataclass
+class Progress:
+    """Counts, evaluations and the best of them so far. Equal on all ranks."""
+
+    counts: Counts = field(default_factory=Counts)
     validation_loss: float | None = None
     validated_step: int = 0
     validation: dict[str, float] = field(default_factory=dict)
@@ -42,20 +70,6 @@ class Progress:
     """Validation sets that a stop left out of the last evaluation."""
     made_up: dict[str, dict[str, float]] = field(default_factory=dict)
     """``validation`` of steps whose checkpoint was saved before their evaluation was made up, by step."""
-    source_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of a mixture's sources, by name."""
-    skipped: int = 0
-    """Steps that changed nothing, without those in which fp16 found its scale."""
-
-    def add(self, result: StepResult, sources: Sequence[str]) -> None:
-        """Count a step; ``sources`` names the sources of a mixture, in the order of the result."""
-        self.tokens += int(result.tokens)
-        self.skipped += bool(result.skipped) and not result.is_overflow
-        for name, tokens in zip(sources, result.by_source, strict=True):
-            self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
-        if math.isfinite(result.loss):
-            self.last_loss = result.loss
-            self.first_loss = result.loss if self.first_loss is None else self.first_loss
 
     def evaluated(self, step: int, means: Mapping[str, float], config: RunConfig) -> None:
         """Compare an evaluation on the validation set with the best so far, and decide whether the run ends early.
@@ -92,13 +106,15 @@ class Progress:
     def finished_because(self, steps: int) -> str:
         """Return why a run of ``steps`` steps is finished, with the share of skipped steps if that is large."""
         reason = self.early_stop or DONE
-        if self.skipped < MANY_SKIPPED * steps:
+        skipped = self.counts.skipped
+        if skipped < MANY_SKIPPED * steps:
             return reason
-        return f"{reason}, of which {self.skipped:,} of {steps:,} ({self.skipped / steps:.0%}) were skipped"
+        return f"{reason}, of which {skipped:,} of {steps:,} ({skipped / steps:.0%}) were skipped"
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data that shares nothing with this object."""
-        return asdict(self)
+        plain = asdict(self)
+        return {**plain.pop("counts"), **plain}
 
     def resume(self, start: Start) -> None:
         """Continue from the checkpoint of ``start``, if there is one. Raises ``UserError`` if it holds something else.
@@ -112,10 +128,13 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. Raises ``TypeError`` or ``ValueError`` if it is not from a ``state_dict()``."""
-        loaded = Progress(**deepcopy(dict(state)))
-        counts = loaded.tokens, loaded.validated_step, loaded.evaluations_since_best, loaded.skipped
-        losses = loaded.first_loss, loaded.last_loss, loaded.validation_loss, loaded.best, loaded.to_minimise
-        if not all(map(is_count, (*counts, *loaded.source_tokens.values()))):
+        values = deepcopy(dict(state))
+        names = {attribute.name for attribute in fields(Counts)} & {*values}
+        counted = {name: values.pop(name) for name in names}
+        loaded = Progress(Counts(**counted), **values)
+        loaded.counts.check()
+        losses = loaded.validation_loss, loaded.best, loaded.to_minimise
+        if not all(map(is_count, (loaded.validated_step, loaded.evaluations_since_best))):
             raise ValueError("progress")
         if not all(loss is None or is_number(loss) for loss in losses):
             raise ValueError("progress")

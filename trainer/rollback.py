@@ -56,7 +56,7 @@ class Rollback:
         self._data.skip(start.step, samples)
         context.pulse.phases.take()  # of a step that is undone
         self._log.rolled_back(start, back.step, samples, str(back))
-        self._meter.start_at(start.step, self._progress.tokens)
+        self._meter.start_at(start.step, self._progress.counts.tokens)
         return start.step
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from serried.trainer.checkpoint.retention import weights_alone
 from serried.trainer.model import build_model
 from serried.trainer.monitor.heartbeat import END, activity
 from serried.trainer.monitor.watchdog import Watchdog
-from serried.trainer.progress import Progress, has_missed_evaluations, saved_early_stop, saved_skipped
+from serried.trainer.progress import Counts, Progress, has_missed_evaluations, saved_early_stop, saved_skipped
 from serried.trainer.run_context import Context, Planner
 from serried.trainer.run_data import Data, with_steps
 from serried.trainer.task import Task, needs_data_for_example
@@ -291,7 +291,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
-        progress = Progress(early_stop=early, skipped=saved_skipped(start.state))
+        progress = Progress(Counts(skipped=saved_skipped(start.state)), early_stop=early)
         reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
     console.say(

@@ -54,7 +54,7 @@ class StepLog:
             counted = result
             if self._context.task.unit == "samples":  # its weight may count something else
                 counted = result._replace(tokens=self._context.config.trainer.global_batch)
-            self._progress.add(counted, self._sources)
+            self._progress.counts.add(counted, self._sources)
             is_logged = loader is not None and step == newest
             if is_logged or result.skipped:
                 rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)
@@ -67,7 +67,7 @@ class StepLog:
     def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:
         config, session = self._context.config, self._context.session
         split = self._context.pulse.phases.take()
-        rates = self.meter.rates(step, self._progress.tokens, loader.take_waited_seconds(), split)
+        rates = self.meter.rates(step, self._progress.counts.tokens, loader.take_waited_seconds(), split)
         rates["eta_seconds"] = eta_seconds(config, step, rates["step_seconds"], self.meter.pauses)
         self._log.running(step)
         if (slow := self.meter.slow.named()) is not None:

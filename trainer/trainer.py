@@ -146,7 +146,7 @@ class Trainer:
             ),
         )  # fmt: skip
         self.loop.start_at(start.step)
-        meter.start_at(start.step, progress.tokens)
+        meter.start_at(start.step, progress.counts.tokens)
 
     def steps(self) -> Generator[int, None, None]:
         """Return the training loop, see ``Loop.steps``."""

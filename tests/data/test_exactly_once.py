@@ -124,7 +124,7 @@ def test_an_epoch_of_a_stream_has_each_token_once() -> None:
     """The lanes together, each for as long as its own documents last."""
     ids, tokens = zip(*trained_on("stream", [Leg(3, 1, 2, 4), Leg(4, 3, 2, 5)], 9), strict=True)
     assert list(ids) == list(range(9 * GLOBAL_BATCH))
-    units = open_dataset("stream", 0)._units
+    units = open_dataset("stream", 0)._documents.units
     expected = {
         int(word) for unit in units for row, text in enumerate(unit.documents) if row != 3 for word in text.split()
     }

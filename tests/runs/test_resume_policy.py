@@ -504,7 +504,7 @@ def test_a_finished_run_is_no_answer_to_another_command(
 
 def test_loss_that_was_never_finite_is_reported_and_ends_nothing(text: Path, tmp_path: Path) -> None:
     def lose(trainer: Any, _: int) -> None:
-        trainer.progress.first_loss = trainer.progress.last_loss = None
+        trainer.progress.counts.first_loss = trainer.progress.counts.last_loss = None
 
     ended = train(text, tmp_path / "run", after_step=lose)
     assert "loss not finite -> not finite" in ended.printed

@@ -409,7 +409,7 @@ def test_interface_with_an_address_is_found_and_its_speed_is_named_where_it_has_
 
 def test_too_little_address_space_to_import_torch_is_one_line() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (600 << 20,) * 2)"
-    asked = f"{limit}; from serried.program import run; run()"
+    asked = f"{limit}; from serried.program import main; raise SystemExit(main(__import__('sys').argv[1:]))"
     done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr == "error: ulimit -v 614400 is too little to import torch; use ulimit -v unlimited\n"

@@ -88,8 +88,8 @@ class RunLog:
             "lr": next(iter(lr.values())),
             "lr_by_group": dict(lr),
             "samples": samples,
-            "tokens": self._progress.tokens,
-            **({"source_tokens": dict(self._progress.source_tokens)} if result.by_source else {}),
+            "tokens": self._progress.counts.tokens,
+            **({"source_tokens": dict(self._progress.counts.source_tokens)} if result.by_source else {}),
             **metrics,
             **rates,
             **_expert_tokens(result.loads),
@@ -205,16 +205,16 @@ class RunLog:
         ``sample``: text of the trained model; ``request``: why the run was asked to stop, None: it was not.
         """
         config, progress = self._config, self._progress
-        is_finished = progress.is_finished(step, config)
+        counts, is_finished = progress.counts, progress.is_finished(step, config)
         validation = f", validation {_loss(progress.validation_loss)}" if progress.validated_step else ""
         validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
-        tokens = f"{short(progress.tokens)} {self._task.unit}"
+        tokens = f"{short(counts.tokens)} {self._task.unit}"
         if progress.early_stop is not None:
             self._console.say(f"early stop {progress.early_stop}")
         self._console.say(
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
-            f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
+            f"{duration(seconds)}{since}; loss {_loss(counts.first_loss)} -> {_loss(counts.last_loss)}{validation}"
         )
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
@@ -237,9 +237,9 @@ class RunLog:
         reason = (
             progress.finished_because(step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
         )
-        if is_finished and progress.skipped >= MANY_SKIPPED * step:
+        if is_finished and counts.skipped >= MANY_SKIPPED * step:
             self._console.say(
-                f"WARNING    {progress.skipped:,} of {step:,} steps ({progress.skipped / step:.0%}) were skipped and "
+                f"WARNING    {counts.skipped:,} of {step:,} steps ({counts.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
             )
         if self._folder is not None:  # before on_end, which may be killed

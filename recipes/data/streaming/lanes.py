@@ -118,9 +118,7 @@ class StreamDataset:
             identity: identifies the encoder and the rule of the split.
             earlier: identities of the same data in earlier versions, with a description of the change.
         """
-        self._units = units
-        self._encoder = encoder
-        self._is_training = is_training
+        self._documents = _Documents(units, encoder, is_training, deal)
         self._deal = deal
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
@@ -128,7 +126,7 @@ class StreamDataset:
         self._starts = dict.fromkeys(range(deal.lanes), Cursor())
         self._first_sample, self._has_restarted = 0, False
         self._lanes: dict[int, _Lane] = {}
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
         names = [[unit.name.rpartition("/")[2], unit.size_bytes] for unit in units]
 
         def fingerprint(identity: str) -> str:
@@ -152,7 +150,8 @@ class StreamDataset:
         cut = self._deal.cut
         again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
         anew = "; they start again, since the checkpoint had others" if self._has_restarted else ""
-        return f"streamed: {self._deal.lanes} lanes over {len(self._units):,} files or parts of files{again}{anew}"
+        units = len(self._documents.units)
+        return f"streamed: {self._deal.lanes} lanes over {units:,} files or parts of files{again}{anew}"
 
     def state(self, samples: int) -> dict[str, Any]:
         """Return the cursors of the lanes that this process has read, after ``samples`` samples of the whole run."""
@@ -184,11 +183,11 @@ class StreamDataset:
         }
         self._first_sample, self._starts = samples, still | cursors
         self._lanes.clear()
-        self._closed.clear()
+        self._documents.closed.clear()
 
     def close(self) -> None:
         """Stop waiting for a failing network."""
-        self._closed.set()
+        self._documents.closed.set()
 
     def _first(self, lane: int, samples: int) -> int:
         """Return the number of the first sample of ``lane`` that is not among the first ``samples``."""
@@ -199,7 +198,7 @@ class StreamDataset:
             if number not in self._lanes:
                 cursor = self._starts[number]
                 self._lanes[number] = _Lane(
-                    self._documents(number, cursor),
+                    self._documents.of_lane(number, cursor),
                     self._first(number, self._first_sample),
                     cursor,
                     self._sequence_length,
@@ -208,7 +207,22 @@ class StreamDataset:
                 )
             return self._lanes[number]
 
-    def _documents(self, lane: int, cursor: Cursor) -> Iterator["_Piece"]:
+
+class _Documents:
+    """Documents of each lane, read from its units in order."""
+
+    def __init__(
+        self, units: Sequence[Unit], encoder: Encoder, is_training: Callable[[Row, str], bool], deal: Deal
+    ) -> None:
+        """``is_training``: returns whether a row of a unit (given by its name) is trained on."""
+        self.units = units
+        self.closed = threading.Event()
+        """Set to stop waiting for a failing network."""
+        self._encoder = encoder
+        self._is_training = is_training
+        self._deal = deal
+
+    def of_lane(self, lane: int, cursor: Cursor) -> Iterator["_Piece"]:
         """Yield the documents of a lane, beginning at the row of ``cursor``, endlessly."""
         epoch, place, row = cursor[:3]
         while True:
@@ -229,7 +243,7 @@ class StreamDataset:
             epoch, place = epoch + 1, 0
 
     def _of_part(self, number: int, remainder: int, epoch: int, place: int, first: int) -> Iterator["_Piece"]:
-        unit, mine = self._units[number], list[Row]()
+        unit, mine = self.units[number], list[Row]()
 
         def pieces() -> Iterator[_Piece]:
             for row, encoded in zip(mine, self._encoder(mine, unit.name), strict=True):
@@ -239,7 +253,7 @@ class StreamDataset:
                     yield _Piece(Cursor(epoch, place, row.number), encoded.tokens, begins=True)
             mine.clear()
 
-        for row in _patiently(unit, first, self._closed.wait):
+        for row in _patiently(unit, first, self.closed.wait):
             if row.number % self._deal.cut == remainder and self._is_training(row, unit.name):
                 mine.append(row)
             if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:

@@ -6,8 +6,9 @@ tools, examples and the vendored uPlot. Numbers are rounded, so that not every c
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("serried", "planner", "launch", "recipes", "trainer", "parallel", "records", "runtime", "configs")
@@ -34,6 +35,17 @@ TO_ADD = (
 )
 
 
+class ClassSize(NamedTuple):
+    """Size of a class."""
+
+    path: Path
+    name: str
+    lines: int
+    attributes: int
+    is_record: bool
+    """Whether it is a named tuple or a dataclass, and none of its methods sets an attribute."""
+
+
 def packages() -> str:
     """Return a table of the files and lines of each package and its rooms."""
     rows = ["| package | files on top | rooms, with files | lines |", "| --- | --- | --- | --- |"]
@@ -58,21 +70,30 @@ def shape() -> str:
     level, files = levels.most_common(1)[0]
     longest = max(python, key=_lines)
     classes = [found for path in python for found in _classes(path)]
-    path, largest, lines = max(classes, key=lambda found: found[2])[:3]
-    many = [(count, name) for _, name, _, count in classes if count > MOST_ATTRIBUTES]
+    largest = max(classes, key=lambda found: found.lines)
     names = Counter(path.stem for path in python if not path.stem.startswith("__"))
     twice = sorted(name for name, count in names.items() if count > 1)
     rows = [
         ("largest file", f"`{longest.relative_to(ROOT)}`, {_rounded(_lines(longest))} lines"),
-        ("largest class", f"`{largest}` in `{path.relative_to(ROOT)}`, {_rounded(lines)} lines"),
+        ("largest class", f"`{largest.name}` in `{largest.path.relative_to(ROOT)}`, {_rounded(largest.lines)} lines"),
         ("most files on one level", f"{files}, in `{level.relative_to(ROOT)}/`"),
         (
             f"classes with more than {MOST_ATTRIBUTES} attributes",
-            ", ".join(f"`{name}` {count}" for count, name in sorted(many, reverse=True)) or "none",
+            _largest(found for found in classes if not found.is_record),
+        ),
+        (
+            f"records (named tuples, dataclasses whose methods set nothing) with more than {MOST_ATTRIBUTES} fields",
+            _largest(found for found in classes if found.is_record),
         ),
         ("file names used more than once", ", ".join(f"`{name}`" for name in twice) or "none"),
     ]
     return "\n".join(["| of all packages | |", "| --- | --- |", *(f"| {what} | {value} |" for what, value in rows)])
+
+
+def _largest(classes: Iterable[ClassSize]) -> str:
+    """Return the names of ``classes`` with more than ``MOST_ATTRIBUTES`` attributes, and how many they have."""
+    many = sorted((found.attributes, found.name) for found in classes if found.attributes > MOST_ATTRIBUTES)
+    return ", ".join(f"`{name}` {count}" for count, name in reversed(many)) or "none"
 
 
 def to_add() -> str:
@@ -97,8 +118,8 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
-    """Yield the file, name, lines and number of attributes of each class in ``path`` that is no section of keys."""
+def _classes(path: Path) -> Iterator[ClassSize]:
+    """Yield the size of each class in ``path`` that is no section of keys."""
     if path.is_relative_to(ROOT / "configs/schema") or path.stem.endswith("_config"):
         return
     for node in _statements(ast.parse(path.read_text("utf-8")).body):
@@ -118,7 +139,10 @@ def _classes(path: Path) -> Iterator[tuple[Path, str, int, int]]:
             if isinstance(found, ast.AnnAssign) and isinstance(found.target, ast.Name)
         }
         assert node.end_lineno is not None
-        yield path, node.name, node.end_lineno - node.lineno + 1, len(stored | declared)
+        made_by = {word for part in (*node.bases, *node.decorator_list) for word in ast.unparse(part).split("(")[:1]}
+        is_record = not stored and bool(made_by & {"NamedTuple", "dataclass"})
+        lines = node.end_lineno - node.lineno + 1
+        yield ClassSize(path, node.name, lines, len(stored | declared), is_record)
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -73,7 +73,7 @@ class Distillation(CausalLM):
         places = json.loads(place)
         super().open_data(places["data"])
         self._folder = Path(places["teacher"])
-        own = self._tokenizer().spec().get("files", {}).get("tokenizer.json")
+        own = self._text.tokenizer.spec().get("files", {}).get("tokenizer.json")
         if own and self._teacher_ids() not in (None, ids_of_tokens(json.loads(own))):
             raise UserError(
                 f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.recipes.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer
 from serried.recipes.models.layers.kv_cache import Cache
 
@@ -38,6 +39,30 @@ def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
     return choose
+
+
+def of_vocabulary(tokenizer: Tokenizer, choose: Choose) -> Choose:
+    """Return ``choose`` without the padding rows of the vocabulary. It raises ``UserError`` if the model computes
+    NaN."""
+
+    def chosen(logits: Tensor) -> int:
+        if logits.isnan().any():
+            raise UserError("the model computes NaN, so no token is likeliest; use precision=fp32, or other weights")
+        return choose(logits[: tokenizer.vocab_size])
+
+    return chosen
+
+
+def without_end(tokenizer: Tokenizer, choose: Choose) -> Choose:
+    """Return ``choose`` without the end of a text, and without padding rows: with sharding, all ranks run the same
+    number of forwards."""
+
+    def chosen(logits: Tensor) -> int:
+        logits = logits[: tokenizer.vocab_size]
+        logits[tokenizer.end_id] = float("-inf")
+        return choose(logits)
+
+    return chosen
 
 
 @torch.no_grad()

@@ -28,14 +28,15 @@ class PairTask(CausalLM):
         self._pairs: dict[str, PairDataset] = {}
 
     def dataset(self, split: str) -> Any:
-        assert self._prepared is not None, "open_data comes first"
         if self._keeps_none(split):
             return None
         if split not in self._pairs:
-            prepared, name = self._held_out.get(split, self._prepared), split
-            if split in self._held_out or split == WHOLE:
+            held_out, first = self._text.held_out, self._text.first
+            assert first is not None, "open_data comes first"
+            prepared, name = held_out.get(split, first), split
+            if split in held_out or split == WHOLE:
                 prepared, name = prepared.whole(), "validation"
-            with mistakes_of(f"data.validation.{split}" if split in self._held_out else "data"):
+            with mistakes_of(f"data.validation.{split}" if split in held_out else "data"):
                 self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
         return self._pairs[split]
 
@@ -67,12 +68,12 @@ class PairTask(CausalLM):
         lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
         for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
             is_learned = np.concatenate(([False], targets != IGNORE))
-            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._tokenizer().end_id)
-            lines += [*(["  ---"] if number else []), *marked_lines(self._tokenizer(), whole, is_learned)]
+            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._text.tokenizer.end_id)
+            lines += [*(["  ---"] if number else []), *marked_lines(self._text.tokenizer, whole, is_learned)]
         return lines
 
     def flops_per_sample(self, parameters: int) -> float:
-        length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
+        length = 2 * (self.dataset("train").mean_length if self._text.sources else self._data.sequence_length)
         return length * self._family().flops_per_token(parameters, self._data.sequence_length)
 
 

@@ -237,15 +237,15 @@ def test_validation_leaves_out_what_is_trained_on(sources: dict[str, Path], tmp_
     recipe = CausalLM(config)
     place = recipe.prepare()
     recipe.open_data(place)
-    trained_on = {name: prepared.stream("train") for name, prepared in recipe._sources.items()}
+    trained_on = {name: prepared.stream("train") for name, prepared in recipe._text.sources.items()}
     own = len(list(sources["held"].iterdir()))
     (left,) = re.findall(r"; held without (\d+) that are trained on", recipe.describe_data())
     assert len(web) // 2 < int(left) <= len(web)
-    evaluated = recipe._held_out["held"].stream("validation")
+    evaluated = recipe._text.held_out["held"].stream("validation")
     assert evaluated.documents == own + len(web) - int(left)
     assert "validation/web without" in recipe.describe_data(), "held out of web, and all of it trained on as code"
     kept = {text_of(stream, i) for stream in trained_on.values() for i in range(stream.documents)}
-    for name, prepared in recipe._held_out.items():
+    for name, prepared in recipe._text.held_out.items():
         stream = prepared.stream("validation")
         assert not kept & {text_of(stream, i) for i in range(stream.documents)}, name
     assert CausalLM(config).prepare() == place, "found again"

@@ -1,0 +1,179 @@
+"""Text of a run: its sources and validation sets, once prepared, as samples, and their tokenizer."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import DataSection
+from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, TrainerSection
+from serried.recipes.data.prepared.decontamination import kept_apart, left_out
+from serried.recipes.data.prepared.prepare import Prepared, cache_folder, open_prepared, prepare
+from serried.recipes.data.prepared.summary import marked_lines, summary_of
+from serried.recipes.data.samples.mixture_dataset import (
+    MixtureDataset,
+    describe_sources,
+    key_of_source,
+    mistakes_of,
+    source_sections,
+    validation_sections,
+)
+from serried.recipes.data.samples.token_dataset import Batch, PackedDataset, Sample, TokenDataset, open_dataset
+from serried.recipes.data.streaming.lanes import StreamDataset
+from serried.recipes.data.streaming.stream import open_training, prepare_stream
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
+from serried.recipes.data.tokenizers.tokenizer import Tokenizer
+from serried.recipes.models.layers.lm_head import IGNORE
+
+
+class TextData:
+    """The sections ``data`` and, for batches and seeds, ``trainer`` of a run, made into samples."""
+
+    def __init__(self, section: DataSection, trainer: TrainerSection) -> None:
+        self.section, self._trainer = section, trainer
+        self.sources: dict[str, Prepared] = {}
+        """Prepared sources by name; empty before ``open``. All have one tokenizer."""
+        self.held_out: dict[str, Prepared] = {}
+        """Validation sets by name, including sources of a mixture without documents that are also in another source."""
+        self._left_out: dict[str, int] = {}
+        self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
+
+    @property
+    def first(self) -> Prepared | None:
+        """The prepared data of the first source; None before ``open``."""
+        return next(iter(self.sources.values()), None)
+
+    def prepare(self, show: Callable[[str], None] | None, threads: int | None) -> str:
+        """Download, tokenize and deduplicate. Return the argument of ``open``."""
+
+        def prepared_as(key: str, section: DataSection) -> Prepared:
+            with mistakes_of(key):
+                return prepare(section, show, threads)
+
+        training_sections = source_sections(self.section)
+        held_out_sections = validation_sections(self.section)
+        keys = {key_of_source(name): section for name, section in training_sections.items()}
+        keys |= {f"data.validation.{name}": section for name, section in held_out_sections.items()}
+        for key, section in keys.items():
+            with mistakes_of(key):
+                section.check()
+        if self.section.is_streamed:
+            sequences = self._trainer.eval_batches * self._trainer.global_batch
+            sources = {"": prepare_stream(self.section, sequences, show)}
+        else:
+            sources = {name: prepared_as(key_of_source(name), section) for name, section in training_sections.items()}
+        validation = {
+            name: prepared_as(f"data.validation.{name}", section) for name, section in held_out_sections.items()
+        }
+        self._check_tokenizers([*sources.values(), *validation.values()])
+        held_out = {name: prepared.whole() for name, prepared in validation.items()}
+        if len(sources) > 1 and not self.section.keeps_none:  # validation data of one source may be in another
+            held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
+        training, cache = list(sources.values()), cache_folder(self.section)
+        apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
+        place = {
+            "sources": {name: str(prepared.folder) for name, prepared in sources.items()},
+            "validation": {name: str(prepared.folder) for name, prepared in validation.items()},
+            "apart": {name: str(folder) for name, folder in apart.items() if folder is not None},
+        }
+        return json.dumps(place)
+
+    def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
+        if any(source.tokenizer.spec() != prepared[0].tokenizer.spec() for source in prepared):
+            raise UserError(
+                f"data.tokenizer={self.section.tokenizer} is learned from a source, and the sources here would each "
+                "have their own; use data.tokenizer=bytes, or the files of an existing tokenizer"
+            )
+
+    def open(self, place: str) -> None:
+        """Open the result of ``prepare``."""
+        folders = {
+            kind: {name: Path(path) for name, path in paths.items()} for kind, paths in json.loads(place).items()
+        }
+        self.sources = {name: open_prepared(folder) for name, folder in folders["sources"].items()}
+        self.held_out = {name: open_prepared(folder).whole() for name, folder in folders["validation"].items()}
+        self.held_out |= {name: open_prepared(folder) for name, folder in folders["apart"].items()}
+        self._left_out = {name: left_out(folder) for name, folder in folders["apart"].items()}
+
+    def describe(self) -> list[str]:
+        """Return descriptions of the configured data and, if it is open, of its sizes."""
+        tokenizer = self.section.tokenizer
+        tokens = f"{tokenizer} as tokens" if tokenizer in ("bytes", "chars") else f"tokenizer {tokenizer}"
+        line = f"{describe_sources(self.section)}, {tokens}, {self.section.sequence_length} a sequence"
+        if self.section.format == "chat":
+            line += ", conversations, trained on the assistant's messages only"
+        if self.first is None:
+            return [line]
+        sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self.sources.items()]
+        if self.section.is_streamed:
+            held_out = self.first.splits["validation"]
+            sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
+        return [line, *sizes, *(f"{name} without {n:,} that are trained on" for name, n in self._left_out.items())]
+
+    def summary(self) -> str:
+        """Return a detailed summary of the prepared data: documents, tokens, lengths, a sample."""
+        prepared = {**self.sources, **self.held_out}
+        tokenizer = self.section.tokenizer
+        texts = [(f"{name}\n" if name else "") + summary_of(of, tokenizer) for name, of in prepared.items()]
+        return "\n".join(texts)
+
+    def describe_sample(self, sample: Sample) -> list[str]:
+        """Return lines that show ``sample``, and which of its tokens are targets."""
+        is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
+        lines = marked_lines(self.tokenizer, sample.tokens, is_learned)
+        return ["sample     the first sequence; trained on: lines with >", *lines]
+
+    def keeps_none(self, split: str) -> bool:
+        """Return whether ``split`` is the validation split and all data is trained on."""
+        if split != DEFAULT_VALIDATION or any(of.splits["validation"].tokens for of in self.sources.values()):
+            return False
+        return self.section.keeps_none or getattr(self.section, "is_prepared", False)
+
+    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
+        """Return the samples of ``split``, which is opened once."""
+        if split not in self._datasets:
+            self._datasets[split] = self._open(split)
+        return self._datasets[split]
+
+    def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
+        if split in self.held_out:
+            with mistakes_of(f"data.validation.{split}"):
+                return open_dataset(self.held_out[split], "validation", self.section)
+        if self.section.is_streamed and split == "train":
+            lanes, seed = self._trainer.global_batch, self._trainer.seed
+            return open_training(self.section, self.sources[""], lanes=lanes, seed=seed, workers=self.section.workers)
+        sources, is_whole = dict(self.sources), split == WHOLE
+        if is_whole:
+            sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"
+        elif split == DEFAULT_VALIDATION:
+            sources = {name: self.held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
+        datasets = {}
+        for name, prepared in sources.items():
+            with mistakes_of(key_of_source(name)):
+                datasets[name] = open_dataset(prepared, split, self.section, to_end=is_whole)
+        if not self.section.mixed:
+            return datasets[""]
+        weights = {name: source.weight for name, source in self.section.mixed.items()}
+        return MixtureDataset(datasets, weights, getattr(self.section, "weigh_by", "tokens"))
+
+    def targets_by_source(self, batch: Batch) -> Tensor | None:
+        """Return the targets in ``batch`` of each source of a mixture, if one is trained on."""
+        training = self._datasets.get("train")
+        return training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data if it is open, else the configured one."""
+        if self.first is not None:
+            return self.first.tokenizer
+        assert self.named_tokenizer is not None, "the data is opened first"
+        return self.named_tokenizer
+
+    @functools.cached_property
+    def named_tokenizer(self) -> Tokenizer | None:
+        """Configured tokenizer. It is read once: a checkpoint's files may be deleted while its model generates text."""
+        return named_tokenizer(self.section)

@@ -1,0 +1,92 @@
+"""Checks that a tokenizer fits the model, and is the one with which the model was trained."""
+
+import shlex
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.configs.schema.data import DataSection
+from serried.configs.schema.models import ModelSection
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from serried.recipes.data.tokenizers.tokenizer import Tokenizer, changed_token, hugging_face_files
+from serried.recipes.data.tokenizers.transformers_tokenizer import difference, opened
+
+
+def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> int:
+    """Return the rows of the embedding: as configured, or ``ids`` rounded up to ``model.vocab_multiple``.
+
+    Args:
+        ids: Size of the tokenizer; None if it is unknown, and ``model.vocab_size`` is given.
+
+    Raises:
+        UserError: The tokenizer has more ids than the model has rows.
+    """
+    rows = model.vocab_size
+    if rows is None:
+        assert ids is not None
+        return -(-ids // model.vocab_multiple) * model.vocab_multiple
+    if ids is not None and ids > rows and model.path:
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} has {ids} ids, and the embedding of model.path="
+            f"{model.path} has {rows} rows, so the last {ids - rows} would have none; use a tokenizer "
+            f"without them, or let transformers add rows, resize_token_embeddings({ids}) and "
+            "save_pretrained(FOLDER), and use model.path=FOLDER"
+        )
+    if ids is not None and ids > rows:
+        raise UserError(
+            f"model.vocab_size={rows} but data.tokenizer={data.tokenizer} has {ids} ids; "
+            f"use {_ways_to_fit(model, data, ids)}"
+        )
+    return rows
+
+
+def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:
+    """Return the overrides that make a tokenizer of ``ids`` fit. The size of pretrained weights is fixed."""
+    path = model.path
+    if path is None:
+        return f"model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
+    if data.tokenizer != path:
+        return f"data.tokenizer={path}, the model's own"
+    return f"another model: the tokenizer in {path} does not fit its weights (resize_token_embeddings({ids}) would)"
+
+
+def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
+    """Return a line if transformers' tokenizer gives other ids."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.is_plain or data.tokenizer == "train":
+        return []
+    name = data.tokenizer
+
+    def encode(text: str) -> list[int]:
+        return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()]
+
+    found = difference("data.tokenizer", name, opened(name), encode, tokenizer.added_tokens)
+    return [] if found is None else [found]
+
+
+def check_tokenizer_of(folder: Path, data: DataSection, tokenizer: Tokenizer) -> None:
+    """Raise ``UserError`` if ``tokenizer``, the one of ``data``, is not the tokenizer of the model in ``folder``."""
+    path = folder / "tokenizer.json"
+    try:
+        is_same = path.read_text("utf-8") == hugging_face_files(tokenizer)["tokenizer.json"]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; the tokens of the model are read from it") from None
+    if not is_same:
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} is not the tokenizer of {folder} any more: it was learned from "
+            "other text, or its files have changed; to use text with the "
+            "model's tokenizer, give data=text data.path=FILES"
+        )
+
+
+def check_unchanged(checkpoint: Path, data: DataSection, tokenizer: Tokenizer, another_run: str) -> None:
+    """Raise ``UserError`` if ``checkpoint`` was trained with another tokenizer. ``another_run``: an override."""
+    now = hugging_face_files(tokenizer).get("tokenizer.json")
+    if now is None or (what := changed_token(checkpoint / "tokenizer.json", now)) is None:
+        return
+    keys, without = "data.tokenizer,data.path", ""
+    if data.vocab_size != type(data).model_fields["vocab_size"].default:
+        keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # a learned tokenizer's
+    use = shlex.join([f"data.tokenizer={checkpoint}", f"checkpoint.allow_changes=[{keys}]"])
+    raise UserError(
+        f"{checkpoint} was trained with another tokenizer than data.tokenizer={data.tokenizer} is now: "
+        f"{what}; use its own, {use}{without}, or {another_run} to keep both"
+    )

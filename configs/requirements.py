@@ -26,7 +26,7 @@ def missing_trackers(track: TrackSection) -> tuple[list[str], str]:
     """Return the names of the trackers that are turned on but not installed, and the advice to print."""
     missing = [name for name in asked_for(track) if find_spec(name) is None]
     are = f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'}"
-    return missing, f"{are} not installed; pip install -e '.[{','.join(missing)}]'"
+    return missing, f"{are} not installed; {install_command(*missing)}"
 
 
 def check_trackers(track: TrackSection) -> None:
@@ -56,9 +56,15 @@ def check_data_libraries(data: DataSection) -> None:
 
 def not_installed(name: str, purpose: str, extra: str = "data") -> UserError:
     """The error for a missing library of an ``extra`` that ``purpose`` needs."""
-    return UserError(
-        f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[{extra}]'"
-    )
+    return UserError(f"{purpose} needs the library {name}, which is not installed here; use: {install_command(extra)}")
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs the libraries of ``extras``, for this checkout or the installed package."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install 'serried[{','.join(extras)}]'"
+    return f"pip install -e '{'.' if Path().resolve() == checkout else checkout}[{','.join(extras)}]'"
 
 
 def _needed(data: DataSection) -> Iterator[tuple[str, str]]:

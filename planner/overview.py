@@ -9,7 +9,9 @@ from torch import nn
 
 from serried.configs.formats import short, size
 from serried.configs.messages.invalid_values import shown
+from serried.configs.requirements import install_command
 from serried.configs.schema.sections import RunConfig, TrainerSection
+from serried.configs.unused_keys import Run, notes
 from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.checks import with_micro_batch, with_values
 from serried.parallel.layout.mesh import Layout
@@ -25,6 +27,7 @@ from serried.planner.plan_lines import plan_lines
 from serried.planner.step_plan import RESERVED_BYTES, StepPlan, plan_step
 from serried.planner.time.planned_time import Timed, measured_rates, planned_device
 from serried.runtime.accelerator import accelerator_type, memory_bytes
+from serried.runtime.process import remembered_words
 from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start
@@ -108,7 +111,18 @@ def overview(
         lines.append(("WARNING", _STATISTICS))
     is_new = config.checkpoint.resume in ("auto", "never") if start is None else start.source is None
     lines += [("WARNING", text) for text in task.notes(is_new)]
+    lines += [("note", text) for text in _notes_on_length(config, layout)]
     return [f"{name:<10} {text}" for name, text in lines]
+
+
+def _notes_on_length(config: RunConfig, layout: Layout) -> list[str]:
+    """Return notes on typed keys without effect in a run of ``trainer.epochs``, whose steps were not known before."""
+    if config.trainer.epochs is None:
+        return []
+    by_steps = config.model_copy(update={"trainer": config.trainer.model_copy(update={"epochs": None})})
+    words = remembered_words()
+    printed = notes(words, [Run(config, layout)])
+    return [note for note in notes(words, [Run(by_steps, layout)]) if note not in printed]
 
 
 def _benchmarks(trainer: TrainerSection) -> str:
@@ -125,7 +139,7 @@ def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
     if not trainer.evaluate:
         return []
     if find_spec("lm_eval") is None:
-        library = "the library lm-eval, which is not installed here; use: pip install -e '.[eval]'"
+        library = f"the library lm-eval, which is not installed here; use: {install_command('eval')}"
         return [f"WARNING    trainer.evaluate={shown(trainer.evaluate)} is not checked: a run needs {library}"]
     from serried.trainer.evaluation.lm_eval import check_names
 

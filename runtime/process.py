@@ -349,6 +349,11 @@ def remember_words(words: Sequence[str]) -> None:
     _words = tuple(words)
 
 
+def remembered_words() -> tuple[str, ...]:
+    """Return the overrides of the command line; none if the run was called from Python."""
+    return _words
+
+
 def typed_words() -> str:
     """Return the flags and overrides of the command line, quoted for a shell, each preceded by a space.
 

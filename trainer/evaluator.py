@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from serried.configs.errors import UserError
+from serried.configs.requirements import install_command
 from serried.configs.schema.sections import DEFAULT_VALIDATION
 from serried.runtime.accelerator import wait_for_device
 from serried.trainer.evaluation.evaluate import evaluate_by_source
@@ -163,7 +164,7 @@ def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
     if not trainer.evaluate:
         return None
     if find_spec("lm_eval") is None:
-        raise UserError("trainer.evaluate needs the library lm-eval; use: pip install -e '.[eval]'")
+        raise UserError(f"trainer.evaluate needs the library lm-eval; use: {install_command('eval')}")
     if not isinstance(task, TextTask):
         raise UserError(f"trainer.evaluate needs a model of text, and {type(task).__name__} is not a serried.TextTask")
     if DEFAULT_VALIDATION not in validation:

@@ -23,6 +23,8 @@ _DIVIDED = ("hf", "stdlib", "text")
 
 
 _LEAST_FRACTION = 1e-9
+MOST_VALIDATION = 0.999
+"""Largest ``data.validation_fraction``."""
 """For validation, of text: 15 thousand of 15T tokens."""
 
 
@@ -84,7 +86,7 @@ class DataSection(LoadingSection, SourceSection):
 
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
-    validation_fraction: Number = Field(default=0.05, ge=0, le=0.999)
+    validation_fraction: Number = Field(default=0.05, ge=0, le=MOST_VALIDATION)
     """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
     files. 0: train on all of it."""
     format: Literal["text", "chat", "preference"] = "text"

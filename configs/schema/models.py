@@ -3,11 +3,13 @@
 The section of a family is beside its code in ``recipes/models/``, in a module whose name ends in ``_config``.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from serried.configs.plain_data import is_number
 from serried.configs.schema.fields import Count, PathText, Section, Size
 from serried.configs.schema.transformers_defaults import ALIASES, DEFAULTS, NOT_NULL, VERSION
 
@@ -35,7 +37,8 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
     For a ``model_type`` that transformers does not have, the defaults of the family of ``section`` are used, or of its
     nearest base class.
 
-    Raises ``ValueError`` if a key is null that transformers does not take without a value.
+    Raises ``ValueError`` if a key is null that transformers does not take without a value, and ``TypeError`` if a value
+    is of the wrong kind, such as a text in place of a number.
     """
     own = [base.opens_as[0] for base in section.__mro__ if issubclass(base, ModelSection)]
     kind = next((name for name in (str(found.get("model_type")), *own) if name in DEFAULTS), "")
@@ -47,7 +50,30 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
             raise ValueError(
                 f"has {key} null, and transformers {VERSION} needs a value; leave it out for {defaults[key]}, or set it"
             )
+    _check_kinds(values, defaults)
     return {**defaults, **values}
+
+
+_NUMBER, _LIST, _MAPPING = "a number", "a list", "a mapping of names to values"
+_KINDS = {
+    **dict.fromkeys(("pad_token_id", "num_key_value_heads", "head_dim", "n_inner", "sliding_window"), _NUMBER),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "rope_theta"), _NUMBER),
+    **dict.fromkeys(("layer_types", "mlp_only_layers"), _LIST),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"), _MAPPING),
+}
+"""Kind of the value of a key without a default."""
+
+
+def _check_kinds(values: Mapping[str, Any], defaults: Mapping[str, Any], of: str = "") -> None:
+    for key, value in values.items():
+        kind = _NUMBER if is_number(defaults.get(key)) else _KINDS.get(key)
+        if kind is None or value is None:
+            continue
+        is_right = {_NUMBER: is_number(value), _LIST: isinstance(value, list), _MAPPING: isinstance(value, dict)}
+        if not is_right[kind]:
+            raise TypeError(f"has {of}{key} {json.dumps(value)}; use {kind}")
+        if kind == _MAPPING:
+            _check_kinds(value, {}, f"{of}{key}.")
 
 
 READ_EARLIER: Mapping[str, Mapping[str, Any]] = {

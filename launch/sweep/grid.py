@@ -7,6 +7,7 @@ from pathlib import Path
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.requirements import install_command
 from serried.launch.sweep.arguments import (
     GRID_EXAMPLE,
     MOST_RUNS,
@@ -35,7 +36,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
         try:
             from serried.launch.sweep.optuna_search import read_search
         except ImportError:
-            raise UserError("search.trials needs Optuna 4 or newer: pip install -e '.[sweep]'") from None
+            raise UserError(f"search.trials needs Optuna 4 or newer: {install_command('sweep')}") from None
         return read_search(words)
     return _grid(words)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.configs.requirements import install_command
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.lora import is_linear
 from serried.parallel.plan import ParallelPlan
@@ -98,7 +99,7 @@ def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
     """Raise ``UserError`` if the library that ``setting`` needs is not installed."""
     if find_spec(library) is None:
         raise UserError(
-            f"{setting} needs the library {library}, but it is not installed; use: pip install -e '.[lowbit]', or "
+            f"{setting} needs the library {library}, but it is not installed; use: {install_command('lowbit')}, or "
             f"{instead}"
         )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from serried import cli
 from serried.commands import slurm_jobs
 from serried.configs.errors import EXIT_MISTAKE
+from serried.configs.requirements import install_command
 from serried.launch.local.launcher import _exit_code
 from serried.launch.slurm.batch_script import script
 from serried.launch.slurm.queue import Job, jobs_of, note_job
@@ -148,6 +150,19 @@ def test_missing_library_is_reported_before_any_process_starts(
     assert len(stderr.splitlines()) == 1
     assert "not installed" in stderr
     assert "pip install -e '.[" in stderr
+
+
+def test_libraries_are_installed_for_the_checkout_or_the_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert install_command("eval") == "pip install -e '.[eval]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("eval", "sweep") == f"pip install -e '{ROOT}[eval,sweep]'"
+    installed = tmp_path / "site-packages/serried/configs/requirements.py"
+    installed.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "configs/requirements.py", installed)
+    assert runpy.run_path(str(installed))["install_command"]("eval") == "pip install 'serried[eval]'"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import yaml
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.program import main
 from serried.trainer.run_data import with_steps
 from testing.runs import metrics, run_here, tiny_overrides
 
@@ -53,3 +54,17 @@ def test_a_run_is_as_long_as_its_epochs_and_says_so(text: Path, tmp_path: Path) 
     assert saved["steps"] == steps != 6
     assert "Nothing to do" in run_here(argv).printed
     assert f"in {steps:,} steps" in run_here([*argv, "dry_run=true"]).printed
+
+
+def test_key_beyond_the_steps_that_epochs_take_gets_a_note(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["trainer.epochs=0.05", "trainer.stop_at=500", "checkpoint.every=1", "trainer.log_every=400"]
+    argv = tiny_overrides(text, tmp_path / "run", *typed, "launch.device=cpu")
+    for more in (["dry_run=true"], []):
+        assert main([*argv, *more]) == 0
+        printed = capsys.readouterr()
+        notes = sorted(line for line in printed.out.splitlines() if line.startswith("note "))
+        assert [line.split()[1] for line in notes] == ["trainer.log_every=400", "trainer.stop_at=500"]
+        assert "has no effect: the run ends at trainer.steps=" in notes[1]
+        assert "stop_at" not in printed.err

@@ -267,6 +267,9 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "config.json lacks 'low_freq_factor'"),
         ({"hidden_size": None}, "of other shape (model.embed_tokens.weight is [300, 32] there and [300, 4096] here"),
         ({"rms_norm_eps": "null"}, "config.json has rms_norm_eps null, and transformers"),
+        ({"pad_token_id": "<pad>"}, 'config.json has pad_token_id "<pad>"; use a number'),
+        ({"pad_token_id": [0]}, "config.json has pad_token_id [0]; use a number"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, 'config.json has rope_parameters.rope_theta "1e4"; use a number'),
         ({"pad_token_id": 300}, "model.padding_token=300 (pad_token_id of the config.json in model.path="),
     ],
 )

@@ -9,6 +9,7 @@ complete. An interrupted preparation continues with the existing shards. The seq
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import zlib
@@ -21,7 +22,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_regular
-from serried.configs.schema.data import DataSection
+from serried.configs.schema.data import MOST_VALIDATION, DataSection
 from serried.recipes.data.chat.conversations import EARLIER_FORMAT, chat_encoder
 from serried.recipes.data.chat.preference_pairs import pair_encoder
 from serried.recipes.data.prepared.atomic_folder import make_folder, other_cache
@@ -409,12 +410,22 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
             "for validation; give more text"
         )
     # Documents are assigned by their hash, so a few documents may all get the same split.
-    share = (counts.lowest if not validation else counts.highest) + (0.005 if not validation else -0.005)
+    share = _dividing_fraction(counts.lowest, counts.highest, is_small=not validation)
     raise UserError(
         f"data.validation_fraction={section.validation_fraction} leaves none of the {documents:,} documents of {where} "
-        f"for {'validation' if not validation else 'training'}; use more of them, or "
-        f"data.validation_fraction={min(max(share, 0.001), 0.999):.2g}"
+        f"for {'validation' if not validation else 'training'}; use more of them, or data.validation_fraction={share:g}"
+        + (" to train on all" if share == 0 else "")
     )
+
+
+def _dividing_fraction(lowest: float, highest: float, *, is_small: bool) -> float:
+    """Return a fraction that is above the place of the ``lowest`` document and not above that of the ``highest``, with
+    few digits: the smallest one, or the largest. 0 if there is none that a run accepts."""
+    for parts in (10**digits for digits in range(2, 7)):
+        fraction = (math.floor(lowest * parts) + 1 if is_small else math.floor(highest * parts)) / parts
+        if lowest < fraction <= min(highest, MOST_VALIDATION):
+            return fraction
+    return 0.0
 
 
 def write_summary(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serried.configs.schema.models import refuse_unless
+from serried.configs.schema.models import completed, refuse_unless
 from serried.configs.schema.registry import models
 from serried.recipes.models.families.llama_config import MistralSection, rope_of
 
@@ -15,6 +15,7 @@ class Phi3Section(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls)
         for settings in (found, rope_of(found)):
             refuse_unless(settings, partial_rotary_factor=1.0)
         keys = super().keys_from(found)

@@ -20,7 +20,7 @@ import pytest
 import serried.recipes.data.readers.json_parquet_rows
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, data_section
-from serried.recipes.data.prepared.prepare import Prepared, prepare
+from serried.recipes.data.prepared.prepare import Prepared, _dividing_fraction, prepare
 from serried.recipes.data.readers.hugging_face_dataset import streamed_units
 from serried.recipes.data.readers.reading_progress import Progress
 from serried.recipes.data.readers.source import Place, Row, Unit, open_source
@@ -283,6 +283,20 @@ def test_few_documents_and_the_share_that_would_do(tmp_path: Path) -> None:
     assert fix
     prepared = prepare(section(source, tmp_path / "cache", validation_fraction=float(fix[1])))
     assert min(split.documents for split in prepared.splits.values()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "is_small", "fraction"),
+    [
+        (0.2131, 0.9, True, 0.22), (0.2131, 0.2149, True, 0.214), (0.1, 0.8765, False, 0.87),
+        (0.876, 0.8765, False, 0.8765), (0.9957, 0.9999, True, 0.996), (0.9957, 0.9999, False, 0.999),
+        (0.9991, 0.9999, True, 0), (0.5, 0.5000001, True, 0),
+    ],
+)  # fmt: skip
+def test_fraction_that_divides_few_documents_is_one_that_a_run_accepts(
+    lowest: float, highest: float, is_small: bool, fraction: float
+) -> None:
+    assert _dividing_fraction(lowest, highest, is_small=is_small) == fraction
 
 
 def test_text_beside_rows_is_refused_with_globs_that_work(tmp_path: Path) -> None:

@@ -112,6 +112,24 @@ def test_a_key_that_is_left_out_or_null_is_what_transformers_takes(kind: str) ->
             assert {key: ours[key] for key in read} == {key: expected[key] for key in read}, found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_of_the_wrong_kind_is_refused_by_the_name_of_its_key(kind: str) -> None:
+    """Every key. A value that is no mistake for the reader is checked with our own key."""
+    other = {"rope_scaling": {}, "rope_parameters": {}, "layer_types": [], "mlp_only_layers": []}
+    defaults = recorded.DEFAULTS[kind] | other
+    for key, default in defaults.items():
+        for wrong in ("text", [1], {"full_attention": "text"}):
+            if isinstance(wrong, type(default)):
+                continue
+            try:
+                keys = models.get(kind).section.keys_from({"model_type": kind, key: wrong})
+            except (ValueError, TypeError) as error:
+                assert key in str(error)
+            else:
+                unread = ("reorder_and_upcast_attn", "scale_attn_weights")
+                assert wrong in keys.values() or key in unread, key
+
+
 def test_the_recorded_defaults_are_those_of_transformers() -> None:
     for name, table in defaults_of_transformers().items():
         assert getattr(recorded, name) == table, "python -m tools.key_tables transformers-defaults has others"

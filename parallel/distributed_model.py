@@ -132,8 +132,9 @@ class DistributedModel:
         batches: Sequence[Any],
         objective: Objective,
         scale: float | Tensor,
-        further: Callable[[], Mapping[str, Number]] = dict,
+        further: Callable[[], Mapping[str, Number | Sequence[Number]]] = dict,
         seeds: Sequence[int] = (),
+        before: Callable[[int], None] | None = None,
     ) -> SumTable:
         """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
@@ -146,6 +147,7 @@ class DistributedModel:
             scale: Factor of the loss before the backward.
             further: Returns other sums of this rank to add up, by name. Called at the last moment.
             seeds: Seeds of torch's random numbers, one per micro-batch or none.
+            before: See ``Runner.train``.
 
         Returns:
             The sums of all ranks: the entries of ``LossTerms.table``, then ``further``. One exchange adds them up
@@ -156,7 +158,7 @@ class DistributedModel:
         self._set_scales(OPTIMIZER)
         sums: SumTable | None = None
         total: SumTable | None = None
-        for index, terms in enumerate(self.runner.train(batches, objective, scale, seeds)):
+        for index, terms in enumerate(self.runner.train(batches, objective, scale, seeds, before)):
             check_names(terms, self._agreed(_TRAINING, terms))
             sums = terms.table() if sums is None else sums + terms.table()
             if index == len(batches) - 1:
@@ -170,7 +172,7 @@ class DistributedModel:
         self.buffers.share()
         return total.wait()
 
-    def _start_adding(self, sums: SumTable, further: Mapping[str, Number]) -> SumTable:
+    def _start_adding(self, sums: SumTable, further: Mapping[str, Number | Sequence[Number]]) -> SumTable:
         """Begin to add up ``sums`` of a loss, and the ``further`` ones, over all ranks."""
         # 0 x NaN is NaN: a bad number on any rank reaches all.
         own = SumTable(sums.shapes, sums.vector * self.place.owns_loss)

@@ -66,13 +66,16 @@ class Pipeline:
         """Shapes of the micro-batches of the last step."""
 
     def train(
-        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int]
-    ) -> Iterator[LossTerms]:
+        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int],
+        before: Callable[[int], None] | None = None,
+    ) -> Iterator[LossTerms]:  # fmt: skip
         """Forward and backward of all ``batches``. Yields their losses after that, on the ranks of the last stage.
 
         Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
         one.
         """
+        if before is not None:
+            before(0)  # a schedule that has begun cannot be left
         inputs = [objective.inputs(batch) for batch in batches]
         # On other data ranks the shapes may change at other steps, and to learn those of the borders takes all of them.
         known = self._shapes if self._layout.data_ranks > 1 else {}

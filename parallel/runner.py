@@ -14,6 +14,10 @@ from serried.parallel.step_phases import BACKWARD, FORWARD, Phases
 from serried.parallel.sync.gradient_sync import GradientSync
 
 
+class StepDropped(Exception):
+    """All ranks have agreed to drop the step under way. It has changed gradients and buffers, and nothing else."""
+
+
 class Runner(Protocol):
     """Runs the modules of a model that are on this rank."""
 
@@ -24,12 +28,15 @@ class Runner(Protocol):
     """The context forwards run in."""
 
     def train(
-        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int]
-    ) -> Iterator[LossTerms]:
+        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int],
+        before: Callable[[int], None] | None = None,
+    ) -> Iterator[LossTerms]:  # fmt: skip
         """Forward and backward of all ``batches``, with gradients of ``scale`` x the summed loss.
 
         Yields the loss of each micro-batch in order: before its backward, or after all backwards of a pipeline, and
-        only on ranks that have a loss. ``seeds``, one per micro-batch or none, seed torch's random numbers.
+        only on ranks that have a loss. ``seeds``, one per micro-batch or none, seed torch's random numbers. ``before``
+        is called with the number of each micro-batch before it begins, in a pipeline with that of the first alone, and
+        may raise ``StepDropped``.
         """
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
@@ -51,9 +58,12 @@ class Direct:
         self._is_first = True
 
     def train(
-        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int]
-    ) -> Iterator[LossTerms]:
+        self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int],
+        before: Callable[[int], None] | None = None,
+    ) -> Iterator[LossTerms]:  # fmt: skip
         for index, batch in enumerate(batches):
+            if before is not None:
+                before(index)
             with self._sync.during(index == len(batches) - 1):
                 self.phases.enter(FORWARD)
                 if seeds:

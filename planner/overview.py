@@ -34,7 +34,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.sampler import passes
 from serried.trainer.memory.host_memory import tensor_bytes
 from serried.trainer.model import check_model, model_to_train
-from serried.trainer.monitor.time_to_stop import estimated_save_seconds, seconds_to_stop
+from serried.trainer.monitor.time_to_stop import estimated_save_seconds, micro_batches_per_look, seconds_to_stop
 from serried.trainer.optim.optimizer import check_optimizer, learning_rate
 from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.run_data import training_data, with_steps
@@ -271,7 +271,10 @@ def planned_stop_seconds(config: RunConfig, task: Task, layout: Layout, accumula
     if not isinstance(time, Timed):
         return None
     save_seconds = estimated_save_seconds(saved_bytes(config, built.module, built.plan), layout.world)
-    return seconds_to_stop(time.range[1], save_seconds, is_delayed=True)
+    step_seconds = time.range[1]
+    per_look = micro_batches_per_look(step_seconds, accumulation) if layout.pipeline == 1 else None
+    look_seconds = step_seconds * per_look / accumulation if per_look else None
+    return seconds_to_stop(step_seconds, save_seconds, look_seconds=look_seconds, is_delayed=True)
 
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan, device: str) -> str:

@@ -282,7 +282,8 @@ class Signals:
         assert self.deadline is not None
         self.is_overdue = True
         self._tell(str(self.deadline))
-        # The first step may take half of the remaining time. It cannot be interrupted, and has nothing to save.
+        # The first step may take half of the remaining time: it ends between two micro-batches, if it has several and
+        # one does not take that long, and has nothing to save.
         if not self._looked_enough.wait(self.deadline.spare_seconds / 2) and self._phase is _Phase.HOLD:
             self._end_unheard(signal.SIGUSR1)
 

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from serried.configs.errors import TrainingFailed
+from serried.configs.errors import TrainingFailed, TrainingStopped
+from serried.parallel.runner import StepDropped
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.evaluator import Evaluator
 from serried.trainer.metrics.profiler import StepProfiler
@@ -58,14 +59,19 @@ class Loop:
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             if self.step:
                 self._evaluator.make_up(self.step)
-            is_over = self._shutdown.stops
+            is_over, is_dropped = self._shutdown.stops, False
             while not is_over:
                 try:
                     started = time.perf_counter()
                     with self._loader() as loader, self._profiler:
                         self._begin_step()
                         for step, batches in enumerate(loader, start=self.step + 1):
-                            self._train(step, batches)
+                            try:
+                                self._train(step, batches)
+                            except StepDropped:
+                                is_dropped = True
+                                self._save_step_before()
+                                break
                             self._note_first_step(time.perf_counter() - started)
                             self._log(loader)
                             self._begin_save()
@@ -83,6 +89,7 @@ class Loop:
                     is_over = True
                 except GoBack as back:  # also in the step that stops: the run then stops after the next one
                     self.start_at(self._rollback(back))
+                    is_over = is_dropped
 
     def _loader(self) -> BatchLoader:
         """Return this rank's batches from here to the last step."""
@@ -105,7 +112,8 @@ class Loop:
         parallel, seed = self._state.parallel, self._context.config.trainer.seed
         seeds = self._data.micro_batch_seeds(step, seed, len(batches), parallel.layout, parallel.place.data_rank)
         vote = partial(self._shutdown.vote, self._steps_to_save(step))
-        result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds)
+        before = self._shutdown.before_micro_batches(step, len(batches))
+        result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds, before)
         self._data.step = step
         self._context.pulse.phases.end()
         self._log_results.meter.add(step, result)
@@ -161,6 +169,21 @@ class Loop:
         else:
             self._begin()
         self._saver.finish(is_evaluated=is_begun and self._is_evaluated, is_last=is_last)
+
+    def _save_step_before(self) -> None:
+        """Save the step before the current one, which was dropped, unless that is done.
+
+        Raises:
+            TrainingStopped: the dropped step is the first of this start.
+        """
+        self.step = self.steps_done
+        if self._is_first:
+            raise TrainingStopped(f"{self._shutdown.reason} before the first step")
+        self._context.pulse.enter(SAVE, self.step)
+        self._saver.wait()
+        if self._saver.saved_step != self.step:
+            self._finish_save(ends=True)
+        self._raise_failure_of_callback()
 
     def _raise_failure_of_callback(self) -> None:
         """End the run if a callback has failed, once the save under way is complete."""

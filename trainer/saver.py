@@ -43,7 +43,8 @@ class Saver:
         )
         self.last_save_seconds = 0.0
         """Duration of the latest save; 0 if there was none."""
-        self._saved_step = saved_step
+        self.saved_step = saved_step
+        """Step of the newest checkpoint that is complete; 0 if there is none."""
         self._begin_seconds = 0.0
         self._state = state
         self._log = log
@@ -103,18 +104,18 @@ class Saver:
             self._report(self.checkpointer.close())
         except Exception:  # most likely of the same cause, which is reported
             self._console.log(traceback.format_exc())
-        if self._saved_step:
-            self._log.interrupted(step, self._saved_step)
+        if self.saved_step:
+            self._log.interrupted(step, self.saved_step)
 
     def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Report a save that has ended, if one has."""
         if saved is None:
             return
         if saved.problem is None:
-            self._saved_step, self.last_save_seconds = saved.step, saved.seconds
+            self.saved_step, self.last_save_seconds = saved.step, saved.seconds
             self._log.saved(saved)
             return
-        newest = f"the newest is that of step {self._saved_step}" if self._saved_step else "there is none yet"
+        newest = f"the newest is that of step {self.saved_step}" if self.saved_step else "there is none yet"
         if is_last:
             raise TrainingFailed(
                 f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the checkpoints, "

@@ -1,15 +1,18 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from serried.configs.schema.sections import HealthSection
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import Objective
+from serried.parallel.runner import StepDropped
 from serried.parallel.step_phases import OPTIMIZER
 from serried.parallel.sum_table import Number, SumTable, section
 from serried.trainer.monitor.spikes import SpikeWindow
@@ -76,7 +79,7 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Forward, backward, norm, vote, update."""
+    """Forward, backward, norm and vote, which prepare a step; then the update, which commits it."""
 
     def __init__(
         self,
@@ -103,7 +106,12 @@ class TrainStep:
         self._average = average
 
     def __call__(
-        self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Sequence[int] = ()
+        self,
+        batches: Sequence[Any],
+        lr: float,
+        vote: Callable[[], Number | Sequence[Number]],
+        seeds: Sequence[int] = (),
+        before: Callable[[int], None] | None = None,
     ) -> SumTable:
         """Train on ``batches``, this rank's micro-batches of one global batch.
 
@@ -112,48 +120,94 @@ class TrainStep:
             lr: Learning rate.
             vote: Returns this rank's vote, see ``trainer.monitor.shutdown``. Called at the last moment.
             seeds: Seeds of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
+            before: Called before each micro-batch; None: the step cannot be dropped. See ``Runner.train``.
 
         Returns:
             The result for ``StepResult.read`` on the device, with the sum of all votes under ``votes``.
-        """
-        scale, loads = self.scaler.scale, self._parallel.loads
 
-        def further() -> dict[str, Number]:
+        Raises:
+            StepDropped: ``before`` raised it on all ranks. The step has changed nothing.
+        """
+        with self._undone_if_dropped(may_be_dropped=before is not None and len(batches) > 1):
+            sums, squares = self._prepare(batches, vote, seeds, before)
+        return self._commit(sums, squares, lr)
+
+    def _prepare(
+        self,
+        batches: Sequence[Any],
+        vote: Callable[[], Number | Sequence[Number]],
+        seeds: Sequence[int],
+        before: Callable[[int], None] | None,
+    ) -> tuple[SumTable, Tensor]:
+        """Do all that needs other ranks: forward, backward, sums and norm. Only gradients and buffers change.
+
+        Returns the sums of all ranks, and the sum of squares of the whole gradient.
+        """
+        loads, scale = self._parallel.loads, self.scaler.scale
+
+        def further() -> dict[str, Number | Sequence[Number]]:
             return {**loads.take(self._parallel.device), "votes": vote()}
 
         loads.clear()  # what was counted outside of steps, as while text was generated
-        sums = self._parallel.forward_backward(batches, self._objective, scale / self._nominal_weight, further, seeds)
+        scale = scale / self._nominal_weight
+        sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
         self._parallel.phases.enter(OPTIMIZER)
+        return sums, self._parallel.sum_squares()
+
+    @torch.no_grad()
+    def _commit(self, sums: SumTable, squares: Tensor, lr: float) -> SumTable:
+        """Decide whether the step counts, and update everything that it changes, on this rank alone.
+
+        Optimizers that exchange something in their update (Muon, Adafactor) still need the other ranks.
+        """
+        loads, scale = self._parallel.loads, self.scaler.scale
         loss_sum, weight = sums["loss_sum"], sums["weight"]
-        with torch.no_grad():
-            squares = self._parallel.sum_squares()
-            # .grad divided by this is the gradient of the mean loss.
-            divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
-            norm = squares.sqrt() / divisor
-            halted = self._failed_in_row >= FAILURES_THAT_STOP
-            mean_loss, limits = loss_sum / weight, self._window.limits()
-            has_loss = loss_sum.isfinite()
-            failed = ~(has_loss & norm.isfinite()) | halted
-            spike = (mean_loss > limits[0]) | (norm > limits[1])
-            rejected = failed | spike if self._skips_spikes else failed
-            # fp16 finding its scale is not a failure.
-            overflow = failed & has_loss & (scale > 1)
-            self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
-            self._window.add(mean_loss, norm, ~rejected)
-            clip = (norm / self._max_grad_norm).clamp(min=1.0)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
-            # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
-            take_step(self._optimizer, divisor * clip, rejected)
-            loads.balance(sums, ~rejected)
-            if self._average is not None:
-                self._average.update(~rejected)
-            self.scaler.update(failed)
-            result = {
-                "loss": mean_loss, "grad_norm": norm, "skipped": rejected, "scale": scale, "loss_limit": limits[0],
-                "norm_limit": limits[1], "failed_in_row": self._failed_in_row,
-            }  # fmt: skip
-            return SumTable.pack(result, weight.device).joined(sums)
+        # .grad divided by this is the gradient of the mean loss.
+        divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
+        norm = squares.sqrt() / divisor
+        halted = self._failed_in_row >= FAILURES_THAT_STOP
+        mean_loss, limits = loss_sum / weight, self._window.limits()
+        has_loss = loss_sum.isfinite()
+        failed = ~(has_loss & norm.isfinite()) | halted
+        spike = (mean_loss > limits[0]) | (norm > limits[1])
+        rejected = failed | spike if self._skips_spikes else failed
+        # fp16 finding its scale is not a failure.
+        overflow = failed & has_loss & (scale > 1)
+        self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
+        self._window.add(mean_loss, norm, ~rejected)
+        clip = (norm / self._max_grad_norm).clamp(min=1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
+        take_step(self._optimizer, divisor * clip, rejected)
+        loads.balance(sums, ~rejected)
+        if self._average is not None:
+            self._average.update(~rejected)
+        self.scaler.update(failed)
+        result = {
+            "loss": mean_loss, "grad_norm": norm, "skipped": rejected, "scale": scale, "loss_limit": limits[0],
+            "norm_limit": limits[1], "failed_in_row": self._failed_in_row,
+        }  # fmt: skip
+        return SumTable.pack(result, weight.device).joined(sums)
+
+    @contextmanager
+    def _undone_if_dropped(self, *, may_be_dropped: bool) -> Iterator[None]:
+        """Undo what the step has changed in this context if it is dropped there, so that the state can be saved.
+
+        ``may_be_dropped``: in the middle, when forwards may have changed buffers, such as the statistics of BatchNorm.
+        Training must not continue afterwards: FSDP2 keeps what it has not reduced, to which it would add.
+        """
+        buffers = self._parallel.buffers
+        copies = buffers.copy() if may_be_dropped else None
+        try:
+            yield
+        except StepDropped:
+            self._optimizer.zero_grad()
+            self._parallel.loads.clear()
+            self._parallel.reshard()
+            if copies is not None:
+                buffers.restore(copies)
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain data of a checkpoint. Waits for the device."""

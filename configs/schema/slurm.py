@@ -64,8 +64,8 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
     signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
-    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time of
-    three steps and a save if that is known and longer; at most half of ``time_minutes``."""
+    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time
+    to stop and save if that is known and longer; at most half of ``time_minutes``."""
     dry_run: bool = False
     """Print the script and stop."""
 

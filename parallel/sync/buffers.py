@@ -41,6 +41,16 @@ class Buffers:
             if name in buffers
         ]
 
+    def copy(self) -> list[Tensor]:
+        """Return copies of the buffers of this rank's modules."""
+        return [held.tensor.clone() for held in self.held()]
+
+    @torch.no_grad()
+    def restore(self, copies: Sequence[Tensor]) -> None:
+        """Set the buffers of this rank's modules to the result of ``copy``."""
+        for held, before in zip(self.held(), copies, strict=True):
+            held.tensor.copy_(before)
+
     @torch.no_grad()
     def share(self) -> None:
         """Give every rank of a stage the buffers of the stage's first rank, as in a checkpoint.

@@ -431,7 +431,8 @@ def save_by_time(argv: list[str]) -> int:
         ahead[0] += 900
 
     acts = dict.fromkeys(range(1, STEPS + 1), wait) if os.environ["RANK"] == "0" else {}
-    with patch("serried.trainer.monitor.shutdown.time", clock):
+    monitor = "serried.trainer.monitor"
+    with patch(f"{monitor}.shutdown.time", clock), patch(f"{monitor}.step_clock.time", clock):
         return train_reported(argv, acts=acts)
 
 

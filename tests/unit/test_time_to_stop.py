@@ -1,4 +1,4 @@
-"""The time reserved before Slurm ends a job, by a model of time: no step that was done is lost."""
+"""The time reserved before Slurm ends a job, by a model of time: nothing is lost but the step under way."""
 
 import random
 import time
@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from serried.configs.schema.sections import CheckpointSection
+from serried.parallel.runner import StepDropped
 from serried.runtime.signals import Deadline
 from serried.trainer.monitor import shutdown
 from serried.trainer.monitor.shutdown import Action, Shutdown
-from serried.trainer.monitor.time_to_stop import seconds_to_stop
+from serried.trainer.monitor.time_to_stop import micro_batches_per_look, seconds_to_stop
 
 _VARIES = 0.05
 """Steps and saves take so much more or less than the typical one."""
 _LOG_EVERY = 10
+_SURELY_LONG = 8.0
 
 
 class _Clock:
@@ -26,6 +28,8 @@ class _Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.computed = 0.0
+        """When a GPU has done the work that the host has given it."""
 
     def time(self) -> float:
         return self.now
@@ -50,18 +54,31 @@ class _Vote:
     def has_arrived(self) -> bool:
         return self.arrives <= CLOCK.now
 
-    def read(self) -> float:
+    def tolist(self) -> list[float]:
         CLOCK.now = max(CLOCK.now, self.arrives)
-        return float(self.vote)
+        return list(self.vote)
 
 
 class _Sum(NamedTuple):
     """What ``count`` gets on a GPU."""
 
-    vote: float
+    vote: tuple[float, float]
     arrives: float
 
     device = torch.device("meta")
+
+
+class _Event:
+    """An event of a GPU."""
+
+    def __init__(self, device_type: str) -> None:
+        assert device_type == "cuda"
+
+    def record(self) -> None:
+        self._done = CLOCK.computed
+
+    def synchronize(self) -> None:
+        CLOCK.now = max(CLOCK.now, self._done)
 
 
 class Job(NamedTuple):
@@ -74,9 +91,25 @@ class Job(NamedTuple):
     limit: float
     every: int
     votes_at: float
-    """Share of a step that is past at its vote; on a GPU of the time in which the host hands it out."""
+    """Share of the last micro-batch that is past at the vote; on a GPU of the time in which the host hands it out."""
     hands_out: float
     """Share of a step that the host of a GPU takes to hand it out."""
+    micro_batches: int = 1
+    update: float = 0.0
+    """Share of a step that its update takes."""
+
+    def most_seconds_to_stop(self, *, on_gpu: bool) -> float:
+        """Return the time that is reserved at most."""
+        waits, save = max(0.0, self.save - self.every * self.step), max(self.save, self.guessed)
+        step = (1 + _VARIES) * (self.step + waits)
+        per_look = micro_batches_per_look(self.step, self.micro_batches)
+        # Some shorter steps count as short, as votes come before the end of a step.
+        per_look = per_look if per_look and self.step > _SURELY_LONG else self.micro_batches
+        look = (1 + _VARIES) * (self.step * (per_look / self.micro_batches + self.update) + waits)
+        look *= 2 if on_gpu else 1  # the host is ahead at one look, and not at the next
+        of_looks = seconds_to_stop(step, save, self.every, look_seconds=look, is_delayed=on_gpu)
+        of_steps = seconds_to_stop(step, save, self.every, is_delayed=on_gpu, is_behind=True)
+        return of_looks if self.step > _SURELY_LONG else max(of_looks, of_steps)
 
     @classmethod
     def draw(cls, chance: random.Random, steps: int) -> "Job":
@@ -85,6 +118,7 @@ class Job(NamedTuple):
         return cls(
             step, save, save * chance.choice([1.05, 2, 5]), least + chance.uniform(0, 9) * step,
             chance.choice([2, 5, 99]), chance.random(), chance.choice([0.0, chance.random(), 1.0]),
+            chance.choice([1, 3, 8, 64]), chance.uniform(0, 0.3),
         )  # fmt: skip
 
 
@@ -94,10 +128,11 @@ class _Run:
     def __init__(self, job: Job, chance: random.Random, device: str, minutes_between: int = 0) -> None:
         self.job, self.chance = job, chance
         signals = SimpleNamespace(received=None, deadline=Deadline(job.limit, min(60.0, job.limit / 4)))
-        session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0)
+        session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0, world_size=1)
         checkpoint = SimpleNamespace(every=job.every, minutes_between=minutes_between)
         config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=checkpoint)
         self.save_seconds = self.next_save_seconds = self.written_at = 0.0
+        self.steps_done = self.step_saved = 0
         make: Any = Shutdown
         self.shutdown = make(
             config, session, SimpleNamespace(say=lambda _: None), None, lambda: self.save_seconds or job.guessed
@@ -109,8 +144,9 @@ class _Run:
         return seconds * self.chance.uniform(1 - _VARIES, 1 + _VARIES)
 
     def save(self) -> None:
-        """As the background thread does, after the save before it."""
-        CLOCK.now = max(CLOCK.now, self.written_at)
+        """As the background thread does, after the save before it and what the GPU is at."""
+        CLOCK.now = max(CLOCK.now, self.written_at, CLOCK.computed)
+        self.step_saved = self.steps_done
         took = self.about(self.job.save)
         self.written_at = CLOCK.now + took
         self.next_save_seconds = took
@@ -119,58 +155,67 @@ class _Run:
         if 0 < self.written_at <= CLOCK.now:
             self.save_seconds = self.next_save_seconds
 
-    def on_cpu(self) -> Iterator[int]:
-        for step in range(1, 10**6):
-            took = self.about(self.job.step)
-            CLOCK.now += self.job.votes_at * took
-            vote = self.shutdown.vote(-step % self.job.every)
-            CLOCK.now += (1 - self.job.votes_at) * took
-            self.shutdown.count(torch.tensor(vote))
-            yield step
-
-    def on_gpu(self) -> Iterator[int]:
-        computed = 0.0
-        for step in range(1, 10**6):
-            took = self.about(self.job.step)
-            begins, hands_out = max(CLOCK.now, computed), self.job.hands_out * took
-            CLOCK.now += self.job.votes_at * hands_out
-            vote = self.shutdown.vote(-step % self.job.every)
-            CLOCK.now += (1 - self.job.votes_at) * hands_out
-            computed = max(begins + took, CLOCK.now)
-            self.shutdown.count(_Sum(vote, computed))
-            if self.shutdown.stops or step % self.job.every == 0 or step == 1 or step % _LOG_EVERY == 0:
-                CLOCK.now = max(CLOCK.now, computed)
-            yield step
-
     def steps(self) -> Iterator[int]:
-        """Yield steps as they are done."""
-        return self.on_cpu() if self.shutdown._session.device.type == "cpu" else self.on_gpu()
+        """Yield steps as they are done, until one is dropped."""
+        for step in range(1, 10**6):
+            try:
+                self._step(step)
+            except StepDropped:
+                return
+            self.steps_done = step
+            yield step
+
+    def _step(self, step: int) -> None:
+        job, count, on_gpu = self.job, self.job.micro_batches, self.shutdown._session.device.type != "cpu"
+        took = self.about(job.step)
+        of_micro_batch = took * (1 - job.update) / count
+        of_host = job.hands_out * of_micro_batch if on_gpu else of_micro_batch
+        before = self.shutdown.before_micro_batches(step, count)
+        for index in range(count):
+            if before is not None:
+                before(index)
+            CLOCK.computed = max(CLOCK.now, CLOCK.computed) + of_micro_batch
+            CLOCK.now += of_host * (job.votes_at if index == count - 1 else 1)
+        vote = self.shutdown.vote(-step % job.every)
+        CLOCK.now += of_host * (1 - job.votes_at)
+        CLOCK.computed = max(CLOCK.computed, CLOCK.now) + took * job.update
+        if not on_gpu:
+            CLOCK.now = CLOCK.computed
+        self.shutdown.count(_Sum(vote, CLOCK.computed) if on_gpu else torch.tensor(vote))
+        is_read = self.shutdown.stops or step % job.every == 0 or step == 1 or step % _LOG_EVERY == 0
+        if is_read:
+            CLOCK.now = max(CLOCK.now, CLOCK.computed)
 
     def until_stopped(self) -> float:
-        """Return when the last step is saved."""
-        CLOCK.now = 0.0
+        """Return when the last step that is done is saved, and no further one is computed."""
+        CLOCK.now = CLOCK.computed = 0.0
         for step in self.steps():
             self.poll()
             if self.shutdown.stops or CLOCK.now > self.job.limit:
                 break
             if step % self.job.every == 0:
                 self.save()
-        self.save()
-        return self.written_at
+        if self.step_saved != self.steps_done:
+            self.save()
+        return max(self.written_at, CLOCK.now)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     monkeypatch.setattr("serried.trainer.monitor.shutdown.time", CLOCK)
+    monkeypatch.setattr("serried.trainer.monitor.step_clock.time", CLOCK)
     monkeypatch.setattr("serried.runtime.signals.time", CLOCK)
     monkeypatch.setattr(shutdown, "_Votes", _Vote)
-    CLOCK.now = 0.0
+    monkeypatch.setattr(torch, "Event", _Event)
+    CLOCK.now = CLOCK.computed = 0.0
     return CLOCK
 
 
 @pytest.mark.parametrize("runs", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, runs: int, clock: _Clock) -> None:
+def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step_that_is_done(
+    device: str, runs: int, clock: _Clock
+) -> None:
     chance = random.Random(7)
     for _ in range(runs):
         job = Job.draw(chance, steps=2 if device == "cpu" else 4)
@@ -179,10 +224,7 @@ def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step(device: str, r
         saved = run.until_stopped()
         assert saved <= job.limit, job
         assert run.shutdown.reason == str(run.shutdown._session.signals.deadline)
-        longest = (1 + _VARIES) * (job.step + max(0.0, job.save - job.every * job.step))
-        most = seconds_to_stop(
-            longest, max(job.save, job.guessed), job.every, is_delayed=device != "cpu", is_behind=True
-        )
+        most = job.most_seconds_to_stop(on_gpu=device != "cpu")
         assert job.limit - saved < min(60.0, job.limit / 4) + (1 + _VARIES) * most, job
 
 

@@ -3,6 +3,10 @@
 Every rank votes with each step. The votes are reduced together with the step's sums, so they need no additional
 collective and no wait for the device. All ranks read the sum of the same step, so they make the same decision after
 the same step.
+
+In a step of several seconds the ranks also ask each other about every second, on the host and between two
+micro-batches. If one wants to stop, all drop this step, which has changed nothing yet, and the run ends with the step
+before.
 """
 
 import time
@@ -19,11 +23,12 @@ from torch import Tensor
 from serried.configs.errors import TrainingStopped
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.process_groups import gather_plain
+from serried.parallel.runner import StepDropped
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.monitor.control_file import Control
-from serried.trainer.monitor.time_to_stop import seconds_to_stop
+from serried.trainer.monitor.step_clock import StepClock
 
 _T = TypeVar("_T")
 
@@ -71,12 +76,7 @@ class Shutdown:
         self._save_seconds = save_seconds
         self._control = Control(folder, console) if folder is not None else None
         self._deadline: str | None = None
-        self._step_seconds: deque[float] = deque(maxlen=10)
-        self._is_first = True
-        """Whether ``_step_seconds`` is empty or holds only a first step, which compiles."""
-        self._boundary = time.monotonic()
-        self._under_way_seconds = 0.0
-        """Duration of the current step at its vote."""
+        self._clock = StepClock(session.device)
         self._travelling: _Votes | None = None
         self._saved_at = time.monotonic()
         """Time when the latest save, or the training, began."""
@@ -86,11 +86,12 @@ class Shutdown:
     def __enter__(self) -> "Shutdown":
         self._session.signals.hold()
         self._session.signals.acknowledge = partial(
-            self._console.say, "stopping   SIGINT: the current step ends first (Ctrl-C again: end without saving)"
+            self._console.say, "stopping   SIGINT: after this micro-batch or step (Ctrl-C again: end without saving)"
         )
         if self._control is not None:
             self._control.start()
-        self._boundary = self._saved_at = time.monotonic()
+        self._saved_at = time.monotonic()
+        self._clock.restart()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,29 +122,56 @@ class Shutdown:
         """Restart the clock of ``checkpoint.every_minutes``: a save begins."""
         self._saved_at = time.monotonic()
 
-    def vote(self, steps_to_save: int) -> float:
-        """Return this rank's vote for the current step. ``steps_to_save``: steps until the next regular save.
+    def before_micro_batches(self, step: int, count: int) -> Callable[[int], None] | None:
+        """Return a function to call before each of the ``count`` micro-batches of ``step``, with its number from 0.
+        None if steps are short: this one ends before the run stops.
+
+        The function is a collective, on the host. It raises ``StepDropped`` on all ranks, and sets ``stops``, if a rank
+        asks to stop.
+        """
+        per_look = self._clock.begin_step(count)
+        return None if per_look is None else partial(self._look, step, count, per_look)
+
+    def _look(self, step: int, count: int, per_look: int, index: int) -> None:
+        if index % per_look:
+            return
+        self._clock.look(begins_step=index == 0)
+        # Before the first step there is nothing to save in time.
+        mine = self._mine() if self._clock.has_steps else self._asked()
+        if self._agreed(0.0 if mine is None else 1.0):
+            self.action = Action.STOP
+            saving = f"saving step {step - 1}" if self._clock.has_steps else "there is nothing to save yet"
+            dropped = f"step {step} is dropped after micro-batch {index} of {count}, " if index else ""
+            self._settle(f"{dropped}{saving}")
+            raise StepDropped(self.reason)
+
+    def vote(self, steps_to_save: int) -> tuple[float, float]:
+        """Return this rank's vote for the current step: an action, and the duration of a step. ``steps_to_save``: steps
+        until the next regular save.
 
         Raises:
             TrainingStopped: the run folder was removed, renamed or replaced.
         """
         self._leave_lost_folder()
-        self._under_way_seconds = time.monotonic() - self._boundary
+        seconds = self._clock.vote()
+        return float(self._action(steps_to_save)), seconds
+
+    def _action(self, steps_to_save: int) -> Action:
         if self._mine() is not None:
-            return float(Action.STOP)
+            return Action.STOP
         if self._control is not None and self._control.asks_to_save.is_set():
             self._control.asks_to_save.clear()
-            return float(Action.SAVE)
+            return Action.SAVE
         if self._control is not None and self._is_long_unsaved(steps_to_save):
             self.saves()  # on a GPU there is another vote before the save begins
-            return float(Action.SAVE)
-        return float(Action.GO_ON)
+            return Action.SAVE
+        return Action.GO_ON
 
     def _is_long_unsaved(self, steps_to_save: int) -> bool:
         """Return whether to save because of the time since the last save. False if a save is due soon: it would
         wait for this one."""
         seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
-        is_due_soon = steps_to_save * max(self._step_seconds, default=0.0) < _SOON * seconds
+        is_due_soon = steps_to_save * self._clock.longest_seconds < _SOON * seconds
         return 0 < seconds <= unsaved and not is_due_soon
 
     def _leave_lost_folder(self) -> None:
@@ -154,22 +182,16 @@ class Shutdown:
             )
 
     def count(self, votes: Tensor) -> None:
-        """Set ``action`` from the sum of all ranks' votes of the step that just ended, a scalar on the device.
+        """Set ``action`` from the sum of all ranks' votes of the step that just ended, two numbers on the device.
 
         On a GPU, the sum of the previous step is read, which has arrived or soon will: the newest step is not waited
         for.
         """
-        if votes.device.type == "cpu":
-            total = votes.item()
-        else:
+        arrived: Tensor | _Votes | None = votes
+        if votes.device.type != "cpu":
             arrived, self._travelling = self._travelling, _Votes(votes)
-            total = arrived.read() if arrived is not None else 0.0
-        now = time.monotonic()
-        if self._is_first and self._step_seconds:
-            self._step_seconds.clear()
-            self._is_first = False
-        self._step_seconds.append(now - self._boundary)
-        self._boundary, self._under_way_seconds = now, 0.0
+        total, seconds = (0.0, None) if arrived is None else arrived.tolist()
+        self._clock.end_step(None if seconds is None else seconds / self._session.world_size)
         self.action = Action(min(int(total), Action.STOP))
         if self.stops and self.reason is None:  # the reason is already known if the run has rolled back in between
             self._settle()
@@ -198,7 +220,7 @@ class Shutdown:
     def settle_evaluation(self) -> None:
         """Agree that an evaluation is complete. A collective, on the host. Raises ``PeerFailed``."""
         self._agreed(0.0)
-        self._boundary = time.monotonic()  # the next step begins here
+        self._clock.restart()  # the next step begins here
 
     def share_failure(self, error: Exception, step: int) -> bool:
         """Report that the evaluation after ``step`` failed here with ``error``. Return whether all ranks know it and
@@ -230,14 +252,16 @@ class Shutdown:
 
     def _mine(self) -> str | None:
         """Return why this rank wants to stop; None if it does not."""
-        if (signal := self._session.signals.received) is not None:
-            return signal
-        if self._control is None:
-            return None
-        if self._control.asks_to_stop:
-            return "control: stop"
+        if (asked := self._asked()) is not None or self._control is None:
+            return asked
         self._deadline = self._deadline or self._overdue()
         return self._deadline
+
+    def _asked(self) -> str | None:
+        """Return who has asked this rank to stop; None if it was nobody, whatever the clock says."""
+        if (signal := self._session.signals.received) is not None:
+            return signal
+        return "control: stop" if self._control is not None and self._control.asks_to_stop else None
 
     def _overdue(self) -> str | None:
         minutes = self._config.trainer.max_minutes
@@ -250,18 +274,15 @@ class Shutdown:
 
     def _needed_seconds(self) -> float:
         """Return how many seconds before the end of the job this vote must be to stop."""
-        every = 0 if self._is_first else self._config.checkpoint.every  # the duration of steps is not known yet
-        return seconds_to_stop(
-            max((self._under_way_seconds, *self._step_seconds)), self._save_seconds(), every,
-            is_delayed=self._session.device.type != "cpu",
-            is_behind=self._travelling is not None and not self._travelling.has_arrived,
-        )  # fmt: skip
+        is_behind = self._travelling is not None and not self._travelling.has_arrived
+        return self._clock.seconds_to_stop(self._save_seconds(), self._config.checkpoint.every, is_behind=is_behind)
 
-    def _settle(self) -> None:
-        """Distribute the reason to every rank. A collective of the ranks, which have agreed to stop."""
+    def _settle(self, then: str = "saving, then the run ends") -> None:
+        """Distribute the reason to every rank, and print what happens ``then``. A collective of the ranks, which have
+        agreed to stop."""
         self.reason = _in_words(gather_plain(self._mine()))
         self._session.signals.acknowledge = None
-        self._console.say(f"stopping   {self.reason}: saving, then the run ends")
+        self._console.say(f"stopping   {self.reason}: {then}")
 
 
 def _in_words(reasons: list[str | None]) -> str:
@@ -277,17 +298,17 @@ def _in_words(reasons: list[str | None]) -> str:
 
 
 class _Votes:
-    """A number being copied from the GPU to the host."""
+    """Numbers being copied from the GPU to the host."""
 
-    def __init__(self, number: Tensor) -> None:
-        self._number = number.to("cpu", non_blocking=True)  # in pinned memory
-        self._arrived = torch.Event(number.device.type)
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)  # in pinned memory
+        self._arrived = torch.Event(numbers.device.type)
         self._arrived.record()
 
     @property
     def has_arrived(self) -> bool:
         return bool(self._arrived.query())
 
-    def read(self) -> float:
+    def tolist(self) -> list[float]:
         self._arrived.synchronize()
-        return self._number.item()
+        return self._numbers.tolist()

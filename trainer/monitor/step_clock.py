@@ -1,0 +1,102 @@
+"""Durations of steps, from which ranks know when to look for a request to stop and how long stopping takes."""
+
+import time
+from collections import deque
+
+import torch
+
+from serried.trainer.monitor.time_to_stop import micro_batches_per_look, seconds_to_stop
+
+_REMEMBERED_STEPS, _AVERAGED_STEPS = 10, 2
+
+
+class StepClock:
+    """Times of one rank's steps, and of the work between two looks for a request to stop, within a step or not."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        """Durations of the latest steps."""
+        self._look_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        """Longest time between two looks, by step. Empty while steps are short."""
+        self._is_first = True
+        """Whether ``_seconds`` is empty or holds only a first step, which compiles."""
+        self._of_all_ranks: float | None = None
+        """Duration of a recent step, equal on all ranks; None: not known yet."""
+        self._under_way_seconds = 0.0
+        """Duration of the current step at its vote."""
+        self._queued: torch.Event | None = None
+        """The work that a GPU had been given at the latest look."""
+        self.restart()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is done since the start."""
+        return bool(self._seconds)
+
+    @property
+    def longest_seconds(self) -> float:
+        """Duration of the longest of the latest steps; 0 before the first."""
+        return max(self._seconds, default=0.0)
+
+    def restart(self) -> None:
+        """Begin to measure the next step now."""
+        self._began = self._looked_at = time.monotonic()
+        self._voted_at = deque([self._began], maxlen=_AVERAGED_STEPS + 1)
+
+    def vote(self) -> float:
+        """Note that this rank votes, near the end of a step. Returns the duration of a step: the mean time between two
+        of the latest votes. The host of a GPU waits for the votes of earlier steps, and so is not faster."""
+        now = time.monotonic()
+        self._voted_at.append(now)
+        self._under_way_seconds = now - self._began
+        return (now - self._voted_at[0]) / (len(self._voted_at) - 1)
+
+    def end_step(self, of_all_ranks: float | None) -> None:
+        """Note the end of a step. ``of_all_ranks``: mean of all ranks' results of ``vote``, of this step or, on a GPU,
+        the one before; None: not known."""
+        now = time.monotonic()
+        if self._is_first and self._seconds:
+            self._seconds.clear()
+            if len(self._look_seconds) > 1:
+                self._look_seconds.popleft()
+            self._is_first = False
+        self._seconds.append(now - self._began)
+        self._began, self._under_way_seconds = now, 0.0
+        self._of_all_ranks = self._of_all_ranks if of_all_ranks is None else of_all_ranks
+
+    def begin_step(self, micro_batches: int) -> int | None:
+        """Return after how many of the next step's ``micro_batches`` ranks look again, equal on all ranks; None: never.
+        See ``time_to_stop.micro_batches_per_look``."""
+        per_look = micro_batches_per_look(self._of_all_ranks, micro_batches)
+        if per_look is None:
+            self._look_seconds.clear()
+            self._looked_at = time.monotonic()
+        return per_look
+
+    def look(self, *, begins_step: bool) -> None:
+        """Note a look. On a GPU, wait until the work that it had at the look before is done: the host would be steps
+        ahead otherwise, and hand out all micro-batches of a step before the first is computed."""
+        if self._device.type != "cpu":
+            before, self._queued = self._queued, torch.Event(self._device.type)
+            self._queued.record()
+            if before is not None:
+                before.synchronize()
+        now = time.monotonic()
+        seconds, self._looked_at = now - self._looked_at, now
+        if begins_step or not self._look_seconds:
+            self._look_seconds.append(seconds)
+        else:
+            self._look_seconds[-1] = max(self._look_seconds[-1], seconds)
+
+    def seconds_to_stop(self, save_seconds: float, every: int, *, is_behind: bool) -> float:
+        """Return the time from now until the run is saved, if it continues now and stops at the next opportunity; see
+        ``time_to_stop.seconds_to_stop``."""
+        look_seconds = None
+        if self._look_seconds:
+            look_seconds = max((time.monotonic() - self._looked_at, *self._look_seconds))
+        return seconds_to_stop(
+            max((self._under_way_seconds, *self._seconds)), save_seconds,
+            0 if self._is_first else every,  # the duration of steps is not known yet
+            look_seconds=look_seconds, is_delayed=self._device.type != "cpu", is_behind=is_behind,
+        )  # fmt: skip

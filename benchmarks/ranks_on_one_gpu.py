@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TIED, Curve, Cut, compare, run
-from serried.verify.layouts import BOUNDS, Layout, layouts
-from serried.verify.same_curve import refusing_waits
+from serried.verify.layouts import BOUNDS, Layout
+from serried.verify.same_curve import refusing_waits, unwatched
 from serried.verify.started_runs import Workplace
 from testing.forked_runs import torchruns_variables
 from testing.rank_pool import SPAWNED, Cluster
@@ -48,11 +48,10 @@ PARITY = (
 )  # fmt: skip
 RESUMED = (("fsdp x2 (ZeRO-3)", "tensor x2"), ("pipeline x2, 1f1b", "ddp x2"))
 """Layouts before and after a stop."""
-_OF_TWO = tuple(layout for layout in layouts(2, "cpu") if not layout.model)
 UNWATCHED = (
-    *((layout, 2) for layout in _OF_TWO),
-    *((layout._replace(precision="bf16"), 2) for layout in _OF_TWO if layout.name == "fsdp x2"),
-    *((layout, 4) for layout in layouts(4, "cpu") if layout.name == "hsdp 2x2"),
+    *((layout, 2) for layout in unwatched(2)),
+    *((layout._replace(precision="bf16"), 2) for layout in unwatched(2) if layout.name == "fsdp x2"),
+    *((layout, 4) for layout in unwatched(4) if layout.name == "hsdp 2x2"),
 )
 """Layouts in which the host is not to wait for the GPU between log lines, and their ranks."""
 _LIMIT_SECONDS = 60

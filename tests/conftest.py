@@ -34,11 +34,12 @@ settings.load_profile("here")
 
 # With two processes of tests, a long file that begins last keeps one of them waiting.
 LONGEST = (
-    "test_plan.py", "test_parity.py", "test_tutorials.py", "test_kill_storm.py", "test_signal_storm.py",
-    "test_eight_bits.py", "test_command.py", "test_config.py", "test_sweep.py", "test_examples.py", "test_trackers.py",
-    "test_resume_policy.py", "test_launch.py", "test_resume.py", "test_lora.py", "test_compile.py", "test_shutdown.py",
-    "test_families.py", "test_any_hugging_face_model.py", "test_any_layout.py", "test_out_of_memory.py",
-    "test_interop.py", "test_activations.py", "test_watchdog.py", "test_checkpoint_faults.py", "test_api.py",
+    "test_verify.py", "test_plan.py", "test_parity.py", "test_tutorials.py", "test_kill_storm.py",
+    "test_signal_storm.py", "test_eight_bits.py", "test_command.py", "test_config.py", "test_sweep.py",
+    "test_examples.py", "test_trackers.py", "test_resume_policy.py", "test_launch.py", "test_resume.py",
+    "test_lora.py", "test_compile.py", "test_shutdown.py", "test_families.py", "test_any_hugging_face_model.py",
+    "test_any_layout.py", "test_out_of_memory.py", "test_interop.py", "test_activations.py", "test_watchdog.py",
+    "test_checkpoint_faults.py", "test_api.py",
 )  # fmt: skip
 
 

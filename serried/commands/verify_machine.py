@@ -104,19 +104,30 @@ def _devices(section: LaunchSection) -> tuple[str, int]:
     _, _, world, local_world = torchrun_says()
     if world != local_world:
         raise UserError(f"{world} processes on {world // local_world} nodes: serried verify checks one; use --nnodes=1")
-    here = section.model_copy(update={"name": "local", "processes": None})
-    is_gpu = may_use_gpus(section)
-    gpus = processes_per_node(here) if is_gpu else 0
-    if section.device == "cuda" and not is_gpu:
-        raise UserError("launch.device=cuda but this machine has no GPU; use launch.device=cpu")
+    gpus = _gpus(section)
     wanted = section.processes or (world if is_started() else gpus or _CPU_RANKS)
-    if is_gpu and wanted > gpus:
+    if gpus is not None and wanted > gpus:
         raise UserError(f"{wanted} processes but {gpus} GPUs; use launch.processes={gpus}, or launch.device=cpu")
-    return "cuda" if is_gpu else "cpu", wanted if wanted == 1 else wanted - wanted % 2
+    device = "cpu" if gpus is None else section.device if section.names_gpu else "cuda"
+    return device, wanted if wanted == 1 else wanted - wanted % 2
+
+
+def _gpus(section: LaunchSection) -> int | None:
+    """Return the number of GPUs to use; None: a CPU. Raises ``UserError`` if ``launch.device`` names GPUs that torch
+    does not find."""
+    if not may_use_gpus(section):
+        return None
+    if not section.names_gpu:
+        return processes_per_node(section.model_copy(update={"name": "local", "processes": None}))
+    from serried.runtime.accelerator import accelerator_count, accelerator_type
+
+    if accelerator_type() != section.device:
+        raise UserError(f"launch.device={section.device} but torch finds none here; use launch.device=cpu")
+    return accelerator_count()
 
 
 def _described(ranks: int, device: str) -> str:
-    return f"{ranks} process{'es' if ranks > 1 else ''} on {'GPUs' if device == 'cuda' else 'a CPU'}"
+    return f"{ranks} process{'es' if ranks > 1 else ''} on {'a CPU' if device == 'cpu' else f'GPUs ({device})'}"
 
 
 def _chosen(given: dict[str, str]) -> "list[Check]":

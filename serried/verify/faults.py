@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED
 from serried.trainer.checkpoint.retention import folder_name
@@ -12,6 +13,7 @@ from serried.verify.layouts import layouts
 from serried.verify.started_runs import (
     FAULT,
     LIMIT_SECONDS,
+    RAISED,
     RunFailed,
     Started,
     Workplace,
@@ -24,59 +26,62 @@ from serried.verify.started_runs import (
     status_of,
 )
 
-_STALL_SECONDS = {"cpu": 6, "cuda": 20}
-"""``launch.step_timeout_seconds`` of a run that hangs."""
 _ENDS_SECONDS = 60.0
-"""Longest time from a fault until all processes are gone, plus the time after which a stall is one."""
+"""Longest time from a fault until all processes are gone; a stall may take ``stall_seconds`` in addition."""
 _AT = 10
 """Micro-batch of the fault, the first of step 4."""
 _LOOK_SECONDS = 0.05
+
+
+class _Fault(NamedTuple):
+    """A fault on the last rank, and the end that the run must come to."""
+
+    name: str
+    """As ``VerifiedTask`` takes it."""
+    code: int
+    reason: tuple[str, ...]
+    """Parts of the recorded reason."""
+    stall_seconds: int = 0
+    """``launch.step_timeout_seconds``; 0: the run does not stall."""
 
 
 def faults(workplace: Workplace, _: Bounds) -> list[Case]:
     """A fault on one rank, or a request to stop."""
     rank = workplace.ranks - 1
     alone = "" if rank else "needs two processes: one that hangs, and one that waits"
-    stall = _STALL_SECONDS[workplace.device]
-    killed, raised = f"rank {rank} was killed by SIGKILL", "RuntimeError: raised on purpose by serried verify"
-
-    def case(name: str, fault: str, code: int, expected: tuple[str, ...], allowed: float = 0.0, skip: str = "") -> Case:
-        return Case(name, partial(_fault, workplace, fault, code, expected, allowed + _ENDS_SECONDS), skip)
-
+    stall = 20 if workplace.is_on_gpus else 6
+    hangs = "a kernel of a rank hangs" if workplace.device == "cuda" else "a forward of a rank hangs"
+    works = {
+        "a rank is killed": _Fault("kill", EXIT_FAILED, (f"rank {rank} was killed by SIGKILL",)),
+        "a rank raises an exception": _Fault("raise", EXIT_FAILED, (f"RuntimeError: {RAISED}",)),
+        "the data of a rank does not come": _Fault("data", EXIT_STOPPED, (f"rank {rank} ", "data.next"), stall),
+        hangs: _Fault("kernel", EXIT_STOPPED, (f"rank {rank} ",), stall),
+    }
     return [
-        case("a rank is killed", "kill", EXIT_FAILED, (killed,)),
-        case("a rank raises an exception", "raise", EXIT_FAILED, (raised,)),
-        case("the data of a rank does not come", "data", EXIT_STOPPED, (f"rank {rank} ", "data.next"), stall, alone),
-        case(
-            "a kernel of a rank hangs" if workplace.device == "cuda" else "a forward of a rank hangs",
-            "kernel", EXIT_STOPPED, (f"rank {rank} ",), stall, alone,
+        *(
+            Case(name, partial(_end_of, workplace, fault), alone if fault.stall_seconds else "")
+            for name, fault in works.items()
         ),
         Case("SIGTERM, and a resume", partial(_asked_to_stop, workplace)),
-    ]  # fmt: skip
+    ]
 
 
 def _words(workplace: Workplace) -> tuple[str, ...]:
     fsdp = next(each for each in layouts(workplace.ranks, "cpu") if each.name.startswith(("fsdp", "accumulated")))
-    stall = _STALL_SECONDS[workplace.device]
-    return (*fsdp.overrides(workplace.global_batch), "trainer.steps=400", f"launch.step_timeout_seconds={stall}")
+    return (*fsdp.overrides(workplace.global_batch), "trainer.steps=400")
 
 
-def _fault(workplace: Workplace, fault: str, code: int, expected: tuple[str, ...], bound: float) -> Found:
-    """Start a run with ``fault`` on its last rank, and judge its end.
-
-    Args:
-        code: exit code that it must end with.
-        expected: parts of the reason that it must record.
-        bound: longest time from the fault to the end in seconds.
-    """
-    words = (f"task.fault={fault}", f"task.rank={workplace.ranks - 1}", f"task.at={_AT}", "checkpoint.every=2")
+def _end_of(workplace: Workplace, fault: _Fault) -> Found:
+    """Start a run with ``fault`` on its last rank, and judge its end."""
+    words = [f"task.fault={fault.name}", f"task.rank={workplace.ranks - 1}", f"task.at={_AT}", "checkpoint.every=2"]
+    words += [f"launch.step_timeout_seconds={fault.stall_seconds}"] if fault.stall_seconds else []
+    bound = _ENDS_SECONDS + fault.stall_seconds
     run, started = workplace.start(*_words(workplace), *words)
     with ending(started):
-        _until(started, lambda: (run / FAULT).exists(), "the fault", LIMIT_SECONDS[workplace.device])
+        _until(started, lambda: (run / FAULT).exists(), "the fault", LIMIT_SECONDS)
         began = (run / FAULT).stat().st_mtime
         ended = started.wait(bound + 10)
-        seconds = time.time() - began
-        return _judged(started, run, code, expected, ended, seconds, bound)
+        return _judged(started, run, fault.code, fault.reason, ended, time.time() - began, bound)
 
 
 def _asked_to_stop(workplace: Workplace) -> Found:
@@ -84,7 +89,7 @@ def _asked_to_stop(workplace: Workplace) -> Found:
     words = (*_words(workplace), "checkpoint.every=0", "task.sleep_seconds=0.05")
     run, started = workplace.start(*words)
     with ending(started):
-        _until(started, lambda: len(events_of(run, "step")) >= 3, "step 3", LIMIT_SECONDS[workplace.device])
+        _until(started, lambda: len(events_of(run, "step")) >= 3, "step 3", LIMIT_SECONDS)
         began = time.time()
         started.ask_to_stop()
         ended = started.wait(_ENDS_SECONDS + 10)

@@ -64,14 +64,17 @@ def describe() -> dict[str, Any]:
 
     from serried.launch.probes import open_files, shared_memory_bytes, versions
     from serried.records.environment import environment
+    from serried.runtime.accelerator import accelerator_type, device_names, memory_bytes
 
     try:
         ours = version("serried")
     except PackageNotFoundError:  # a checkout that is not installed
         ours = "not installed"
     code = environment()
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    counted = Counter((device.name, device.total_memory) for device in devices)
+    kind = accelerator_type()
+    counted = Counter(
+        (name, memory_bytes(torch.device(str(kind), index))[1]) for index, name in enumerate(device_names())
+    )
     return {
         "serried": ours,
         "commit": code["git_commit"],

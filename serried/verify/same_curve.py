@@ -55,9 +55,17 @@ def host_waits(workplace: Workplace, _: Bounds) -> list[Case]:
         return Found(True, f"none in steps {_UNWATCHED[0]} to {_UNWATCHED[1]}", "none")
 
     if workplace.device != "cuda":
-        return [Case("between log lines", lambda: Found(True, ""), "only a GPU computes beside the host")]
-    chosen = [layout for layout in layouts(workplace.ranks, "cpu") if not layout.model]
-    return [Case(layout.name, partial(train, layout)) for layout in chosen]
+        return [Case("between log lines", lambda: Found(True, ""), "only CUDA can report it")]
+    return [Case(layout.name, partial(train, layout)) for layout in unwatched(workplace.ranks)]
+
+
+def unwatched(ranks: int) -> list[Layout]:
+    """Return the layouts in which the host is not to wait: one of each kind, but experts, whose numbers of tokens it
+    must know."""
+    found = layouts(ranks, "cpu")
+    kinds = ("accumulated", "ddp", "fsdp", "hsdp", "tensor", "context", "pipeline")
+    first = (next((layout for layout in found if layout.name.startswith(kind)), None) for kind in kinds)
+    return [layout for layout in first if layout is not None]
 
 
 def refusing_waits(layout: Layout) -> tuple[str, ...]:
@@ -91,9 +99,9 @@ def resume(workplace: Workplace, _: Bounds) -> list[Case]:
     def on_a_cpu() -> Found:
         words = ALONE.overrides(workplace.global_batch)
         run, whole = resumed(*words, processes=1, device="cpu")
-        return _within(run, whole, BOUNDS["fp32"] if workplace.device == "cpu" else _ON_A_CPU)
+        return _within(run, whole, _ON_A_CPU if workplace.is_on_gpus else BOUNDS["fp32"])
 
-    kinds = ("tensor", "pipeline") if workplace.device == "cuda" else ("tensor",)
+    kinds = ("tensor", "pipeline") if workplace.is_on_gpus else ("tensor",)
     found = {
         kind: next((layout for layout in layouts(workplace.ranks, "cpu") if layout.name.startswith(kind)), None)
         for kind in kinds

@@ -13,15 +13,12 @@ from serried.configs.formats import short, size
 from serried.verify.check import Bounds, Case, Found
 from serried.verify.started_runs import RunFailed, Workplace, events_of, newest_checkpoint, steps_of
 
-_LIMIT_SECONDS = {"cpu": 150.0, "cuda": 600.0}
-_RECIPES = {
-    # Log lines of steps 5 to 20, of which the last has the profile; a checkpoint at the end.
-    "cpu": ("recipe=tiny", "parallel=fsdp", "trainer.steps=12", "trainer.log_every=3", "profile.steps=[11,12]"),
-    "cuda": (
-        "recipe=llama1b", "data=stdlib", "data.sequence_length=8192", "trainer.steps=20", "trainer.log_every=5",
-        "trainer.compile=true", "profile.steps=[19,20]",
-    ),
-}  # fmt: skip
+_LIMIT_SECONDS = 600.0
+_ON_A_CPU = ("recipe=tiny", "parallel=fsdp", "trainer.steps=12", "trainer.log_every=3", "profile.steps=[11,12]")
+_ON_GPUS = (
+    "recipe=llama1b", "data=stdlib", "data.sequence_length=8192", "trainer.steps=20", "trainer.log_every=5",
+    "trainer.compile=true", "profile.steps=[19,20]",
+)  # fmt: skip
 _MEMORY_BOUND = 0.2
 _NEEDED_BYTES = 40 * 2**30
 """Room for the checkpoints of two runs of ``recipe=llama1b``."""
@@ -30,21 +27,20 @@ _CHUNK_BYTES = 8 * 2**20
 
 def speed(workplace: Workplace, bounds: Bounds) -> list[Case]:
     """How fast a language model trains."""
-    on_gpus = workplace.device == "cuda"
-    why = "" if on_gpus and workplace.ranks > 1 else "processes of one CPU share its cores"
+    shared = "" if workplace.is_on_gpus else "processes of one CPU share its cores"
+    alone = "" if workplace.ranks > 1 else "there is one"
+    silent = "" if workplace.ranks > 1 else "one process does not communicate"
+    full = _no_room(workplace)
     return [
-        Case("training", partial(_training, workplace, bounds), _no_room(workplace)),
-        Case("against one device", partial(_scaling, workplace), why if not on_gpus else _no_room(workplace)),
-        Case(
-            "exposed communication", partial(_exposed, workplace),
-            _no_room(workplace) if workplace.ranks > 1 else "one process does not communicate",
-        ),
-    ]  # fmt: skip
+        Case("training", partial(_training, workplace, bounds), full),
+        Case("against one device", partial(_scaling, workplace), shared or alone or full),
+        Case("exposed communication", partial(_exposed, workplace), silent or full),
+    ]
 
 
 def memory(workplace: Workplace, _: Bounds) -> list[Case]:
     """Peak memory against ``serried plan``."""
-    why = _no_room(workplace) if workplace.device == "cuda" else "a CPU's memory of a process has libraries in it"
+    why = _no_room(workplace) if workplace.is_on_gpus else "a CPU's memory of a process has libraries in it"
     return [Case("against the plan", partial(_planned, workplace), why)]
 
 
@@ -58,23 +54,24 @@ def checkpoint(workplace: Workplace, _: Bounds) -> list[Case]:
 
 def _no_room(workplace: Workplace) -> str:
     free = shutil.disk_usage(workplace.folder).free
-    if workplace.device == "cpu" or free > _NEEDED_BYTES:
+    if not workplace.is_on_gpus or free > _NEEDED_BYTES:
         return ""
     return f"needs {size(_NEEDED_BYTES)} of disk, and {size(free)} are free; use folder=FOLDER"
 
 
 def measured_run(workplace: Workplace, ranks: int) -> list[str]:
     """Return the overrides of the run that is measured."""
-    samples, micro_batch = (2, "auto") if workplace.device == "cuda" else (4, "4")
-    words = [*_RECIPES[workplace.device], "trainer.eval_every=0", "trainer.sample_tokens=0", "checkpoint.every=0"]
+    samples, micro_batch = (2, "auto") if workplace.is_on_gpus else (4, "4")
+    words = [*(_ON_GPUS if workplace.is_on_gpus else _ON_A_CPU)]
+    words += ["trainer.eval_every=0", "trainer.sample_tokens=0", "checkpoint.every=0"]
     words += [f"trainer.micro_batch={micro_batch}", f"trainer.global_batch={samples * ranks}"]
     words += [f"data.cache_dir={workplace.folder / 'cache'}"]
-    return words if workplace.device == "cuda" else [*words, "data=text", f"data.path={workplace.text}"]
+    return words if workplace.is_on_gpus else [*words, "data=text", f"data.path={workplace.text}"]
 
 
 def _run(workplace: Workplace, processes: int | None = None) -> Path:
     """Return the run that is measured, on all devices or on one."""
-    ranks, limit = processes or workplace.ranks, _LIMIT_SECONDS[workplace.device]
+    ranks, limit = processes or workplace.ranks, _LIMIT_SECONDS
     work = partial(
         workplace.program, *measured_run(workplace, ranks), processes=processes, limit_seconds=limit
     )  # fmt: skip

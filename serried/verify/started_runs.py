@@ -20,8 +20,10 @@ from serried.trainer.checkpoint.retention import committed
 
 FAULT = "fault"
 """File in the run folder that the training script makes when its fault begins."""
+RAISED = "raised on purpose by serried verify"
+"""Message of the exception that it raises as its fault."""
 TRAINING_SCRIPT = Path(__file__).with_name("training_script.py")
-LIMIT_SECONDS = {"cpu": 90.0, "cuda": 240.0}
+LIMIT_SECONDS = 240.0
 """For one run of the small model, from start to end."""
 _TORCHRUN = re.compile(r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _Value = TypeVar("_Value")
@@ -122,6 +124,7 @@ class Workplace:
     Attributes:
         log: file that the next commands print to.
         ranks: processes of a run on all devices: an even number, or one.
+        device: value of ``launch.device`` of the runs.
     """
 
     def __init__(self, folder: Path, logs: Path, ranks: int, device: str, script: Path = TRAINING_SCRIPT) -> None:
@@ -195,6 +198,11 @@ class Workplace:
         return found
 
     @property
+    def is_on_gpus(self) -> bool:
+        """Whether runs compute on GPUs, of any kind."""
+        return self.device != "cpu"
+
+    @property
     def global_batch(self) -> int:
         """Samples of a step of the small run: every layout divides them, three and six times accumulated."""
         return 6 * self.ranks
@@ -213,7 +221,7 @@ class Workplace:
 
     def _end(self, started: Started, limit_seconds: float | None) -> int:
         with ending(started):
-            return started.wait(limit_seconds or LIMIT_SECONDS[self.device])
+            return started.wait(limit_seconds or LIMIT_SECONDS)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 import serried
 from serried.recipes.data.samples.token_dataset import Batch, Sample
 from serried.recipes.models.layers.lm_head import IGNORE
-from serried.verify.started_runs import FAULT
+from serried.verify.started_runs import FAULT, RAISED
 
 _FOREVER_SECONDS = 10**6
 _FOREVER_CYCLES = 2**60
@@ -82,7 +82,7 @@ class VerifiedTask(serried.CausalLM):
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raise":
-            raise RuntimeError("raised on purpose by serried verify")
+            raise RuntimeError(RAISED)
         if batch.tokens.is_cuda:
             torch.cuda._sleep(
                 _FOREVER_CYCLES

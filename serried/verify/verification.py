@@ -58,7 +58,7 @@ class Report:
     """What was done, as ``out=`` has it."""
 
     device: str
-    """``cuda`` or ``cpu``."""
+    """``cpu``, ``cuda`` or another value of ``launch.device``."""
     ranks: int
     """Processes of the runs."""
     started: str

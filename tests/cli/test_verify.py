@@ -56,7 +56,7 @@ def test_list_prints_every_check_and_runs_nothing(
         "preflight", "parity", "determinism", "host_waits", "resume", "faults", "speed", "memory", "checkpoint",
     ]  # fmt: skip
     assert "  ddp x2, fp32\n" in printed
-    assert "skipped: only a GPU computes beside the host" in printed
+    assert "skipped: only CUDA can report it" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -74,8 +74,8 @@ def test_list_prints_every_check_and_runs_nothing(
         (["least_mfu=40"], "least_mfu=40 is not a number from 0 to 1; e.g. least_mfu=0.4"),
         (["launch=slurm"], "launch=slurm: serried verify checks the node it runs on"),
         (["launch.nodes=2"], "launch.nodes=2: serried verify checks the node it runs on"),
-        (["launch.device=cuda"], "launch.device=cuda but this machine has no GPU; use launch.device=cpu"),
-        (["launch.device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),
+        (["launch.device=cuda"], "launch.device=cuda but torch finds none here; use launch.device=cpu"),
+        (["launch.device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda, xpu, npu"),
         (["faults"], "'faults' is not key=value"),
     ],
 )

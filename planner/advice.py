@@ -16,7 +16,7 @@ from serried.planner.memory_formula import FormulaMemory, Sizes, planned_memory
 from serried.trainer.model import model_to_train
 from serried.trainer.monitor.heartbeat import EVALUATE
 from serried.trainer.optim.optimizer import can_offload
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 KEEPS_LESS = {"none": ("selective", "full"), "selective": ("full",)}
 """Modes of activation checkpointing that keep less, by mode."""
@@ -40,7 +40,7 @@ class Advice(NamedTuple):
 class Planned:
     """Memory of a run, as configured and with other values."""
 
-    def __init__(self, config: RunConfig, task: Task, world_size: int, device: str | None = None) -> None:
+    def __init__(self, config: RunConfig, task: RunTask, world_size: int, device: str | None = None) -> None:
         self.config, self.world_size = config, world_size
         self.device = device or config.launch.device
         self._task = task

@@ -16,7 +16,7 @@ from serried.planner.step_plan import StepPlan, fits_of
 from serried.planner.time.planned_time import Timed, planned_rates
 from serried.planner.time.step_work import job_of, shape_of
 from serried.planner.time.time_model import step_of
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Samples of a forward pass that are tried."""
@@ -148,7 +148,7 @@ def _quicker(planned: Planned, plan: StepPlan, chosen: Mapping[str, Any]) -> Ite
 class Search:
     """Overrides that let a run fit on the same number of processes, by formula."""
 
-    def __init__(self, planned: Planned, task: Task, plan: StepPlan) -> None:
+    def __init__(self, planned: Planned, task: RunTask, plan: StepPlan) -> None:
         assert plan.fits is not None
         assert plan.capacity is not None
         self._planned, self._task = planned, task
@@ -226,7 +226,7 @@ class Search:
         return self._built[built]
 
 
-def task_for(task: Task, config: RunConfig) -> Task:
+def task_for(task: RunTask, config: RunConfig) -> RunTask:
     """Return a task of the same class for another ``config``."""
     other = type(task)()
     other.configure(config)

@@ -20,10 +20,10 @@ from serried.runtime.accelerator import memory_bytes
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start, changes
 from serried.trainer.memory.host_memory import tensor_bytes
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 
-def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
+def for_run(config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
     """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line on it. A collective: rank 0 chooses,
     for the least memory of any rank. A run that resumes as it was keeps its number. Raises ``UserError`` if no number
     fits."""
@@ -41,7 +41,14 @@ def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tu
 
 
 def choose(
-    config: RunConfig, task: Task, layout: Layout, usable: int, device: str, *, earlier: int = 0, is_open: bool = False
+    config: RunConfig,
+    task: RunTask,
+    layout: Layout,
+    usable: int,
+    device: str,
+    *,
+    earlier: int = 0,
+    is_open: bool = False,
 ) -> tuple[int, str]:
     """Return the largest micro-batch that leaves a tenth of ``usable`` bytes on each rank, and a line on it.
 
@@ -89,7 +96,7 @@ def _others(planned: Planned, allowed: list[int], fits: Callable[..., Fits]) -> 
                 yield f"trainer.activation_checkpoint={mode}", samples
 
 
-def _needed(config: RunConfig, task: Task, layout: Layout, planned: Planned, *, is_open: bool) -> int:
+def _needed(config: RunConfig, task: RunTask, layout: Layout, planned: Planned, *, is_open: bool) -> int:
     """Return bytes of the rank that needs the most: by formula, or with the activations of a trace for other models."""
     found = planned.of(config, layout.world)
     if found.activations:

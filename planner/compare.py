@@ -27,7 +27,7 @@ from serried.planner.time.planned_time import Timed
 from serried.records.metrics import METRICS, read_events
 from serried.records.run_folder import PROFILES
 from serried.trainer.model import model_to_train
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _CLOSE = 0.1
 """A term is as planned if it is off by less."""
@@ -128,7 +128,7 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
     return with_values(config, values)
 
 
-def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, ran: Figures) -> str:
+def compared(config: RunConfig, task: RunTask, layout: Layout, accumulation: int, ran: Figures) -> str:
     """Return a table of the plan of ``config`` beside ``ran``; as JSON if ``plan.as_json``."""
     built = model_to_train(config, task)
     is_timed = bool(config.plan.device or config.plan.rates)

@@ -32,7 +32,7 @@ from serried.planner.plan_terms import IN_HOST_MEMORY, Memory
 from serried.planner.traffic import Exchanges, Flow, Unit, fsdp_flows
 from serried.trainer.optim.optimizer_state import state_bytes_by_name
 from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float8, trained_type
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 RECEIVE_BUFFERS = "receive buffers"
 """Part of the memory of a pipeline's ranks."""
@@ -81,7 +81,7 @@ class FormulaMemory(NamedTuple):
         return gradients + self.gathered + self.activations == int(self.peak.bytes)
 
 
-def planned_memory(config: RunConfig, task: Task, accumulation: int, sizes: "Sizes") -> FormulaMemory:
+def planned_memory(config: RunConfig, task: RunTask, accumulation: int, sizes: "Sizes") -> FormulaMemory:
     """Return the memory of a run of ``config``."""
     stages = range(sizes.layout.pipeline)
     each = (_of_stages(config, task, accumulation, sizes, pipeline) for pipeline in stages)
@@ -259,7 +259,7 @@ class Sizes:
         )
 
 
-def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, pipeline: int) -> FormulaMemory:
+def _of_stages(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes, pipeline: int) -> FormulaMemory:
     """Return the memory of the ranks at a coordinate of the pipeline."""
     layout = sizes.layout
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}

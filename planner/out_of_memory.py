@@ -24,7 +24,7 @@ from serried.trainer.memory.host_memory import limits, machine_bytes, tensor_byt
 from serried.trainer.metrics.meter import peak_memory_bytes
 from serried.trainer.metrics.profiler import write_snapshot
 from serried.trainer.monitor.heartbeat import SET_UP, Pulse
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explained(
     error: BaseException,
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     session: Session,
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,

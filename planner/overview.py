@@ -38,7 +38,7 @@ from serried.trainer.monitor.time_to_stop import estimated_save_seconds, micro_b
 from serried.trainer.optim.optimizer import check_optimizer, learning_rate
 from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.run_data import training_data, with_steps
-from serried.trainer.task import Dataset, Task, needs_data_for_example
+from serried.trainer.task import Dataset, RunTask, needs_data_for_example
 
 _STATISTICS = (
     "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
@@ -55,7 +55,7 @@ _PASSES_THAT_TEACH = 16
 
 def overview(
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     accumulation: int,
     sizes: Sizes,
     place: str,
@@ -147,7 +147,7 @@ def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
     return []
 
 
-def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
+def chosen(config: RunConfig, task: RunTask, layout: Layout) -> tuple[RunConfig, str]:
     """Return ``config`` with a number for ``trainer.micro_batch=auto`` on the planned device, and a line on it."""
     launch, capacity = config.launch, _capacity(config)
     if launch.names_gpu or (launch.device == "auto" and (launch.name == "slurm" or accelerator_type() is not None)):
@@ -157,7 +157,7 @@ def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, st
     return with_micro_batch(config, samples), line
 
 
-def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, why: str = "") -> str:
+def dry_run(config: RunConfig, task: RunTask, layout: Layout, accumulation: int, why: str = "") -> str:
     """The plan of a run that is not started; ``why``: a line on a micro-batch that was chosen."""
     trainer = config.trainer
     if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and needs_data_for_example(task)):
@@ -200,7 +200,7 @@ def _is_for_gpus(config: RunConfig) -> bool:
     return config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
 
 
-def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> StepPlan:
+def plan_of(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -> StepPlan:
     is_timed = _is_for_gpus(config) or bool(config.plan.model_fields_set - {"mode", "as_json"})
     return plan_step(config, task, accumulation, sizes, _capacity(config), is_timed=is_timed)
 
@@ -220,7 +220,7 @@ def _gpu_bytes(config: RunConfig) -> int:
     return _LARGE_GPU_BYTES if (kind := accelerator_type()) is None else memory_bytes(torch.device(kind, 0))[1]
 
 
-def _data(task: Task, training: Dataset | None) -> str:
+def _data(task: RunTask, training: Dataset | None) -> str:
     return task.describe_data() or (f"{len(training):,} samples" if training is not None else "the task's own")
 
 
@@ -258,7 +258,7 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
 
-def planned_stop_seconds(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> float | None:
+def planned_stop_seconds(config: RunConfig, task: RunTask, layout: Layout, accumulation: int) -> float | None:
     """Return the time from a request to stop until the run is saved, on GPUs of ``slurm.gpu_type``; None: it is not
     known how long a step takes there."""
     gpu = config.slurm.gpu_type and config.slurm.gpu_type.lower()
@@ -321,7 +321,7 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     return f"{products}; {held} gradient sums and optimizer state{extra}"
 
 
-def _memory(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> str:
+def _memory(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -> str:
     memory, trainer = planned_memory(config, task, accumulation, sizes), config.trainer
     layout, plan = sizes.layout, sizes.plan
     note = ""

@@ -25,7 +25,7 @@ from serried.planner.trace.cuda_allocator import has_expandable_segments
 from serried.planner.trace.traced_step import CannotTrace, memory_of, trace_step
 from serried.planner.traffic import Flow
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _ADVICE_LINES = 3
 _MUCH = 0.1
@@ -48,7 +48,7 @@ _NAMES = {
 _OWN_WORK = ("products", "attention", "memory", "optimizer")
 
 
-def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[str, str]]:
+def plan_lines(config: RunConfig, task: RunTask, plan: StepPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of ``plan`` as (name, text); the last says how far to trust them."""
     fits, memory = plan.fits, plan.memory
     if fits is not None:
@@ -108,7 +108,7 @@ def no_bf16(config: RunConfig, device: Device) -> str:
     )
 
 
-def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Advice]:
+def _traced_advice(planned: Planned, task: RunTask, plan: StepPlan) -> Iterator[Advice]:
     """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
     trainer = planned.config.trainer
     changes: list[tuple[str, object, str]] = []

@@ -14,7 +14,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.model import Model
 from serried.trainer.monitor.heartbeat import Pulse
 from serried.trainer.run_context import Context, RunPlan
-from serried.trainer.task import Dataset, Task
+from serried.trainer.task import Dataset, RunTask
 
 
 class RunPlanner:
@@ -30,14 +30,14 @@ class RunPlanner:
         host_bytes = planned_memory(config, task, accumulation, sizes).on_host if config.offloads_state else 0
         return RunPlan(lines, host_bytes, planned_mix(config, task, layout, model.plan, model.module))
 
-    def micro_batch(self, config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
+    def micro_batch(self, config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
         return auto_micro_batch.for_run(config, task, session, start)
 
     def explain(
         self,
         error: BaseException,
         config: RunConfig,
-        task: Task,
+        task: RunTask,
         session: Session,
         pulse: Pulse,
         optimizer: torch.optim.Optimizer | None,

@@ -37,7 +37,7 @@ from serried.trainer.model import model_to_train
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.optimizer_state import state_bytes
 from serried.trainer.precision import frozen_type, trained_type
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _FP32_BYTES = 4
 _USABLE_SHARE = 0.9
@@ -83,7 +83,7 @@ class Candidate:
         return " ".join(map(word, self.overrides, self.overrides.values())) or "(as it is)"
 
 
-def search(config: RunConfig, task: Task, processes: int) -> str:
+def search(config: RunConfig, task: RunTask, processes: int) -> str:
     """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
     ``plan.as_json``. Write a page of them if ``plan.out``. If none fits, the same for a run with less state, frozen
     weights in 4 bits or shorter samples.
@@ -170,7 +170,7 @@ def _missing(nearest: Candidate, limit: float) -> str:
     return f"{nearest.words()}, {size(nearest.bytes)}, of which {size(nearest.bytes - limit)} are missing"
 
 
-def _smaller(config: RunConfig, task: Task, processes: int) -> Iterator["_Search"]:
+def _smaller(config: RunConfig, task: RunTask, processes: int) -> Iterator["_Search"]:
     """Yield searches of runs that need less memory than ``config``; the first change the least."""
     options = [
         [values for values in steps if not {key.partition(".")[0] for key in values} & {"trainer", "parallel"}]
@@ -222,7 +222,7 @@ class _Machine:
 class _Model:
     """The model of a search: whether a layout suits it, and roughly the memory that it needs."""
 
-    def __init__(self, config: RunConfig, task: Task, machine: _Machine) -> None:
+    def __init__(self, config: RunConfig, task: RunTask, machine: _Machine) -> None:
         """
         Raises:
             UserError: the time of this model is unknown.
@@ -285,7 +285,9 @@ class _Model:
 class _Search:
     """The layouts of a run on a number of processes."""
 
-    def __init__(self, config: RunConfig, task: Task, processes: int, changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, task: RunTask, processes: int, changes: Mapping[str, Any] | None = None
+    ) -> None:
         """``changes``: values that differ from the command, by key.
 
         Raises:

@@ -11,7 +11,7 @@ from serried.planner.time.planned_time import Timed, UnknownTime, time_of
 from serried.planner.trace.cuda_allocator import has_expandable_segments
 from serried.planner.trace.traced_step import CannotTrace, Traced, flows_of, reserved_memory_of, trace_step
 from serried.planner.traffic import Flow
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 TRACED = "traced"
 """``StepPlan.found`` of a traced plan."""
@@ -62,7 +62,7 @@ class StepPlan:
 
 
 def plan_step(
-    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, capacity: int | None, *, is_timed: bool
+    config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes, capacity: int | None, *, is_timed: bool
 ) -> StepPlan:
     """Plan a step as ``config.plan`` says."""
     layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)

@@ -16,7 +16,7 @@ from serried.task_class import task_of
 
 if TYPE_CHECKING:
     from serried.planner.compare import Figures
-    from serried.trainer.task import Task
+    from serried.trainer.task import RunTask
 
 
 def planned_layout(config: RunConfig) -> tuple[Layout, int]:
@@ -40,7 +40,7 @@ def plan_text(config: RunConfig) -> str:
     return dry_run(*_step(config))
 
 
-def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
+def _step(config: RunConfig) -> "tuple[RunConfig, RunTask, Layout, int, str]":
     """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
     number if it was chosen."""
     from serried.planner.overview import chosen

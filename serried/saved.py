@@ -30,7 +30,7 @@ from serried.task_class import installed, make_task, words
 if TYPE_CHECKING:
     from torch import nn
 
-    from serried.trainer.task import Task
+    from serried.trainer.task import RunTask
 
 IsTaken = Callable[[Path], bool]
 """Whether a command can use the run in a folder."""
@@ -228,7 +228,7 @@ def open_run(run: Path, declaration: Declaration, overrides: Sequence[str] = (),
     return Opened(config, run, lambda config: _task_of(config, declaration))
 
 
-def _task_of(config: RunConfig, declaration: Declaration) -> "Task":
+def _task_of(config: RunConfig, declaration: Declaration) -> "RunTask":
     return make_task(config, declaration.task or task_of_model(config.task.name))
 
 

@@ -17,7 +17,7 @@ from serried.configs.schema.registry import is_built_in_language_task, tasks
 from serried.configs.schema.sections import RunConfig
 
 if TYPE_CHECKING:
-    from serried.trainer.task import Task
+    from serried.trainer.task import RunTask, Task
 
 
 def declaration(given: "Task | type[Task]") -> Declaration:
@@ -43,24 +43,25 @@ def installed(name: str) -> Declaration:
     return BUILT_IN if is_built_in_language_task(name) else declaration(tasks.get(name).load())
 
 
-def make_task(config: RunConfig, make: "Callable[[], Task]") -> "Task":
+def make_task(config: RunConfig, make: "Callable[[], Task]") -> "RunTask":
     """Return the task that ``make`` returns, configured for a run of ``config``."""
     from serried.trainer.checkpoint.resume import resumed_checkpoints
+    from serried.trainer.task import task_for_run
 
-    task = make()
+    task = task_for_run(make())
     task.configure(config)
     task.resumed = partial(resumed_checkpoints, config)
     return task
 
 
-def task_of(config: RunConfig) -> "Task":
+def task_of(config: RunConfig) -> "RunTask":
     """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
     task = make_task(config, declared().task or tasks.get(config.task.name).load())
     _check_text(config, task)
     return task
 
 
-def _check_text(config: RunConfig, task: "Task") -> None:
+def _check_text(config: RunConfig, task: "RunTask") -> None:
     """Refuse keys that only a model of text has a use for."""
     from serried.trainer.task import TextTask
 

@@ -29,7 +29,7 @@ from serried.trainer.memory.activation_budget import chosen_mix
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.parameter_groups import freeze
 from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, trained_type
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _ONE_UNIT_BYTES = 2**30
 """Most that all parameters may take, for FSDP2 to gather them at once on a CPU."""
@@ -39,7 +39,7 @@ _ONE_UNIT_BYTES = 2**30
 class Model:
     """The model of a run before it is sharded."""
 
-    task: Task
+    task: RunTask
     module: nn.Module
     """Module with its parameters on meta or with values."""
     plan: ParallelPlan
@@ -107,7 +107,7 @@ class Model:
             self.adapters.write_config(folder, base, self.task.adapter_settings())
 
 
-def build_model(config: RunConfig, task: Task, device: str | None = None) -> Model:
+def build_model(config: RunConfig, task: RunTask, device: str | None = None) -> Model:
     """Return the model of ``task``, with the adapters of ``config``.
 
     ``device``: device type of the run; None: taken from ``config``.
@@ -127,7 +127,7 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     return Model(task, module, plan, adapters, blocks)
 
 
-def model_to_train(config: RunConfig, task: Task, device: str | None = None) -> Model:
+def model_to_train(config: RunConfig, task: RunTask, device: str | None = None) -> Model:
     """Return what ``build_model`` does, with the parameters of frozen groups marked as not trained. Raises as that and
     ``freeze``."""
     model = build_model(config, task, device)

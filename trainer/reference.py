@@ -32,7 +32,7 @@ from serried.trainer.evaluation.evaluate import Kept
 from serried.trainer.monitor.heartbeat import SET_UP
 from serried.trainer.run_context import Context
 from serried.trainer.run_data import Data
-from serried.trainer.task import Dataset, Reference, Task, fingerprint, to_device
+from serried.trainer.task import Dataset, Reference, RunTask, fingerprint, to_device
 
 _FORMAT = 1
 _BLOCK_BATCHES = 64
@@ -172,7 +172,7 @@ def _checksum(numbers: bytes) -> bytes:
 class _Found(Kept):
     """Keeps the numbers of samples."""
 
-    def __init__(self, task: Task, reference: Reference, samples: np.ndarray, parallel: DistributedModel) -> None:
+    def __init__(self, task: RunTask, reference: Reference, samples: np.ndarray, parallel: DistributedModel) -> None:
         """``samples``: their ids, ascending."""
         super().__init__(task, len(samples), reference.columns, parallel)
         self._reference, self._samples = reference, torch.from_numpy(samples).to(parallel.device)

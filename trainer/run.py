@@ -29,12 +29,12 @@ from serried.trainer.monitor.watchdog import Watchdog
 from serried.trainer.progress import Counts, Progress, has_missed_evaluations, saved_early_stop, saved_skipped
 from serried.trainer.run_context import Context, Planner
 from serried.trainer.run_data import Data, with_steps
-from serried.trainer.task import Task, needs_data_for_example
+from serried.trainer.task import RunTask, needs_data_for_example
 from serried.trainer.trainer import Trainer
 
 
 def train(
-    config: RunConfig, task: Task, session: Session, config_yaml: str, planner: Planner | None = None,
+    config: RunConfig, task: RunTask, session: Session, config_yaml: str, planner: Planner | None = None,
     callbacks: Sequence[Callback | type[Callback]] = (),
 ) -> int:  # fmt: skip
     """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.

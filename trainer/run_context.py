@@ -14,7 +14,7 @@ from serried.trainer.callbacks import Callbacks
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.model import Model
 from serried.trainer.monitor.heartbeat import Pulse
-from serried.trainer.task import Dataset, Task
+from serried.trainer.task import Dataset, RunTask
 
 
 class RunPlan(NamedTuple):
@@ -38,7 +38,7 @@ class Planner(Protocol):
             UserError: the model does not fit the layout.
         """
 
-    def micro_batch(self, config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
+    def micro_batch(self, config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
         """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line about it. A collective.
 
         Raises:
@@ -49,7 +49,7 @@ class Planner(Protocol):
         self,
         error: BaseException,
         config: RunConfig,
-        task: Task,
+        task: RunTask,
         session: Session,
         pulse: Pulse,
         optimizer: torch.optim.Optimizer | None,
@@ -62,7 +62,7 @@ class Context:
     """The configuration, the task, this rank and its console."""
 
     config: RunConfig
-    task: Task
+    task: RunTask
     session: Session
     console: Console
     folder: RunFolder | None

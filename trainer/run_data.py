@@ -21,7 +21,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.data.loader import Augment, BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, Mixture, Stream, sample_order
-from serried.trainer.task import Dataset, Task, fingerprint
+from serried.trainer.task import Dataset, RunTask, fingerprint
 
 
 def check_validation(config: RunConfig, validation: Collection[str]) -> None:
@@ -41,7 +41,7 @@ def check_validation(config: RunConfig, validation: Collection[str]) -> None:
 class Data:
     """Data sets of a task, opened on every rank, and the place in the order of training samples."""
 
-    def __init__(self, task: Task, session: Session, console: Console) -> None:
+    def __init__(self, task: RunTask, session: Session, console: Console) -> None:
         """Prepare and open the data. A collective. Raises ``UserError`` if there is no training data, or the ranks see
         different data."""
         console.doing("preparing data")
@@ -96,7 +96,7 @@ class Data:
         end = self.samples(step)
         return [int(number) for number in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
 
-    def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
+    def loader(self, task: RunTask, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return this rank's batches from the current position to the last step."""
         trainer = config.trainer
         accumulation = trainer.global_batch // (trainer.micro_batch * data_ranks)
@@ -129,9 +129,9 @@ class Data:
         return state | {"stream": {key: value for part in parts for key, value in part.items()}}
 
 
-def _augmentation(task: Task, seed: int) -> Augment | None:
+def _augmentation(task: RunTask, seed: int) -> Augment | None:
     """Return ``task.augment`` by a sample's place in the order; None if the task does not override it."""
-    if type(task).augment is Task.augment:
+    if type(task).augment is RunTask.augment:
         return None
     return lambda sample, place: task.augment(sample, _seed_of(f"{seed}/augment/{place}"))
 
@@ -152,7 +152,7 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
     return with_values(config, {"trainer.steps": steps})
 
 
-def _refuse_table(task: Task, split: str, dataset: Any) -> None:
+def _refuse_table(task: RunTask, split: str, dataset: Any) -> None:
     """Raise ``UserError`` if ``dataset`` is a pandas table, because [i] would return a column."""
     if hasattr(dataset, "iloc") and getattr(dataset, "ndim", 0) == 2:
         raise UserError(
@@ -161,7 +161,7 @@ def _refuse_table(task: Task, split: str, dataset: Any) -> None:
         )
 
 
-def training_data(task: Task) -> Dataset:
+def training_data(task: RunTask) -> Dataset:
     """Return the training data of ``task``. Raises ``UserError`` if there is none."""
     training = task.dataset(TRAINING)
     if isinstance(training, torch.utils.data.DataLoader):

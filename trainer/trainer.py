@@ -45,7 +45,7 @@ from serried.trainer.run_context import Context
 from serried.trainer.run_data import Data, check_validation
 from serried.trainer.saver import Saver
 from serried.trainer.step_log import StepLog
-from serried.trainer.task import Task, TextTask
+from serried.trainer.task import RunTask, TextTask
 from serried.trainer.training_state import TrainingState
 
 
@@ -272,7 +272,7 @@ def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
     return base.record["path"]
 
 
-def _flops(task: Task, module: nn.Module) -> float | None:
+def _flops(task: RunTask, module: nn.Module) -> float | None:
     """Return the FLOPs per sample. Frozen weights need no weight gradient, which is a third of the cost."""
     counts = {True: 0, False: 0}
     for name, parameter in module.named_parameters():

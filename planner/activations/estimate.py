@@ -17,7 +17,7 @@ from serried.planner.activations.terms import Share
 from serried.trainer.memory.activation_budget import MODES, chosen_mix
 from serried.trainer.memory.gpu_norms import is_for_gpus
 from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 Estimate = Callable[[Share], int]
 """Bytes that a rank holds beside parameters and gradients, if it does this share of the work."""
@@ -82,7 +82,7 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
 
 
 def planned_mix(
-    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, model: nn.Module, *, measures: bool = True
+    config: RunConfig, task: RunTask, layout: Layout, plan: ParallelPlan, model: nn.Module, *, measures: bool = True
 ) -> Mix | None:
     """Return the mix of modes within ``trainer.activation_memory_budget``; None: there is no budget, or no formula and
     ``measures`` is false.

@@ -21,7 +21,7 @@ from serried.planner.time.time_model import Job, Step, step_of, wire
 from serried.planner.trace.traced_step import Traced
 from serried.planner.traffic import Flow
 from serried.runtime.accelerator import accelerator_type, device_names
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 
 _PER_NODE = 8
 _PART_OF_AXIS = {"fsdp": "data", "replicate": "data", "expert fsdp": "data", "world": "data"}
@@ -133,7 +133,7 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
 
 
 def time_of(
-    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, stages: Sequence[Traced], flows: Sequence[Flow]
+    config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes, stages: Sequence[Traced], flows: Sequence[Flow]
 ) -> Timed:
     """Return the predicted time of a step: from traced work if rates were measured, otherwise from model sizes.
 

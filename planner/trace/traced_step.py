@@ -42,7 +42,7 @@ from serried.trainer.model import Model, build_model, model_to_train, sharded
 from serried.trainer.optim.optimizer import model_optimizer
 from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.task import Task, map_tensors, needs_data_for_example
+from serried.trainer.task import RunTask, map_tensors, needs_data_for_example
 from serried.trainer.training_state import train_step
 
 _CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ class Traced:
 
 
 def trace_step(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, *, is_open: bool = False
+    config: RunConfig, task: RunTask, layout: Layout, accumulation: int, *, is_open: bool = False
 ) -> list[Traced]:
     """Trace a step on the first rank of each pipeline coordinate that differs from the others.
 
@@ -155,7 +155,7 @@ def products_of(stages: Sequence[Traced]) -> list[tuple[int, int, int]]:
 
 
 class _Tracer:
-    def __init__(self, config: RunConfig, task: Task, layout: Layout, accumulation: int) -> None:
+    def __init__(self, config: RunConfig, task: RunTask, layout: Layout, accumulation: int) -> None:
         self._config = config
         self._task = task
         self._layout = layout
@@ -254,7 +254,7 @@ def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
 
 
 def _trace_rank(
-    config: RunConfig, task: Task, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
+    config: RunConfig, task: RunTask, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
     border: Tensor | None,
 ) -> tuple[StepTrace, Mapping[str, str], list[Phase], Tensor | None]:  # fmt: skip
     """Return a step of ``rank``, with only the first ``blocks`` of the model unless None; the axis of each process

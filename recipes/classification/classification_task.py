@@ -21,12 +21,12 @@ from serried.recipes.data.labelled.splits_and_classes import LabelledData
 from serried.recipes.data.readers.source_files import assignment
 from serried.recipes.models.hugging_face.any_causal_lm import fragments_of
 from serried.recipes.models.layers.lm_head import IGNORE
-from serried.trainer.task import Dataset, Task
+from serried.trainer.task import Dataset, RunTask
 
 _TOP = 5
 
 
-class Classification(Task):
+class Classification(RunTask):
     """A model that predicts classes."""
 
     config: SampledSection

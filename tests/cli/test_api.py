@@ -30,6 +30,7 @@ from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.run_data import Data
+from serried.trainer.task import task_for_run
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
 from testing.runs import different_tensors, losses, metrics, status, steps_saved
@@ -262,7 +263,7 @@ class Asked(Session):
 def test_ranks_compare_their_validation_data_which_a_resume_does_not() -> None:
     found = []
     for samples in (4, 5):
-        task, session = WithValidation(), Asked((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
+        task, session = task_for_run(WithValidation()), Asked((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
         task.samples = samples
         found.append((Data(task, session, Console(False, 0)).fingerprint, session.compared))
     (first, compared), (second, others) = found

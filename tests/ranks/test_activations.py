@@ -24,7 +24,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import open_session
 from serried.trainer.memory.activation_budget import chosen_mix
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 from testing.rank_pool import Cluster
 from testing.runs import run_here, tiny_overrides
 
@@ -231,7 +231,7 @@ class Unused(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class OfUnused(Task):
+class OfUnused(RunTask):
     def loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
         return LossTerms(model(batch).sum(), 1)
 

@@ -18,6 +18,7 @@ from serried.runtime.process import remember_flags, training_command
 from serried.task_class import declaration
 from serried.trainer.callbacks import Callbacks
 from serried.trainer.monitor.heartbeat import LOG, Patience, Pulse
+from serried.trainer.task import task_for_run
 from testing.forked_runs import typed_on
 from testing.runs import checkpoint, different_tensors, metrics, status, steps_saved
 from tests.support.own_task import Points
@@ -136,7 +137,7 @@ def test_state_that_is_no_plain_data_ends_the_run_after_the_checkpoint(tmp_path:
 def callbacks(*given: Any) -> Callbacks:
     """Return callbacks beside those of a task."""
     made = Callbacks(compose(["run.name=x"]), None, Pulse(), print)
-    made.make(Points(), given)
+    made.make(task_for_run(Points()), given)
     return made
 
 

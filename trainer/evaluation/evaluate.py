@@ -31,7 +31,7 @@ from serried.trainer.data.loader import Reader, evaluation_batches
 from serried.trainer.data.sampler import BatchShare, evaluation_samples
 from serried.trainer.model import model_to_train, sharded
 from serried.trainer.precision import check_products
-from serried.trainer.task import Dataset, Task, TextTask, to_device
+from serried.trainer.task import Dataset, RunTask, TextTask, to_device
 
 Batches = Iterable[Any]
 
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
 
 def evaluate_by_source(
     parallel: DistributedModel,
-    task: Task,
+    task: RunTask,
     dataset: Dataset,
     *,
     samples: int,
@@ -74,7 +74,7 @@ def evaluate_by_source(
 class Kept:
     """Objective that keeps numbers of each sample. A subclass defines ``terms`` or overrides ``loss``."""
 
-    def __init__(self, task: Task, samples: int, columns: int, parallel: DistributedModel) -> None:
+    def __init__(self, task: RunTask, samples: int, columns: int, parallel: DistributedModel) -> None:
         self.inputs, self.slice_sequence, self._owns = task.inputs, task.slice_sequence, parallel.place.owns_loss
         self.numbers = torch.zeros(samples, columns, dtype=torch.float64, device=parallel.device)
 
@@ -137,7 +137,7 @@ class Evaluated:
 
 def print_evaluation(
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     session: Session,
     checkpoint: Path,
     *,
@@ -200,7 +200,7 @@ def describe(found: Evaluated, global_batch: int) -> str:
 
 def evaluate(
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     session: Session,
     checkpoint: Path,
     *,
@@ -239,7 +239,7 @@ def evaluate(
     return found
 
 
-def _datasets(task: Task, names: Sequence[str]) -> dict[str, Dataset]:
+def _datasets(task: RunTask, names: Sequence[str]) -> dict[str, Dataset]:
     """Return the data sets ``names``, with all read that a batch of them needs of the checkpoint, such as a pad token.
     Raises ``UserError`` if there is none of a name."""
     found = {}
@@ -261,7 +261,7 @@ def _datasets(task: Task, names: Sequence[str]) -> dict[str, Dataset]:
 
 def _evaluate_on(
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     session: Session,
     parallel: DistributedModel,
     name: str,
@@ -300,7 +300,7 @@ def _evaluate_on(
 
 
 def load_model(
-    config: RunConfig, task: Task, layout: Layout, device: torch.device, checkpoint: Path
+    config: RunConfig, task: RunTask, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
     """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
     check_products(config, device)  # as the trainer does

@@ -19,7 +19,7 @@ from serried.parallel.plan import ParallelPlan
 from serried.trainer.memory.gpu_norms import is_for_gpus, norms_of_a_gpu
 from serried.trainer.memory.live_storages import LiveStorages
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.task import Task, map_tensors
+from serried.trainer.task import RunTask, map_tensors
 
 MODES = ("none", "selective", "full")
 """Modes of activation checkpointing that a budget chooses from."""
@@ -28,7 +28,7 @@ _LONGEST_REASON = 160
 
 def chosen_mix(
     config: RunConfig,
-    task: Task,
+    task: RunTask,
     layout: Layout,
     plan: ParallelPlan,
     module: nn.Module,
@@ -64,7 +64,7 @@ def chosen_mix(
 
 
 def _measured(
-    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module
+    config: RunConfig, task: RunTask, layout: Layout, plan: ParallelPlan, module: nn.Module
 ) -> Mapping[str, float]:  # fmt: skip
     """Return the bytes that all blocks keep, by mode, measured in a forward on tensors without data."""
     given = f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g}"
@@ -94,7 +94,7 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
 
 
-def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
+def _held_by_blocks(config: RunConfig, task: RunTask, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
 
     tensors = [*module.parameters(), *module.buffers()]

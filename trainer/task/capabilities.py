@@ -1,17 +1,20 @@
-"""Capabilities of a task beyond training: what recipes implement, and a user's task inherits with defaults.
+"""Capabilities of a task beyond a model, data and a loss, with defaults.
 
-Each class is a base class of ``Task``.
+Recipes inherit all of them through ``RunTask``. A user's ``Task`` may define any method, and ``task_for_run`` adds the
+defaults of the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.trainer.callbacks import Event
+from serried.trainer.task.task import Task
 
 
 @dataclass(frozen=True)
@@ -177,3 +180,35 @@ class Compared:
         Called after ``open_data``.
         """
         return None
+
+
+class Hooked:
+    """Hooks, which are called on rank 0 alone and must not use collectives. ``serried.Callback`` has the same ones."""
+
+    def on_start(self, event: Event) -> None:
+        """Called before the first step."""
+
+    def on_step(self, event: Event) -> None:
+        """Called after each logged step."""
+
+    def on_evaluate(self, event: Event) -> None:
+        """Called after each evaluation of a data set."""
+
+    def on_save(self, event: Event) -> None:
+        """Called after each committed checkpoint."""
+
+    def on_end(self, event: Event) -> None:
+        """Called once, after the last step."""
+
+
+class RunTask(Task, Described, Prepared, Exported, Pretrained, Adapted, Taught, Compared, Hooked):
+    """A task with all capabilities, as a run sees it."""
+
+
+def task_for_run(task: Task) -> RunTask:
+    """Return ``task``, whose class becomes a subclass with the defaults of the capabilities that it does not define."""
+    if not isinstance(task, RunTask):
+        own = type(task)
+        names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        task.__class__ = type(own.__name__, (own, RunTask), names)
+    return cast(RunTask, task)

@@ -12,9 +12,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema.fields import Section
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
-from serried.trainer.callbacks import Event
 from serried.trainer.task.batches import default_batch, difference, no_batch
-from serried.trainer.task.capabilities import Adapted, Compared, Described, Exported, Prepared, Pretrained, Taught
 
 
 class Dataset(Protocol):
@@ -32,12 +30,13 @@ def fingerprint(dataset: Dataset) -> str:
     return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__name__}-{len(dataset)}")
 
 
-class Task(Described, Prepared, Exported, Pretrained, Adapted, Taught, Compared):
+class Task:
     """A model, data and a loss. A task knows no rank, no device and no parallel layout.
 
-    ``build_model``, ``dataset`` and ``loss`` are required; every other method has a default. The base classes hold
-    methods that few tasks override, such as the names of tensors in checkpoints. Methods are called on every process,
-    except the hooks (``on_...``), which are called on rank 0 alone and must not use collectives.
+    ``build_model``, ``dataset`` and ``loss`` are required; every other method has a default. Methods are called on
+    every process. A task may also define methods of the capabilities in ``serried.trainer.task.capabilities``, such as
+    ``prepare``, ``pretrained``, ``export_files`` and the hooks ``on_...``; a run adds the defaults of those that it
+    does not define.
 
     Example:
         >>> class Houses(serried.Task):
@@ -191,23 +190,6 @@ class Task(Described, Prepared, Exported, Pretrained, Adapted, Taught, Compared)
         """Return FLOPs of forward and backward for one sample; None if unknown, which leaves MFU out."""
         del parameters
         return None
-
-    # hooks, on rank 0 alone ------------------------------------------------------------------------------------------
-
-    def on_start(self, event: Event) -> None:
-        """Called before the first step."""
-
-    def on_step(self, event: Event) -> None:
-        """Called after each logged step."""
-
-    def on_evaluate(self, event: Event) -> None:
-        """Called after each evaluation of a data set."""
-
-    def on_save(self, event: Event) -> None:
-        """Called after each committed checkpoint."""
-
-    def on_end(self, event: Event) -> None:
-        """Called once, after the last step."""
 
 
 def needs_data_for_example(task: Task) -> bool:

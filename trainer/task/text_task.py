@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from serried.trainer.task.task import Task
+from serried.trainer.task.capabilities import RunTask
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,7 @@ class SampleSplit(NamedTuple):
         return self == (1, 1, 1)
 
 
-class TextTask(Task):
+class TextTask(RunTask):
     """A task whose model reads and writes text, with the methods that ``generate``, ``evaluate`` and chat need."""
 
     unit: ClassVar[str] = "tokens"

@@ -26,7 +26,7 @@ from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.model import build_model
 from serried.trainer.optim.optimizer import build_optimizer, take_step
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 from testing.rank_pool import Cluster
 
 BATCH, STEPS = 12, 5
@@ -302,7 +302,7 @@ def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_parts_that_cannot_be_trained_are_one_line(part: Callable[[], nn.Module], more: str, told: str) -> None:
-    class Parts(Task):
+    class Parts(RunTask):
         def build_model(self) -> nn.Module:
             return nn.Sequential(part())
 
@@ -312,7 +312,7 @@ def test_parts_that_cannot_be_trained_are_one_line(part: Callable[[], nn.Module]
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_module_is_trained_where_it_is_not_sharded() -> None:
-    class Parts(Task):
+    class Parts(RunTask):
         def build_model(self) -> nn.Module:
             return torch.jit.script(nn.Linear(2, 2))
 

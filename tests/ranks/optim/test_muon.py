@@ -22,7 +22,7 @@ from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optim.optimizer import check_optimizer
 from serried.trainer.optim.parameter_groups import parameter_groups
-from serried.trainer.task import Task
+from serried.trainer.task import RunTask
 from testing.rank_pool import Cluster
 
 
@@ -116,7 +116,7 @@ def test_shape_of_a_conv1d_is_outputs_and_inputs() -> None:
     assert (found["blocks.0.up.weight"], found["blocks.0.down.weight"]) == ((6, 2), (2, 6))
 
 
-class TiedTask(Task):
+class TiedTask(RunTask):
     """A model without a plan, whose head is tied to the last of its blocks: FSDP2 wraps the other blocks only."""
 
     def build_model(self) -> nn.Module:

@@ -43,6 +43,7 @@ from serried.trainer.model import build_model, sharded
 from serried.trainer.optim.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optim.optimizer_state import group_values, tensor_state
 from serried.trainer.optim.weight_average import WeightAverage
+from serried.trainer.task import task_for_run
 from serried.trainer.training_state import train_step
 from testing.rank_pool import Cluster
 from testing.runs import different_tensors, metrics, overrides
@@ -252,7 +253,7 @@ class Scaled(serried.Task):
 def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
     with declaring(declaration(Scaled)):
         config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
-    task = Scaled()
+    task = task_for_run(Scaled())
     task.configure(config)
     with pytest.raises(UserError, match="cannot shard scale: it has no dims"):
         dry_run(config, task, resolve_layout(config.parallel, 2), 1)

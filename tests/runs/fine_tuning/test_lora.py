@@ -26,6 +26,7 @@ from serried.saved import config_of_model
 from serried.trainer.adapters import Adapters
 from serried.trainer.evaluation.evaluate import load_model
 from serried.trainer.model import build_model
+from serried.trainer.task import task_for_run
 from serried.trainer.trainer import Trainer
 from testing import runs
 from testing.rank_pool import Cluster
@@ -436,7 +437,7 @@ def test_mixture_has_adapters_where_peft_takes_no_name_for_that_of_an_expert() -
 def test_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(UserError, match="BatchNorm"):
-        Adapters(AdapterSection(method="lora"), model, ParallelPlan(), Points().exported)
+        Adapters(AdapterSection(method="lora"), model, ParallelPlan(), task_for_run(Points()).exported)
 
 
 def test_plan_of_an_8b_model_fits_one_gpu_with_its_base_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:

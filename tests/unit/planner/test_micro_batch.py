@@ -21,6 +21,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import Start, plain
 from serried.trainer.memory.host_memory import tensor_bytes
+from serried.trainer.task import task_for_run
 from testing.rank_pool import Cluster
 from testing.runs import losses
 from tests.support.own_task import Points
@@ -103,7 +104,7 @@ def test_a_limit_of_each_process_is_not_divided_among_them() -> None:
 def of_points(layout: Layout, usable: int, *argv: str) -> int:
     with declaring(declaration(Points)):
         config = compose(["trainer.micro_batch=auto", "trainer.global_batch=32", "task.dim=8192", *argv])
-    task = Points()
+    task = task_for_run(Points())
     task.configure(config)
     return choose(config, task, layout, usable, "cpu")[0]
 

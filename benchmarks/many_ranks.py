@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from serried.configs.compose import compose
 from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.parallel.layout.process_groups import Groups
-from serried.runtime import session
+from serried.runtime import rendezvous
 from serried.runtime.rendezvous import connect
 from testing.runs import train_small
 
@@ -161,7 +161,7 @@ def run_calls(argv: Sequence[str], saves: Sequence[int]) -> tuple[int, list[int]
     def look() -> None:
         seen.append(sum("/control/" in f"/{key}" for store in stores for key in store.keys))
 
-    with patch.object(session, "connect", counting):
+    with patch.object(rendezvous, "connect", counting):
         train_small(list(argv), acts=dict.fromkeys((1, *saves), look))
     return seen[0], [after - before for before, after in pairwise(seen[1:])]
 

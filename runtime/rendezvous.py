@@ -108,7 +108,29 @@ class Exchange:
         self._rank = rank
         self._world_size = world_size
         self._patience_seconds = patience_seconds
+        self._attempt = ""
+        """Prefix of this attempt's keys in the store."""
         self._count = 0
+
+    def join(self, patience: timedelta) -> "Store":
+        """Rendezvous with all ranks. Return a store for their process groups.
+
+        Raises:
+            RuntimeError: some ranks did not arrive within ``patience``.
+        """
+        import torch.distributed as dist
+
+        self._attempt = f"attempt_{meet(self._rank, self._world_size, patience)}"
+        return dist.PrefixStore(self._attempt, connect(self._rank, self._world_size, patience))
+
+    def own_connection(self, name: str, patience: timedelta) -> "Store":
+        """Return a store for another thread, which all ranks share under ``name``, with a connection of its own."""
+        import torch.distributed as dist
+
+        if self.store is None:
+            return dist.HashStore()
+        tcp = connect(self._rank, self._world_size, patience, again=True)
+        return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank.

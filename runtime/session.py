@@ -43,10 +43,8 @@ from serried.runtime.rendezvous import (
     Exchange,
     check_interface,
     choose_interface,
-    connect,
     describe_interface,
     limit_connections,
-    meet,
 )
 from serried.runtime.signals import Signals, end_with_torchrun
 
@@ -82,8 +80,6 @@ class Session:
         first = self.rank - self.local_rank
         local_ranks = range(first, first + self.local_world_size)
         self.cause = Cause(self.rank, local_ranks, section, self.signals, self.exchange)
-        self._attempt = ""
-        """Prefix of this attempt's keys in the store."""
         self._patient: list[ProcessGroup] = []
 
     @property
@@ -211,13 +207,8 @@ class Session:
     def own_connection(self, name: str, patience_seconds: float | None = None) -> "Store":
         """Return a store for another thread, which all ranks share under ``name``. It has its own connection, since
         a wait blocks all users of a connection. ``patience_seconds``: ``launch.start_timeout_seconds`` if None."""
-        import torch.distributed as dist
-
-        if self.exchange.store is None:
-            return dist.HashStore()
         patience = timedelta(seconds=patience_seconds or self.section.start_timeout_seconds)
-        tcp = connect(self.rank, self.world_size, patience, again=True)
-        return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
+        return self.exchange.own_connection(name, patience)
 
     def shield(self) -> None:
         """Let no signal interrupt the cleanup from now on, except Ctrl-C, which ends the process at once.
@@ -343,8 +334,7 @@ def _start_group(session: Session) -> "Store":
     import torch.distributed as dist
 
     patience = timedelta(seconds=session.section.start_timeout_seconds)
-    session._attempt = f"attempt_{meet(session.rank, session.world_size, patience)}"
-    store = dist.PrefixStore(session._attempt, connect(session.rank, session.world_size, patience))
+    store = session.exchange.join(patience)
     ranks = (session.rank, session.local_rank, session.world_size, session.local_world_size)
     choose_interface(store, ranks, patience)
     device = session.device

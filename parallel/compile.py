@@ -44,8 +44,9 @@ def check_blocks(
     return names
 
 
-def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
+def compile_blocks(module: nn.Module, plan: ParallelPlan, mode: str | None = None) -> int:
     """Let the blocks of ``module``, the model or a stage of it, be compiled when they first run. Returns their number.
+    ``mode``: of ``torch.compile``.
 
     A module may define ``compile_parts`` to compile parts of itself. Call it after ``checkpoint_blocks``.
     """
@@ -69,7 +70,7 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
         if compile_parts := getattr(part, "compile_parts", None):
             compile_parts()
     for block in here:
-        block.forward = partial(_run, torch.compile(block.forward, dynamic=False), block.forward)
+        block.forward = partial(_run, torch.compile(block.forward, dynamic=False, mode=mode), block.forward)
     return len(here)
 
 

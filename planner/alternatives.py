@@ -91,7 +91,7 @@ def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
         changed = with_values(config, values)
         try:
             layout, accumulation = checked_layout(changed, planned.world_size)
-            if changed.trainer.compile:
+            if changed.trainer.compiles:
                 check_blocks(planned.model, planned.plan, changed.trainer.keeps_less)
             needed = fits_of(formula_memory(planned.of(changed, planned.world_size)), capacity).needed
         except UserError:
@@ -127,7 +127,7 @@ def _quicker(planned: Planned, plan: StepPlan, chosen: Mapping[str, Any]) -> Ite
     trainer, parallel = config.trainer, config.parallel
     is_known = bool(planned.memory.activations)
     options: list[tuple[str, Sequence[Any]]] = []
-    if not trainer.compile and not config.plan.rates:  # measured rates are those of an uncompiled step
+    if not trainer.compiles and not config.plan.rates:  # measured rates are those of an uncompiled step
         options.append(("trainer.compile", [True]))
     if is_known:
         allowed = [samples for samples in allowed_micro_batches(config, layout) if samples in MICRO_BATCHES]

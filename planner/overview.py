@@ -33,7 +33,7 @@ from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.sampler import passes
 from serried.trainer.memory.host_memory import tensor_bytes
-from serried.trainer.model import check_model, model_to_train
+from serried.trainer.model import check_model, model_to_train, with_compile
 from serried.trainer.monitor.time_to_stop import estimated_save_seconds, micro_batches_per_look, seconds_to_stop
 from serried.trainer.optim.optimizer import check_optimizer, learning_rate
 from serried.trainer.precision import chosen_layers, frozen_type, trained_type
@@ -79,7 +79,7 @@ def overview(
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     precision = [_precision(config, model, plan, layout, starts=start is not None)]
-    precision += ["blocks compiled"] * trainer.compile + list(filter(None, [task.describe_kernels(device)]))
+    precision += ["blocks compiled"] * trainer.compiles + list(filter(None, [task.describe_kernels(device)]))
     lines = [
         ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model, task.heads())}"),
         ("mesh", f"{mesh}; {place}"),
@@ -155,6 +155,12 @@ def chosen(config: RunConfig, task: RunTask, layout: Layout) -> tuple[RunConfig,
     usable = capacity - RESERVED_BYTES if capacity else tensor_bytes(processes=launch.processes or layout.world)
     samples, line = choose(config, task, layout, usable, "cuda" if capacity else "cpu")
     return with_micro_batch(config, samples), line
+
+
+def planned_compile(config: RunConfig, task: RunTask, layout: Layout) -> RunConfig:
+    """Return ``config`` with a value for ``trainer.compile=auto`` on the planned device."""
+    is_on_gpu = _capacity(config) is not None and _device_type(config) != "cpu"
+    return with_compile(config, task, layout, "cuda" if is_on_gpu else "cpu")[0]
 
 
 def dry_run(config: RunConfig, task: RunTask, layout: Layout, accumulation: int, why: str = "") -> str:

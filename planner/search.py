@@ -257,7 +257,7 @@ class _Model:
             try:
                 check_plan(self.module, self.plan, layout)
                 check_optimizer(config.optim, self.module, self.plan, layout)
-                if config.trainer.compile:
+                if config.trainer.compiles:
                     check_blocks(self.module, self.plan, config.trainer.keeps_less)
             except UserError as error:
                 self._refused[kind] = error

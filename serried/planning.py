@@ -43,13 +43,14 @@ def plan_text(config: RunConfig) -> str:
 def _step(config: RunConfig) -> "tuple[RunConfig, RunTask, Layout, int, str]":
     """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
     number if it was chosen."""
-    from serried.planner.overview import chosen
+    from serried.planner.overview import chosen, planned_compile
 
     task, why = task_of(config), ""
     layout, accumulation = planned_layout(config)
     if config.trainer.micro_batch == AUTO:
         config, why = chosen(config, task, layout)
         accumulation = gradient_accumulation(config.trainer, layout)
+    config = planned_compile(config, task, layout)
     return config, task, layout, accumulation, why
 
 

@@ -15,6 +15,7 @@ from serried.parallel.activation_checkpoint import Mix, checkpoint_blocks
 from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.initialize import initialize
+from serried.parallel.layout.checks import check_compile, with_values
 from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
@@ -135,13 +136,33 @@ def model_to_train(config: RunConfig, task: RunTask, device: str | None = None) 
     return model
 
 
+def with_compile(config: RunConfig, task: RunTask, layout: Layout, device: str) -> tuple[RunConfig, str]:
+    """Return ``config`` with a value for ``trainer.compile=auto``, and the reason if blocks are not compiled on a
+    ``device`` other than a CPU."""
+    if config.trainer.compile != "auto":
+        return config, ""
+    off = with_values(config, {"trainer.compile": False})
+    if device == "cpu":
+        return off, ""
+    if config.trainer.activation_checkpoint == "offload":
+        return off, "trainer.activation_checkpoint=offload, whose copies to the host cannot be compiled"
+    compiled = with_values(config, {"trainer.compile": True})
+    model = model_to_train(compiled, task, device)
+    try:
+        check_compile(compiled, layout)
+        check_blocks(model.module, model.plan, config.trainer.keeps_less)
+    except UserError as error:
+        return off, str(error).partition(";")[0].removeprefix("trainer.compile=true").removeprefix(" with ")
+    return compiled, ""
+
+
 def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
     """Raise ``UserError`` if ``module``, not sharded yet, does not support how ``config`` shards, compiles or optimizes
     it."""
     check_plan(module, plan, layout)
     if config.parallel.offload:
         check_offloadable(module)
-    if config.trainer.compile:
+    if config.trainer.compiles:
         check_blocks(module, plan, config.trainer.keeps_less)
     check_optimizer(config.optim, module, plan, layout)
 
@@ -228,4 +249,4 @@ def _prepare(
         every = section.activation_checkpoint_every if mix is None else 1
         checkpoint_blocks(module, plan, mix or section.activation_checkpoint, every)
     if compilation is not None:
-        compilation.blocks += compile_blocks(module, plan)
+        compilation.blocks += compile_blocks(module, plan, section.compile_mode if section else None)

@@ -9,9 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
+from serried.configs.requirements import missing_compiler
 from serried.configs.schema import run_config
 from serried.configs.schema.fields import AUTO
 from serried.configs.schema.sections import RunConfig
+from serried.parallel.layout.checks import with_values
+from serried.parallel.layout.mesh import resolve_layout
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
@@ -23,7 +26,7 @@ from serried.trainer import compilation
 from serried.trainer.callbacks import Callback, Callbacks
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
-from serried.trainer.model import build_model
+from serried.trainer.model import build_model, with_compile
 from serried.trainer.monitor.heartbeat import END, activity
 from serried.trainer.monitor.watchdog import Watchdog
 from serried.trainer.progress import Counts, Progress, has_missed_evaluations, saved_early_stop, saved_skipped
@@ -111,6 +114,8 @@ class _Run:
         """Choose where to start."""
         if self.context.config.trainer.epochs is not None:
             self._configure(with_steps(self.context.config, self._open_data().training))
+        if self.context.config.trainer.compile == "auto":
+            self._choose_compile()
         context = self.context
         context.console.doing("looking for a checkpoint")
         self.start = find_start(context.config, context.session, context.task.pretrained)
@@ -144,6 +149,18 @@ class _Run:
         if (folder := self.context.folder) is not None:
             self.context.session.signals.last_words = partial(_last_words, self.context.console, folder, trainer)
         return trainer
+
+    def _choose_compile(self) -> None:
+        context, device = self.context, self.context.session.device
+        if device.type != "cpu":
+            self._open_data()  # a model may depend on it
+        layout = resolve_layout(context.config.parallel, context.session.world_size)
+        config, why_not = with_compile(context.config, context.task, layout, device.type)
+        if config.trainer.compiles and (missing := missing_compiler(device.type)):
+            config, why_not = with_values(config, {"trainer.compile": False}), f"no compiler: {missing[1]}"
+        self._configure(config)
+        if why_not:
+            context.console.say(f"compile    off, as trainer.compile=auto: {why_not}")
 
     def _choose_micro_batch(self) -> None:
         context = self.context

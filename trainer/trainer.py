@@ -60,7 +60,7 @@ class Trainer:
         session = context.session
         console = context.console
         layout, _ = checked_layout(config, session.world_size)
-        if config.trainer.compile:
+        if config.trainer.compiles:
             check_compiler(session.device)
         check_products(config, session.device)
         set_determinism(config.trainer.deterministic)

@@ -48,7 +48,7 @@ class TrainingState:
         self._session = context.session
         self._model = model
         self.compilation = None
-        if config.trainer.compile:
+        if config.trainer.compiles:
             here, world = context.session.local_world_size, context.session.world_size
             self.compilation = Compilation(context.console, here, is_on_one_node=here == world)
         std_of = None if start.source or base else task.initial_std

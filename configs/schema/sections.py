@@ -224,7 +224,7 @@ class TrainerSection(Section):
     free = (
         "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate",
         "early_stopping_patience", "stop_at", "max_minutes", "sample_tokens", "activation_checkpoint",
-        "activation_checkpoint_every", "activation_memory_budget", "compile",
+        "activation_checkpoint_every", "activation_memory_budget", "compile", "compile_mode",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -248,8 +248,11 @@ class TrainerSection(Section):
     ema_decay: Number = Field(default=0.0, ge=0, le=0.999999)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
     the average; training continues from the weights, which are saved too."""
-    compile: bool = False
-    """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
+    compile: bool | Literal["auto"] = False
+    """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton.
+    ``auto``: on GPUs, where it is possible."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """``mode`` of ``torch.compile``; torch's default when null."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
@@ -293,11 +296,21 @@ class TrainerSection(Section):
                 f"trainer.activation_checkpoint_every={self.activation_checkpoint_every} has no effect without "
                 "trainer.activation_checkpoint; leave it out, or use trainer.activation_checkpoint=selective"
             )
-        if self.compile and self.activation_checkpoint == "offload":
+        if self.compile_mode is not None and self.compile is False:
+            yield (
+                f"trainer.compile_mode={self.compile_mode} has no effect with trainer.compile=false; use "
+                "trainer.compile=true, or leave it out"
+            )
+        if self.compiles and self.activation_checkpoint == "offload":
             yield (
                 "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "
                 "compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
             )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled. False if ``compile`` is ``auto``, which a run decides when it starts."""
+        return self.compile is True
 
     @property
     def keeps_less(self) -> tuple[str, str] | None:

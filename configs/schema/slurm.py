@@ -48,8 +48,8 @@ class SlurmSection(Section):
     options: str | None = None
     """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
     srun_options: str | None = None
-    """Options of the srun that starts the processes of a node, as in a shell, such as Pyxis's ``--container-image=FILE
-    --container-mounts=/data``."""
+    """Options of the srun that starts the processes of a node, as in a shell, such as Pyxis's
+    ``--container-image=train.sqsh --container-mounts=/data``."""
     modules: str | None = None
     """Environment modules to load, separated by spaces."""
     setup: str | None = None

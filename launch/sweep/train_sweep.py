@@ -246,6 +246,7 @@ def _is_done(point: Point, outcome: Outcome) -> bool:
     if not outcome.is_finished or config.checkpoint.resume == "never":
         return False
     chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
+    chosen += ["compile"] * (trainer.compile == "auto")
     earlier = read_saved_config_if_there(config.run.dir / "config.yaml")
     its = {key: value_at(f"trainer.{key}", earlier) for key in chosen}  # as recorded by the run
     steps = its.get("steps", trainer.steps)

@@ -81,8 +81,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         )
     if takes(config.optim, "rounding"):
         _check_bf16_weights(config)
-    if config.trainer.compile:
-        _check_compile(config, layout)
+    if config.trainer.compiles:
+        check_compile(config, layout)
     keeps_less = config.trainer.keeps_less
     is_split = layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
     if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
@@ -205,7 +205,8 @@ def _check_bf16_weights(config: RunConfig) -> None:
         )
 
 
-def _check_compile(config: RunConfig, layout: Layout) -> None:
+def check_compile(config: RunConfig, layout: Layout) -> None:
+    """Raise ``UserError`` if blocks cannot be compiled on ``layout``."""
     if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
         raise UserError(  # torch frees what a compiled backward has read
             f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}: the backward of a block runs "

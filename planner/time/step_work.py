@@ -89,7 +89,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
         precision="8bit" if config.precision.name == "float8" else config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,
-        is_fused=trainer.compile,
+        is_fused=trainer.compiles,
         is_adapter=config.adapter.method != "none",
         orthogonalizes=config.optim.name == "muon",
         offloads=config.offloads_state,

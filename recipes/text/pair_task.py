@@ -47,7 +47,7 @@ class PairTask(CausalLM):
     def _needs_one_shape(self) -> bool:
         """Return whether all batches must have the length of the longest pair: in a pipeline, and if each new shape
         is compiled."""
-        if self.sample_split.pipeline != 1 or self.run.trainer.compile:
+        if self.sample_split.pipeline != 1 or self.run.trainer.compiles:
             return True
         is_on_gpu = self.run.launch.device != "cpu" and torch.cuda.is_available()
         return is_on_gpu and self.describe_kernels("cuda") == FLEX

@@ -18,17 +18,21 @@ from torch._inductor import config as inductor
 from torch._inductor.runtime import cache_dir_utils
 
 from serried.configs import requirements
+from serried.configs.compose import compose
 from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.compile import check_blocks, compile_blocks
+from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.lora import Adapter, attach
 from serried.parallel.nf4 import quantize
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.layers.attention import has_flex
+from serried.recipes.text.causal_lm import CausalLM
 from serried.records.status import Status, read_status
 from serried.runtime.console import Console
 from serried.trainer import compilation
 from serried.trainer.compilation import Compilation, check_compiler, explained, is_of_a_network
+from serried.trainer.model import with_compile
 from testing.rank_pool import Cluster
 from testing.runs import losses, run_here, tiny_overrides
 from tests.ranks.test_activations import EXPERTS, MODEL, step
@@ -301,3 +305,77 @@ def test_a_signal_that_ends_the_compiler_too_stops_the_run(text: Path, tmp_path:
     assert ended.returncode == EXIT_STOPPED, ended.stdout + ended.stderr
     assert "stopped: SIGTERM before the first step; run the same command to resume" in ended.stderr
     assert read_status(tmp_path / "run") == Status("stopped", 0, "SIGTERM before the first step", EXIT_STOPPED)
+
+
+def automatic(*more: str, device: str, ranks: int = 1) -> tuple[bool, str]:
+    """Whether ``trainer.compile=auto`` compiles, and the reason if it does not on a GPU."""
+    tiny = ["trainer.compile=auto", "data.tokenizer=bytes", "model.layers=4"]
+    config = compose([*tiny, *more])
+    config, why_not = with_compile(config, CausalLM(config), resolve_layout(config.parallel, ranks), device)
+    assert config.trainer.compile in (True, False)
+    return config.trainer.compiles, why_not
+
+
+@pytest.mark.parametrize(
+    ("more", "why_not"),
+    [
+        ([], None),
+        (["parallel=fsdp", "parallel.pipeline=2", "parallel.pipeline_schedule=zbv"], "parallel.pipeline_schedule=zbv"),
+        (["trainer.activation_checkpoint=offload"], "trainer.activation_checkpoint=offload"),
+        (["model=moe_tiny", "trainer.activation_checkpoint=full"], "trainer.activation_checkpoint=full and a mixture"),
+    ],
+)
+def test_automatic_compilation_is_for_gpus_where_blocks_can_be_compiled(more: list[str], why_not: str | None) -> None:
+    assert automatic(*more, device="cpu", ranks=2) == (False, "")
+    compiles, reason = automatic(*more, device="cuda", ranks=2)
+    assert compiles == (why_not is None)
+    assert reason.startswith(why_not or "")
+    assert bool(reason) == bool(why_not)
+
+
+@pytest.mark.parametrize("recipe", ["llama1b", "llama3b", "llama8b", "llama70b", "llama8b_131k", "llama405b"])
+def test_recipes_compile_on_gpus_if_it_was_measured(recipe: str) -> None:
+    assert compose([f"recipe={recipe}"]).trainer.compile == ("auto" if recipe[5:] in ("1b", "3b", "8b") else False)
+
+
+def test_run_on_a_cpu_with_automatic_compilation_is_one_without_and_resumes_silently(
+    text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "model.layers=2")
+    run_here([*argv, "trainer.stop_at=2"])
+    resumed = run_here([*argv, "trainer.compile=auto"])
+    assert resumed.code == 0, resumed.printed
+    assert "changed since the checkpoint" not in resumed.printed
+    assert "compile: false" in (tmp_path / "run" / "config.yaml").read_text()
+    run_here(tiny_overrides(text, tmp_path / "plain", "model.layers=2"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_run_that_compiles_automatically_says_so_when_it_resumes_one_that_did_not(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU that is taken for a GPU in this decision alone."""
+    argv = tiny_overrides(text, tmp_path / "run", "model.layers=2")
+    run_here([*argv, "trainer.stop_at=2"])
+    chosen = with_compile
+    monkeypatch.setattr(
+        "serried.trainer.run.with_compile", lambda config, task, layout, _: chosen(config, task, layout, "cuda")
+    )
+    resumed = run_here([*argv, "trainer.compile=auto"])
+    assert resumed.code == 0, resumed.printed
+    assert "changed since the checkpoint: trainer.compile false -> true" in resumed.printed
+    assert "compiling  2 blocks in the first step" in resumed.printed
+
+
+def test_mode_of_compilation_reaches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compile_blocks(model, ParallelPlan(blocks=("0", "1")), "max-autotune")
+    assert given == [{"dynamic": False, "mode": "max-autotune"}] * 2
+    with pytest.raises(
+        UserError, match=r"trainer\.compile_mode=max-autotune has no effect with trainer\.compile=false"
+    ):
+        compose(["trainer.compile_mode=max-autotune"])
+    assert compose(["trainer.compile=true", "trainer.compile_mode=max-autotune"]).trainer.compile_mode == "max-autotune"

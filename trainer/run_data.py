@@ -16,6 +16,7 @@ from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
 from serried.runtime.console import Console
+from serried.runtime.process import usable_cores
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
@@ -105,7 +106,7 @@ class Data:
             sample_order(self.training, trainer.seed),
             BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
             steps=range(self._first_step, trainer.last_step),
-            workers=config.data.workers,
+            workers=config.data.threads(usable_cores() // self._session.local_world_size),
             pin_memory=self._session.device.type != "cpu",
             first_index=self._sample,
         )

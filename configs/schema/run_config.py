@@ -6,7 +6,7 @@ from copy import copy
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from serried.configs.schema.data import TextRunConfig, sources
 from serried.configs.schema.declaration import declared
@@ -61,7 +61,10 @@ def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig
         return base
     bases = (section, TaskSection) if section is not Section else TaskSection  # a task without keys of its own
     task = create_model(section.__name__, __base__=bases, __doc__=section.__doc__, name=(str, name))
-    return create_model(base.__name__, __base__=base, __module__=base.__module__, task=(task, ...))
+    own: dict[str, Any] = {"task": (task, ...)}
+    if (loading := getattr(section, "loading", None)) is not None:
+        own["data"] = (loading, Field(default_factory=loading))
+    return create_model(base.__name__, __base__=base, __module__=base.__module__, **own)
 
 
 def check(plain: Mapping[str, Any]) -> RunConfig:

@@ -333,13 +333,22 @@ class TrainerSection(Section):
         return min(self.steps, self.stop_at or self.steps)
 
 
+MOST_THREADS = 16
+"""Largest number of threads that ``data.workers=null`` stands for."""
+
+
 class LoadingSection(Section):
     """Loading of the data. Every task has these keys; language models have more."""
 
     free = ("workers",)
 
-    workers: Annotated[Count, Field(ge=0, le=256)] = 2
-    """Threads per process that prefetch batches; 0: read in the training thread."""
+    workers: Annotated[Count, Field(ge=0, le=256)] | None = 2
+    """Threads per process that prefetch batches; 0: read in the training thread; null, the default for images: one for
+    each core of the process, from 2 to 16."""
+
+    def threads(self, cores: int) -> int:
+        """Return the number of threads that prefetch batches in a process with so many ``cores``."""
+        return min(max(2, cores), MOST_THREADS) if self.workers is None else self.workers
 
 
 class HealthSection(Section):

@@ -4,17 +4,20 @@ The section of a task is beside its code in ``recipes/``, in a module whose name
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from serried.configs.schema.fields import Count, Number, PathText, Section, Size
+from serried.configs.schema.sections import LoadingSection
 
 
 class SampledSection(Section):
     """Samples, and the model that is trained on them."""
 
     by_content = ("path",)
+    loading: ClassVar[type[LoadingSection]] = LoadingSection
+    """Class of the section ``data``."""
 
     path: PathText = Field(min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
@@ -42,8 +45,16 @@ class LabelledSection(SampledSection):
     """Column of the labels."""
 
 
+class ImageLoadingSection(LoadingSection):
+    """Loading of images, which are decoded by all cores."""
+
+    workers: Annotated[Count, Field(ge=0, le=256)] | None = None
+
+
 class ImageSection(LabelledSection):
     """Images and their classes."""
+
+    loading = ImageLoadingSection
 
     path: PathText = Field(default="images", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
-from serried.configs.schema.sections import DEFAULT_VALIDATION, WHOLE, TrainerSection
+from serried.configs.schema.sections import DEFAULT_VALIDATION, MOST_THREADS, WHOLE, TrainerSection
 from serried.recipes.data.prepared.decontamination import kept_apart, left_out
 from serried.recipes.data.prepared.prepare import Prepared, cache_folder, open_prepared, prepare
 from serried.recipes.data.prepared.summary import marked_lines, summary_of
@@ -145,7 +145,9 @@ class TextData:
                 return open_dataset(self.held_out[split], "validation", self.section)
         if self.section.is_streamed and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
-            return open_training(self.section, self.sources[""], lanes=lanes, seed=seed, workers=self.section.workers)
+            return open_training(
+                self.section, self.sources[""], lanes=lanes, seed=seed, workers=self.section.threads(MOST_THREADS)
+            )
         sources, is_whole = dict(self.sources), split == WHOLE
         if is_whole:
             sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"

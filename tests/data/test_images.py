@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from PIL import Image as pillow
 
 from serried.commands import evaluate_model, export_models
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import CheckpointSection, RunConfig, RunSection
-from serried.configs.schema.tasks import ImageSection
+from serried.configs.schema.tasks import ImageLoadingSection, ImageSection
 from serried.program import main
 from serried.recipes.classification.image_classification import ImageClassification
 from serried.recipes.data.labelled.labelled_images import (
@@ -139,6 +140,14 @@ def test_stopped_run_resumes_with_the_same_bits_and_pixels(folder: Path, tmp_pat
     assert any(name.endswith("running_mean") for name in whole)
     saved = AutoModelForImageClassification.from_pretrained(checkpoint(tmp_path / "whole")).state_dict()
     assert all(saved[name].equal(whole[name]) for name in whole)
+
+
+def test_images_are_decoded_by_a_thread_for_each_core_from_2_to_16(folder: Path, tmp_path: Path) -> None:
+    train([*images(folder, tmp_path / "run", model="resnet"), "trainer.stop_at=1"], 75)
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["data"] == {"workers": None}
+    threads = {workers: ImageLoadingSection(workers=workers) for workers in (None, 0, 5)}
+    assert [threads[None].threads(cores) for cores in (1, 8, 64)] == [2, 8, 16]
+    assert [threads[workers].threads(8) for workers in (0, 5)] == [0, 5]
 
 
 def test_pixels_follow_from_the_seed_and_differ_between_seeds(folder: Path) -> None:

@@ -237,6 +237,8 @@ def _in_rgb(image: Any) -> Any:
     white. Raises ``ValueError`` if its values have neither 8 nor 16 bits."""
     from PIL import Image as pillow
 
+    if image.mode == "RGB":
+        return image  # convert() would copy it
     if image.mode[0] not in "IF":  # 8-bit modes
         return image.convert("RGB")
     values = np.asarray(image)

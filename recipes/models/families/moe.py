@@ -112,6 +112,8 @@ class Experts(nn.Module):
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate, up, down = (weight.to(rows.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
         if can_group(rows, gate):
+            if _leaves_gradients_unwritten(rows.device):
+                gate, up, down = (_WrittenGradient.apply(weight, counts) for weight in (gate, up, down))
             offsets = counts.cumsum(0).to(torch.int32)
             hidden = F.silu(_grouped(rows, gate, offsets)) * _grouped(rows, up, offsets)
             return _grouped(hidden, down, offsets)
@@ -131,8 +133,26 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
         return True
     if rows.dtype != torch.bfloat16 or len(rows) * max(weight.shape[1:]) > _MOST_GROUPED_NUMBERS:
         return False
-    capability = torch.cuda.get_device_capability(rows.device)
-    return capability >= _GROUPED_CAPABILITY and capability[0] != _BLACKWELL
+    return torch.cuda.get_device_capability(rows.device) >= _GROUPED_CAPABILITY
+
+
+def _leaves_gradients_unwritten(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _BLACKWELL
+
+
+class _WrittenGradient(torch.autograd.Function):
+    """Weights [E, I, D] as they are, with gradients of zero for experts without tokens, whose memory the kernel leaves as it
+    found it."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, counts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        (counts,) = ctx.saved_tensors
+        return torch.where((counts > 0)[:, None, None], grad, 0), None
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

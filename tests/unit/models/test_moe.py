@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serried.configs.compose import compose
@@ -14,6 +15,7 @@ from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import held_parameters
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
+from serried.recipes.models.families import moe
 from serried.recipes.models.families.moe import Experts, MixtureOfExperts, MoE, Router, can_group
 from serried.recipes.models.families.moe_config import MoESection
 
@@ -167,7 +169,7 @@ def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_
         ((9, 0), 100, torch.bfloat16, True),
         ((8, 0), 100, torch.bfloat16, True),
         ((7, 5), 100, torch.bfloat16, False),
-        ((10, 0), 100, torch.bfloat16, False),  # whose kernel leaves gradients of experts without tokens unwritten
+        ((10, 0), 100, torch.bfloat16, True),
         ((9, 0), 2**31 // 64, torch.bfloat16, False),  # its offsets have 32 bits
         ((9, 0), 100, torch.float32, False),
     ],
@@ -179,3 +181,45 @@ def test_grouped_products_of_a_gpu_are_used_where_they_are_right(
     with FakeTensorMode():
         inputs, weight = (torch.empty(size, dtype=dtype, device="cuda") for size in ((rows, 64), (4, 32, 64)))
         assert can_group(inputs, weight) == is_grouped
+
+
+class UnwrittenGradients(torch.autograd.Function):
+    """``_grouped`` with a kernel that does not write the gradient of an expert without tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, offsets = ctx.saved_tensors
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+        of_weight = torch.full_like(weight, torch.nan)
+        for expert, (ours, theirs) in enumerate(zip(grad.split(counts), rows.split(counts), strict=True)):
+            if len(ours):
+                of_weight[expert] = ours.T @ theirs
+        return F.grouped_mm(grad, weight, offs=offsets), of_weight, None
+
+
+def test_gradient_that_a_kernel_leaves_unwritten_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Blackwell. Experts 1 and 3 have no tokens; all others have the gradients of a kernel that is right."""
+    config = section()
+    rows = torch.randn(12, config.dim)
+    counts = torch.zeros(config.experts, dtype=torch.int64)
+    counts[0], counts[2] = 7, 5
+    found = []
+    for is_blackwell in (False, True):
+        monkeypatch.setattr(moe, "_leaves_gradients_unwritten", lambda _, answer=is_blackwell: answer)
+        if is_blackwell:
+            monkeypatch.setattr(moe, "_grouped", UnwrittenGradients.apply)
+        torch.manual_seed(1)
+        experts = Experts(config)
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter)
+        inputs = rows.clone().requires_grad_()
+        experts(inputs, counts).square().sum().backward()
+        found.append([inputs.grad, *(parameter.grad for parameter in experts.parameters())])
+    assert all(found[0][1][expert].count_nonzero() == 0 for expert in (1, 3))
+    for expected, given in zip(*found, strict=True):
+        torch.testing.assert_close(given, expected)

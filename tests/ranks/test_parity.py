@@ -15,11 +15,12 @@ TIED_SCHEDULES = ("pipeline x2, interleaved", "pipeline x2, dualpipev", "pipelin
 """Of which each has the two ends of the model elsewhere."""
 VARIANTS = ("fsdp x2 (ZeRO-2)", "fsdp x2, sync each micro-batch", "pipeline x2, zbv", "pipeline x2 x fsdp x2")
 """Of layouts that ``make test`` has; zbv it has with tied embeddings."""
-STEPS = 4
+STEPS = 3
 """A wrong gradient shows in the second, what an optimizer keeps in the third."""
 TIED = "model.tie_embeddings=true"
-GENERATED = ("fsdp x2, compiled, selective", "tensor x2, compiled")
-"""Compiled blocks that run as generated code; test_compile.py has the graphs of all layouts."""
+GENERATED = ("fsdp x2, compiled, selective",)
+"""Compiled blocks that run as generated code, which takes half a minute; test_compile.py has the graphs of all
+layouts."""
 SMOOTHED = ("task.label_smoothing=0.1", "task.z_loss=1e-3")
 TIED_SLOW = [
     name for name in TIED_NAMES if name not in ("pipeline x2, zbv", "context x2 x tensor x2 x fsdp x2", "tensor x2")
@@ -69,17 +70,28 @@ def test_fp32_equals_the_single_process(
 ) -> None:
     curve = run(cluster, cut, accumulation, "fp32", text, tmp_path / "run", steps=STEPS)
     check_same(curve, reference("fp32"))
-    assert curve.losses[-1] < 0.98 * curve.losses[0], "a run that learns nothing would agree with anything"
+
+
+@pytest.mark.parametrize("more", [(), MIXTURE], ids=["dense", "mixture"])
+def test_reference_learns(more: tuple[str, ...], reference: Callable[..., Curve]) -> None:
+    """A run that learns nothing would agree with anything."""
+    losses = reference("fp32", *more, steps=6).losses
+    assert losses[-1] < 0.95 * losses[0]
 
 
 @pytest.mark.parametrize(
-    "cut", [pytest.param(cut, id=cut.name, marks=[pytest.mark.slow] if cut.is_slow else []) for cut in EXPERT_CUTS[1:]]
+    "cut",
+    [
+        pytest.param(cut, id=cut.name, marks=[pytest.mark.slow] if cut.is_slow else [])
+        for cut in EXPERT_CUTS[1:]
+        if "compiled" not in cut.name
+    ],
 )
 def test_a_mixture_of_experts_equals_the_single_process_and_sends_as_many_tokens_to_each_expert(
     cut: Cut, reference: Callable[..., Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    curve = run(cluster, cut, cut.accumulations[0], "fp32", text, tmp_path / "run", *MIXTURE, steps=6)
-    check_same(curve, reference("fp32", *MIXTURE, steps=6))
+    curve = run(cluster, cut, cut.accumulations[0], "fp32", text, tmp_path / "run", *MIXTURE, steps=5)
+    check_same(curve, reference("fp32", *MIXTURE, steps=5))
     assert any(fewest == 0 for layers in curve.expert_tokens for fewest, _, _ in layers), "an expert without a token"
 
 

@@ -68,7 +68,7 @@ def test_commands_of_a_tutorial_run(page: str, tmp_path: Path) -> None:
     for match in BLOCK.finditer((ROOT / f"docs/{page}.md").read_text("utf-8")):
         (tmp_path / match["name"]).write_text(match["code"], "utf-8")
     # The model to fine-tune, and the run that would be in the queue.
-    base = ["train.py", "trainer.steps=1", "trainer.eval_every=0", "launch.device=cpu", "run.name=long"]
+    base = ["train.py", "trainer.steps=1", "trainer.eval_every=0", "launch.device=cpu", "run.name=long", *SMALL]
     for arguments in (base, ["-m", "serried", "export", "runs/long", "out=models/base"]):
         done = typed(*arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -223,10 +223,11 @@ def test_gathering_in_float8_changes_no_bit_and_begins_and_ends_when_a_run_resum
     ],
 )  # fmt: skip
 def test_gathering_in_float8_changes_no_bit_on_a_layout(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    """Of 3 ranks, those with 64 rows are gathered in bf16."""
+    """Of 3 ranks, those with 64 rows are gathered in bf16. Emulated products take long: few micro-batches."""
+    gathers_again = "pipeline" in cut.name or cut.name in ("fsdp x2 (ZeRO-2)", "fsdp x2, sync each micro-batch")
     curves = [
-        run(cluster, cut, cut.accumulations[-1], "float8", text, tmp_path / gather, *WIDE, *GATHERED[1:2],
-            f"precision.gather={gather}", steps=2)
+        run(cluster, cut, cut.accumulations[-1] if gathers_again else 1, "float8", text, tmp_path / gather, *WIDE,
+            *GATHERED[1:2], f"precision.gather={gather}", steps=2)
         for gather in ("bf16", "float8")
     ]  # fmt: skip
     assert curves[0] == curves[1]

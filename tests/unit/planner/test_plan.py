@@ -150,11 +150,9 @@ def test_formula_and_trace_agree_when_blocks_keep_different_activations(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "mode"), [("interleaved", "none"), ("interleaved", "full"), ("looped_bfs", "none")]
-)
+@pytest.mark.parametrize(("schedule", "mode"), [("interleaved", "full"), ("looped_bfs", "none")])
 def test_formula_and_trace_agree_with_several_stages_on_a_rank(schedule: str, mode: str) -> None:
-    argv = [*PIPELINE, "model.layers=8", "parallel.stages_per_rank=2", "trainer.global_batch=8"]
+    argv = [*PIPELINE, "model.layers=4", "parallel.stages_per_rank=2", "trainer.global_batch=8"]
     argv += [f"parallel.pipeline_schedule={schedule}", f"trainer.activation_checkpoint={mode}"]
     stages, formula, _ = both(*argv, processes=4)
     assert 1 <= formula.total / memory_of(stages).peak < 1.03

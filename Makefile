@@ -86,3 +86,9 @@ clean:
 .venv/.ready-docs: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) '.[docs]'
 	@touch $@
+
+# All at once: versions are resolved, and modules compiled, once.
+.venv/.ready-all: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) '.[dev,docs,export]'
+	@$(COMPILE)
+	@touch .venv/.ready .venv/.ready-dev .venv/.ready-export .venv/.ready-docs $@

@@ -34,12 +34,16 @@ settings.load_profile("here")
 
 # With two processes of tests, a long file that begins last keeps one of them waiting.
 LONGEST = (
-    "test_verify.py", "test_plan.py", "test_parity.py", "test_tutorials.py", "test_kill_storm.py",
-    "test_signal_storm.py", "test_eight_bits.py", "test_command.py", "test_config.py", "test_sweep.py",
-    "test_examples.py", "test_trackers.py", "test_resume_policy.py", "test_launch.py", "test_resume.py",
-    "test_lora.py", "test_compile.py", "test_shutdown.py", "test_families.py", "test_any_hugging_face_model.py",
-    "test_any_layout.py", "test_out_of_memory.py", "test_interop.py", "test_activations.py", "test_watchdog.py",
-    "test_checkpoint_faults.py", "test_api.py",
+    "test_parity.py", "test_plan.py", "test_verify.py", "test_eight_bits.py", "test_any_layout.py",
+    "test_kill_storm.py", "test_command.py", "test_sweep.py", "test_families.py", "test_optimizers.py",
+    "test_tutorials.py", "test_signal_storm.py", "test_resume.py", "test_compile.py", "test_shutdown.py",
+    "test_config.py",
+    "test_examples.py", "test_trackers.py", "test_watchdog.py", "test_out_of_memory.py", "test_launch.py",
+    "test_lora.py", "test_health.py", "test_activations.py", "test_evaluate.py", "test_muon.py", "test_adafactor.py",
+    "test_offload.py", "test_quantize_aware.py", "test_ranks_on_one_gpu.py", "test_layouts.py",
+    "test_checkpoint_faults.py", "test_prepare.py", "test_micro_batch.py", "test_plan_of_runs.py", "test_session.py",
+    "test_foreign_modules.py", "test_any_hugging_face_model.py", "test_seconds.py", "test_interop.py",
+    "test_export_formats.py", "test_resume_policy.py", "test_api.py",
 )  # fmt: skip
 
 

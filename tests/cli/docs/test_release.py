@@ -65,7 +65,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a source distribution, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
-    ignored = shutil.ignore_patterns(".venv", ".git", "runs", "site", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(
+        ".venv", ".git", "runs", "site", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+    )
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     backend = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", backend, str(folder)], cwd=source, check=True, stdout=subprocess.DEVNULL)

@@ -36,8 +36,9 @@ from serried.configs.renamed_keys import RENAMED, read_saved_config
 from serried.configs.schema.data import DataSection, TextRunConfig
 from serried.configs.schema.declaration import FOLDER, declared
 from serried.configs.schema.fields import parse_count
+from serried.configs.schema.launch_plan_track import TrackSection
 from serried.configs.schema.run_config import CHOSEN, base_schema, check, chosen_in, config_yaml
-from serried.configs.schema.sections import OptimSection, RunConfig, TrackSection
+from serried.configs.schema.sections import OptimSection, RunConfig
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
 

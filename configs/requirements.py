@@ -8,7 +8,7 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, SourceSection
-from serried.configs.schema.sections import TrackSection
+from serried.configs.schema.launch_plan_track import TrackSection
 
 LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
 """Trackers by name, which is also their config key, their extra and their module."""

@@ -12,7 +12,7 @@ from typing import Any
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
 from serried.configs.formats import columns, size
 from serried.configs.messages.suggestions import pasteable
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch import probes
 from serried.runtime.session import Session, run_in_session
 

@@ -21,7 +21,7 @@ from serried.configs.errors import (
     UserError,
 )
 from serried.configs.formats import printable
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.subcommand_arguments import repeated
 from serried.configs.unused_keys import Run, notes
 from serried.runtime.process import code_for_agent, speaks, tell_launcher

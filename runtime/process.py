@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import printable
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.runtime.import_signals import LAUNCHER
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.runtime.console import announced
 from serried.runtime.exit import (
     CONNECTIONS_CLOSE_SECONDS,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch.local.processes import NotedSignals, held_back
 from serried.runtime.console import announced
 from serried.runtime.process import may_use_gpus

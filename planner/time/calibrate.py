@@ -11,7 +11,7 @@ from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.formats import size
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch import probes
 from serried.runtime.session import Session, run_in_session
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import serried
 from serried.configs.requirements import LABELS, asked_for
-from serried.configs.schema.sections import TrackSection
+from serried.configs.schema.launch_plan_track import TrackSection
 
 COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library
 _END_SECONDS, _NICENESS = 5.0, 10

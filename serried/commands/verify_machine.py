@@ -11,7 +11,7 @@ from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.messages.suggestions import nearest
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.subcommand_arguments import number, pairs
 from serried.records.files import output_file
 from serried.runtime.process import is_started, may_use_gpus, processes_per_node, say, speaks, torchrun_says

@@ -22,8 +22,8 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.schema.declaration import declaring
 from serried.configs.schema.fields import Section
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.schema.registry import optimizers, register_optimizer, tasks
-from serried.configs.schema.sections import LaunchSection
 from serried.runtime.console import Console
 from serried.runtime.process import remember_flags, remember_words
 from serried.runtime.session import Session

@@ -10,7 +10,7 @@ import pytest
 
 from serried.commands.slurm_jobs import checkpoints_bytes
 from serried.configs.compose import compose
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
 from serried.runtime.session import Session

@@ -11,7 +11,7 @@ import pytest
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.parallel.layout.checks import check_layout
 from serried.parallel.layout.mesh import resolve_layout
 from serried.runtime.session import open_session

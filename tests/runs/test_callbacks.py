@@ -11,7 +11,7 @@ import serried
 from serried.callback_flag import callback_names, load_callback
 from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.program import main
 from serried.records.report import write_report
 from serried.runtime.process import remember_flags, training_command

@@ -18,8 +18,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.schema.registry import models
-from serried.configs.schema.sections import LaunchSection
 from serried.parallel.activation_checkpoint import checkpoint_blocks
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.planner.activations.families import FORMULAS

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import serried
 from serried.configs.compose import compose
 from serried.configs.errors import StopRequested, UserError
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch.local.processes import PASSED_ON
 from serried.program import main
 from serried.runtime.exit import Cause, is_consequence, note_repeated

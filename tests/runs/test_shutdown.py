@@ -21,7 +21,7 @@ import torch
 
 from serried.configs.errors import StopRequested
 from serried.configs.schema.declaration import BUILT_IN
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.program import main
 from serried.records.trackers.tracker_processes import Trackers
 from serried.runtime.exit import Cause

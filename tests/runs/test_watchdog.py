@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.parallel import collectives
 from serried.program import main
 from serried.recipes.models.families.llama import Transformer

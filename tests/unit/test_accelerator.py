@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 
 from serried.configs.errors import UserError
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.random_seed import seed_random_numbers

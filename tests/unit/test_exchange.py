@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.runtime.rendezvous import Exchange
 from serried.runtime.session import Session
 from testing.rank_pool import Cluster

@@ -17,7 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.many_ranks import RankGroups, gloo_calls, groups_of, recorded_groups
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, Cut
 from serried.configs.compose import compose
-from serried.configs.schema.sections import LaunchSection, ParallelSection
+from serried.configs.schema.launch_plan_track import LaunchSection
+from serried.configs.schema.sections import ParallelSection
 from serried.parallel.layout.mesh import Layout, resolve_layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.parallelize import parallelize

@@ -17,7 +17,7 @@ def compare(names: list[list[str] | None]) -> str:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
-    from serried.configs.schema.sections import LaunchSection
+    from serried.configs.schema.launch_plan_track import LaunchSection
     from serried.runtime.session import open_session
 
     with open_session(LaunchSection(device="cpu")):

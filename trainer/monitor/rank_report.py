@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.runtime.session import Session
 from serried.trainer.monitor.diagnosis import Beat
 from serried.trainer.monitor.heartbeat import Patience, Pulse

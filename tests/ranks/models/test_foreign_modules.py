@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema.sections import LaunchSection
+from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.parallel.checkpoint_mapping import unchanged
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.fsdp_units import units_of

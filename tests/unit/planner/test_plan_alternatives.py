@@ -8,7 +8,8 @@ import pytest
 
 from serried import cli
 from serried.configs.compose import compose
-from serried.configs.schema.sections import PlanSection, RunConfig
+from serried.configs.schema.launch_plan_track import PlanSection
+from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
 from serried.planner.advice import Planned
 from serried.planner.alternatives import Fitting, Search, faster

@@ -1,0 +1,143 @@
+"""Sections that change no number of a run: how it is launched, planned, profiled and tracked."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from serried.configs.addresses import has_password, without_password
+from serried.configs.schema.fields import Count, LocalPath, Number, PositiveCount, Seconds, Section
+
+
+class ProfileSection(Section):
+    """Profiling of some steps: time by operator, and memory."""
+
+    steps: tuple[Count, Count] | None = None
+    """First and last step to profile, inclusive; null: none. Traces and a table of operators go to
+    ``run.dir/profile``."""
+    memory: bool = False
+    """Record every allocation of the profiled steps. On a GPU also record the allocator's history from the start, for a
+    snapshot after these steps and when memory runs out."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _not_one(cls, steps: object) -> object:
+        if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+            raise ValueError(
+                f"profile.steps={steps} is one number; use the first and the last: 'profile.steps=[{steps},{steps}]'"
+            )
+        return steps
+
+    def _mistakes(self) -> Iterator[str]:
+        first, last = self.steps or (1, 1)
+        if min(first, last) < 1:
+            yield f"profile.steps=[{first},{last}]: steps count from 1; e.g. 'profile.steps=[10,13]'"
+        if first > last:
+            yield (
+                f"profile.steps=[{first},{last}]: the first step comes after the last; use "
+                f"'profile.steps=[{last},{first}]'"
+            )
+
+
+class LaunchSection(Section):
+    """Processes, how they are started, and timeouts."""
+
+    name: Literal["torchrun", "local", "slurm"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
+    processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
+    """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
+    nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
+    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = "auto"
+    """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA and AMD), ``xpu`` (Intel) or ``npu`` (Ascend, by
+    torch_npu)."""
+    threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
+    """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
+    start_timeout_seconds: Seconds = 1800.0
+    """How long a process waits for others until the first step is done, including data preparation and set-up."""
+    step_timeout_seconds: Seconds = 300.0
+    """How long the run may stall after the first step. Then the rank that holds it up is reported and the run stops,
+    to resume later; at a fifth of the time there is a warning. A phase that took longer the first time has twice that
+    time."""
+    stop_timeout_seconds: Seconds = 600.0
+    """``launch=local``: how long stopping may take, including the checkpoint, before processes are killed."""
+
+    @property
+    def names_gpu(self) -> bool:
+        """Whether ``device`` is a GPU or another accelerator for certain."""
+        return self.device not in ("auto", "cpu")
+
+
+def _unquoted_off(value: Any) -> Any:
+    """YAML reads ``off`` as false."""
+    return "off" if value is False else value
+
+
+class TrackSection(Section):
+    """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
+
+    wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
+    """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard to ``run.dir/tensorboard``."""
+    mlflow: str | None = Field(default=None, min_length=1)
+    """MLflow store: a server's address, ``sqlite:///FILE`` or a folder; null: none."""
+    project: str | None = Field(default=None, min_length=1)
+    """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
+    ``serried``."""
+    entity: str | None = Field(default=None, min_length=1)
+    """W&B team or user; your default when null."""
+    group: str | None = Field(default=None, min_length=1)
+    """Group of runs in the tracker; a sweep sets it."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of the run."""
+    notes: str | None = None
+    """Notes about the run."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.mlflow and has_password(self.mlflow):
+            kept = without_password(self.mlflow)
+            yield (
+                "track.mlflow holds a password, token or user, and the config is kept in the run folder; use "
+                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give it by the environment: "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN for a server, "
+                "PGPASSWORD or MYSQL_PWD for a database"
+            )
+
+
+class PlanSection(Section):
+    """What ``serried plan`` and ``dry_run=true`` assume; with any of these keys they print how long a step takes. Not
+    kept in the run folder."""
+
+    device: str | None = Field(default=None, min_length=1)
+    """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; when null this machine's, or ``h100``."""
+    memory: str | None = None
+    """Memory of the device, such as ``24GiB``, if it is another than that of ``plan.device``."""
+    per_node: PositiveCount | None = None
+    """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
+    mode: Literal["formula", "trace"] | None = None
+    """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
+    plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
+    tokens: Annotated[Count, Field(ge=1, le=10**15)] | None = None
+    """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
+    price: Annotated[Number, Field(gt=0)] | None = None
+    """Price per device-hour, in any currency; when null no costs are printed."""
+    rates: LocalPath | None = None
+    """File of rates written by ``serried plan calibrate``; when null the rates of published runs are used."""
+    search: bool = False
+    """Compare all valid layouts instead, as ``serried plan search`` does."""
+    out: LocalPath | None = None
+    """HTML page of these layouts to write; ``serried plan search out=FILE``."""
+    as_json: bool = False
+    """Print one JSON object instead of lines; ``serried plan json=true``."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([GT])(i?)B", self.memory or "")
+        return found and int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2]))
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.memory is not None and not 2**30 <= (self.memory_bytes or 0) <= 2**50:
+            yield f"plan.memory={self.memory} is not the memory of a device; e.g. plan.memory=24GiB or plan.memory=24GB"

@@ -128,31 +128,18 @@ class TrainStep:
         Raises:
             StepDropped: ``before`` raised it on all ranks. The step has changed nothing.
         """
-        with self._undone_if_dropped(may_be_dropped=before is not None and len(batches) > 1):
-            sums, squares = self._prepare(batches, vote, seeds, before)
-        return self._commit(sums, squares, lr)
-
-    def _prepare(
-        self,
-        batches: Sequence[Any],
-        vote: Callable[[], Number | Sequence[Number]],
-        seeds: Sequence[int],
-        before: Callable[[int], None] | None,
-    ) -> tuple[SumTable, Tensor]:
-        """Do all that needs other ranks: forward, backward, sums and norm. Only gradients and buffers change.
-
-        Returns the sums of all ranks, and the sum of squares of the whole gradient.
-        """
-        loads, scale = self._parallel.loads, self.scaler.scale
+        loads, scale = self._parallel.loads, self.scaler.scale / self._nominal_weight
 
         def further() -> dict[str, Number | Sequence[Number]]:
             return {**loads.take(self._parallel.device), "votes": vote()}
 
-        loads.clear()  # what was counted outside of steps, as while text was generated
-        scale = scale / self._nominal_weight
-        sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
-        self._parallel.phases.enter(OPTIMIZER)
-        return sums, self._parallel.sum_squares()
+        # All that needs other ranks: only gradients and buffers change.
+        with self._undone_if_dropped(may_be_dropped=before is not None and len(batches) > 1):
+            loads.clear()  # what was counted outside of steps, as while text was generated
+            sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
+            self._parallel.phases.enter(OPTIMIZER)
+            squares = self._parallel.sum_squares()
+        return self._commit(sums, squares, lr)
 
     @torch.no_grad()
     def _commit(self, sums: SumTable, squares: Tensor, lr: float) -> SumTable:

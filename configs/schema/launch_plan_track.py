@@ -50,8 +50,7 @@ class LaunchSection(Section):
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = "auto"
-    """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA and AMD), ``xpu`` (Intel) or ``npu`` (Ascend, by
-    torch_npu)."""
+    """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA, AMD), ``xpu`` (Intel) or ``npu`` (Ascend)."""
     threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
     """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0

@@ -326,7 +326,7 @@ def check_ended(run_dir: Path) -> str:
     ("how", "says"),
     [
         pytest.param("sleep", "in data.next of step 5 for", marks=pytest.mark.slow),
-        ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
+        ("skip", "is in all_reduce of 4 numbers where the others are in barrier: a collective was skipped"),
         pytest.param("forward", "the others await messages of the pipeline", marks=pytest.mark.slow),
         # Most others wait for FSDP, of each other; that of rank 1 waits in the exchange.
         pytest.param("tensor", "the others wait in all_gather of", marks=pytest.mark.slow),

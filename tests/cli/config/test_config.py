@@ -649,8 +649,11 @@ PATHS = {
     "data.sources.a.path": ["data=mixture", "data.sources.a.name=tokens"],
 }  # fmt: skip
 """Keys that take a path, and what else makes them be read."""
-NO_PATHS = {"track.mlflow", "track.wandb", "trainer.evaluate", "model.family", "data.name", "data.text_column"}
-"""Keys whose description names a file or folder though they take addresses or names."""
+NO_PATHS = {
+    "track.mlflow", "track.wandb", "trainer.evaluate", "model.family", "data.name", "data.text_column",
+    "slurm.srun_options",
+}  # fmt: skip
+"""Keys whose description names a file or folder though they take addresses, names or options."""
 
 
 @pytest.mark.parametrize("key", PATHS)

@@ -9,7 +9,7 @@ import serried
 from testing.forked_runs import typed, typed_on
 from testing.rank_pool import ROOT
 from testing.runs import metrics
-from tools.lines import packages, shape, to_add
+from tools.lines import MOST_ATTRIBUTES, packages, shape, to_add
 from tools.site_hooks import public_names
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
@@ -105,6 +105,15 @@ def test_sizes_in_the_architecture_are_current() -> None:
     assert not outdated, "put the output of `python -m tools.lines` into docs/concepts/architecture.md"
     assert to_add() in committed
     assert all(row.split(" | ")[0] in committed for row in shape().splitlines())
+
+
+def test_architecture_stays_readable() -> None:
+    """Its page fits in 150 lines, no file name is used often, and no level or class is large."""
+    assert len((ROOT / "docs/concepts/architecture.md").read_text("utf-8").splitlines()) <= 150
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", shape(), re.MULTILINE))
+    assert int(rows["most files on one level"].partition(",")[0]) <= 20
+    assert rows["file names used more than once"].count("`") <= 2 * 5
+    assert {*re.findall(r"`(\w+)`", rows[f"classes with more than {MOST_ATTRIBUTES} attributes"])} <= {"Checkpointer"}
 
 
 def test_commands_of_the_reference_are_current() -> None:

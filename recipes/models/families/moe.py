@@ -141,7 +141,7 @@ def _leaves_gradients_unwritten(device: torch.device) -> bool:
 
 
 class _WrittenGradient(torch.autograd.Function):
-    """Weights [E, I, D] as they are, with gradients of zero for experts without tokens, whose memory the kernel leaves as it
+    """Weights [E, I, D] as they are. Gradients of experts without tokens are zero; the kernel leaves their memory as it
     found it."""
 
     @staticmethod

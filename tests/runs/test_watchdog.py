@@ -25,10 +25,11 @@ from serried.runtime.exit import leave
 from serried.runtime.session import open_session
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
+from serried.trainer.monitor import rank_report
 from serried.trainer.monitor.diagnosis import Beat, diagnose, judge_silent_by_others
 from serried.trainer.monitor.first_node import FirstNodeWatch
 from serried.trainer.monitor.heartbeat import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
-from serried.trainer.monitor.rank_report import RankReport, last_collectives
+from serried.trainer.monitor.rank_report import RankReport, last_collectives, queued_collectives
 from serried.trainer.monitor.watchdog import Watchdog
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
@@ -142,6 +143,36 @@ def test_all_ranks_are_named_if_none_is_missing() -> None:
     verdict = diagnose([beat(rank, collectives=[SUM]) for rank in range(8)])
     assert len(verdict.culprits) == 8
     assert "and 5 more; all wait in all_reduce" in str(verdict)
+
+
+def test_rank_whose_gpu_has_not_begun_what_the_others_wait_in_is_named() -> None:
+    """All ranks have entered the collective, as hosts run ahead of their GPUs; in one of them a kernel hangs."""
+    total, gather = ("nccl/0", 8, "all_reduce of 2 numbers", False), ("nccl/3", 5, "all_gather of 64 numbers", False)
+    beats = [beat(rank, collectives=[total]) for rank in range(4)]
+    beats[2].not_started = [("nccl/0", 8)]
+    verdict = diagnose(beats)
+    assert [culprit.rank for culprit in verdict.culprits] == [2]
+    waits = "the others wait in all_reduce of 2 numbers of step 812"
+    assert str(verdict).endswith(f"; {waits}, which its GPU has not begun: a kernel before it hangs")
+    # Rank 1 has not begun the total because it waits for rank 2 in another group.
+    beats[1].collectives, beats[1].not_started = [gather, total], [("nccl/0", 8)]
+    beats[2].collectives, beats[2].not_started = [gather, total], [("nccl/3", 5), ("nccl/0", 8)]
+    assert [culprit.rank for culprit in diagnose(beats).culprits] == [2]
+    for each in beats:
+        each.collectives, each.not_started = [total], [("nccl/0", 8)]
+    assert "none is missing" in str(diagnose(beats))
+
+
+def test_only_collectives_of_nccl_count_as_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others record no start. Records are in the form that the test below guards."""
+    entry = {"process_group": ["0", "default"], "collective_seq_id": 8, "retired": False, "is_p2p": False}
+    entries = [
+        entry | {"profiling_name": f"{backend}:all_reduce", "state": state, "process_group": [group, ""]}
+        for backend, state, group in (("nccl", "scheduled", "0"), ("nccl", "started", "1"), ("gloo", "scheduled", "2"),
+            ("nccl", "scheduled", "3"))
+    ]  # fmt: skip
+    monkeypatch.setattr(rank_report, "flight_records", lambda: [{"entries": entries}, {}])
+    assert queued_collectives(["3"]) == [("nccl/0", 8)]
 
 
 def test_time_limit_depends_on_the_phase_of_the_slowest_rank() -> None:

@@ -36,6 +36,8 @@ class Beat:
     """Stack of the training thread, innermost frame last; empty until the thread has made no progress for a while."""
     collectives: list[tuple[str, int, str, bool]] = field(default_factory=list)
     """Latest collectives: group, number in the group, operation with sizes, and whether it is done. Empty at first."""
+    not_started: list[tuple[str, int]] = field(default_factory=list)
+    """Collectives among these, by group and number, that are queued on the GPU and that it has not begun."""
     silent_seconds: float = 0.0
     """Time since the rank's last report."""
 
@@ -145,9 +147,24 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
         entered_ = ", ".join(f"rank {rank} is in {mine}" for rank, (_, mine, _) in sorted(odd.items()))
         usual = "" if len(odd) == len(beats) else f" where the others are in {next(iter(odd.values()))[2]}"
         return [beat for beat, *_ in odd.values()], f"{entered_}{usual}: a collective was skipped or repeated"
+    if hung := _hung(beats):
+        culprits, others = _beside(hung, beats)
+        whose = "its GPU has" if len(hung) == 1 else "their GPUs have"
+        return culprits, f"{others}, which {whose} not begun: a kernel before it hangs"
     if is_any_pending:
         return beats, f"all {_waiting(beats).removeprefix('the others ')}: none is missing, so look at the network"
     return None
+
+
+def _hung(beats: list[Beat]) -> list[Beat]:
+    """Return the ranks whose GPU has started no collective that it has been given, although others wait in one of
+    them."""
+    pending = {
+        beat.rank: {(group, number) for group, number, _, done in beat.collectives if not done} for beat in beats
+    }
+    queued = {beat.rank: {(group, number) for group, number in beat.not_started} for beat in beats}
+    started = {entry for beat in beats for entry in pending[beat.rank] - queued[beat.rank]}
+    return [beat for beat in beats if pending[beat.rank] <= queued[beat.rank] and pending[beat.rank] & started]
 
 
 def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:

@@ -39,7 +39,8 @@ class RankReport:
         )  # fmt: skip
         if beat.age_seconds > self._stack_after_seconds:
             beat.stack = self.stack()
-            beat.collectives = last_collectives(self._session.background_names())
+            background = self._session.background_names()
+            beat.collectives, beat.not_started = last_collectives(background), queued_collectives(background)
         return beat
 
     def stack(self) -> list[str]:
@@ -71,6 +72,19 @@ def last_collectives(leave_out: Iterable[str]) -> list[tuple[str, int, str, bool
                 group.clear()
             group.append((f"{backend}/{name}", number, operation, entry["retired"] or entry["state"] == "completed"))
     return [entry for group in told.values() for entry in group[-_COLLECTIVES_TOLD:]]
+
+
+def queued_collectives(leave_out: Iterable[str]) -> list[tuple[str, int]]:
+    """Return the collectives that this process has entered and its GPU has not begun, in the format of
+    ``Beat.not_started``. Only NCCL records when a collective begins, with ``TORCH_NCCL_ENABLE_TIMING``."""
+    left_out = set(leave_out)
+    return [
+        (f"nccl/{entry['process_group'][0]}", entry["collective_seq_id"])
+        for record in flight_records()
+        for entry in record.get("entries", ())
+        if entry["state"] == "scheduled" and entry["profiling_name"].startswith("nccl:") and not entry["retired"]
+        and not entry["is_p2p"] and entry["process_group"][0] not in left_out
+    ]  # fmt: skip
 
 
 def flight_records() -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ from serried.configs.errors import EXIT_STOPPED
 from serried.configs.schema.declaration import BUILT_IN
 from serried.program import main
 from serried.task_class import declaration
+from serried.trainer.replica_check import GoBack
+from serried.trainer.step_log import StepLog
 from testing.rank_pool import Cluster
 from testing.runs import ObservedRecipe, checkpoint, different_tensors, metrics, status, steps_saved, tiny_overrides
 from tests.support.own_task import Points
@@ -211,6 +213,30 @@ def test_pipeline_ends_the_step_before_it_stops(cluster: Cluster, text: Path, tm
     assert answers[1].value["micro_batches"] == 3 * MICRO_BATCHES
     assert "stopping   SIGTERM on rank 1: saving, then the run ends\n" in answers[0].printed
     assert (status(tmp_path / "run")["step"], steps_saved(tmp_path / "run")) == (3, [3])
+
+
+def train_back(argv: list[str], asked_in: int) -> dict[str, Any]:
+    """As ``train_asked`` with one rank; the result of step 3, read when that step is saved, makes the run go back."""
+    read_all = StepLog.read_all
+
+    def read(self: StepLog, newest: int, loader: Any = None) -> None:
+        if newest == 3 and loader is None:
+            raise GoBack(3, "a spike")
+        read_all(self, newest, loader)
+
+    with patch.object(StepLog, "read_all", read):
+        return train_asked(argv, asked_in, 0)
+
+
+def test_rollback_while_the_step_before_is_saved_ends_at_the_checkpoint(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """What FSDP2 has accumulated of the dropped step would be added to another one."""
+    argv = arguments(text, tmp_path / "run", 1, "checkpoint.every=2")
+    asked_in = 3 * MICRO_BATCHES + 2
+    (answer,) = cluster.run(1, "tests.runs.test_dropped_step:train_back", argv=argv, asked_in=asked_in)
+    assert answer.value == {"code": EXIT_STOPPED, "micro_batches": asked_in}, answer.printed
+    assert (status(tmp_path / "run")["step"], steps_saved(tmp_path / "run")) == (2, [2])
 
 
 class _Clock(SimpleNamespace):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -233,6 +234,30 @@ def test_a_gpu_stops_for_the_end_of_its_job_a_step_before_a_cpu_does() -> None:
     assert seconds_to_stop(90, 25, is_delayed=True) == 90 * 3 + 25
     assert seconds_to_stop(90, 25, is_delayed=True, is_behind=True) == 90 * 4 + 25
     assert seconds_to_stop(5, 25) == 5 * 2 + 25 + 20, "a save that is under way ends first"
+
+
+def test_ranks_look_about_every_second_of_a_long_step_and_never_in_a_short_one() -> None:
+    assert micro_batches_per_look(1.9, 64) is None
+    assert [micro_batches_per_look(10, count) for count in (1, 8, 64)] == [1, 1, 6]
+    assert micro_batches_per_look(90, 64) == 1
+    assert micro_batches_per_look(None, 64) == 1, "a first step may compile for minutes"
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("device", "known_after"), [("cpu", 1), ("cuda", 2)])
+def test_ranks_look_into_steps_until_they_know_that_these_are_short(device: str, known_after: int) -> None:
+    job = Job(step=1.0, save=5.0, guessed=5.0, limit=1e9, every=99, votes_at=0.5, hands_out=0.5, micro_batches=8)
+    run, looked_into = _Run(job, random.Random(7), device), set[int]()
+
+    def go_on(_: float) -> bool:
+        looked_into.add(run.steps_done + 1)
+        return False
+
+    with patch.object(run.shutdown, "_agreed", go_on):
+        for step in run.steps():
+            if step == 20:
+                break
+    assert looked_into == set(range(1, known_after + 1))
 
 
 @pytest.mark.parametrize("every", [10**6, 150])

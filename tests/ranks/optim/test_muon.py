@@ -149,7 +149,7 @@ def test_matrices_are_the_same_when_fsdp_wraps_some_blocks(cluster: Cluster) -> 
 
 @pytest.fixture(scope="module")
 def reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("muon") / "run", *MUON, steps=5)
+    return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("muon") / "run", *MUON, steps=3)
 
 
 DAILY = ("fsdp x2 (ZeRO-3)",)
@@ -161,7 +161,7 @@ DAILY = ("fsdp x2 (ZeRO-3)",)
 def test_muon_equals_the_single_process(
     cut: Cut, reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *MUON, steps=5)
+    curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *MUON, steps=3)
     difference = compare(curve, reference)
     assert difference.same_samples
     assert max(difference.loss, difference.grad_norm) < TOLERANCES["fp32"]

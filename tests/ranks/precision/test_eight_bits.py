@@ -141,7 +141,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
     folder = tmp_path_factory.mktemp("references")
-    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *WIDE, steps=4) for name in LAYOUTS}
+    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *WIDE, steps=3) for name in LAYOUTS}
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFa
 def test_layouts_have_the_loss_of_one_process(
     precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *WIDE, steps=4)
+    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *WIDE, steps=3)
     assert compare(curve, references[precision]).loss < 3e-3
     assert curve.grad_norms[0] == pytest.approx(references[precision].grad_norms[0], rel=1e-2)
 

@@ -104,7 +104,7 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
 @pytest.fixture(scope="module")
 def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
     folder = tmp_path_factory.mktemp("references")
-    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *AWARE, steps=4) for name in ("fp32", "bf16")}
+    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *AWARE, steps=3) for name in ("fp32", "bf16")}
 
 
 LAYOUTS = {"fp32": ("ddp x2", "fsdp x2 (ZeRO-3)", "context x2", "pipeline x2, zbv"), "bf16": ("fsdp x2 (ZeRO-3)",)}
@@ -123,7 +123,7 @@ LAYOUTS = {"fp32": ("ddp x2", "fsdp x2 (ZeRO-3)", "context x2", "pipeline x2, zb
 def test_layouts_have_the_loss_of_one_process(
     precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *AWARE, steps=4)
+    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *AWARE, steps=3)
     assert compare(curve, references[precision]).loss < 2e-3
     assert curve.grad_norms[0] == pytest.approx(references[precision].grad_norms[0], rel=1e-2)
 

@@ -46,6 +46,11 @@ CONSTANT = 2**20
 """Bytes that a product may need whatever its size."""
 
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+MULTIPLIES_BF16 = "bf16" in Path("/proc/cpuinfo").read_text()
+"""Whether this CPU has instructions for it. One without sums up the product in fp32, and rounds it then."""
+
+
 def converted(given: list[Tensor]) -> int:
     """Bytes of the copies in which a CPU's kernels bring inputs to one type; those of a GPU convert while they read."""
     types = [each.dtype for each in given if each.is_floating_point()]
@@ -70,7 +75,10 @@ class Alone(TorchDispatchMode):
             result = operation(*args, **(kwargs or {}))
         storages = {each.untyped_storage() for each in tree_leaves(result) if isinstance(each, Tensor)}
         made = {each._cdata: each.nbytes() for each in storages if each._cdata not in there}
-        self.noted.append((name, sum(made.values()), known_workspace(name, given) + converted(given)))
+        known = known_workspace(name, given) + converted(given)
+        if name in PRODUCTS and result.dtype == torch.bfloat16 and not MULTIPLIES_BF16:
+            known += 4 * result.numel()
+        self.noted.append((name, sum(made.values()), known))
         return result
 
 

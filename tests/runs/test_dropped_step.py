@@ -43,6 +43,8 @@ LAYOUTS = {  # ranks and keys
     "context": (2, "parallel.context=2"),
     "fp16 and an average": (2, "parallel=fsdp precision=fp16 precision.initial_scale=256 trainer.ema_decay=0.9"),
     "experts": (2, "parallel=fsdp parallel.expert=2 model=moe_tiny model.expert_hidden_dim=24 model.layers=2"),
+    "offloaded": (2, "parallel=fsdp parallel.offload=true"),
+    "Muon, whose update exchanges matrices": (2, "parallel=fsdp optim=muon"),
     "bf16 weights": (2, "parallel=fsdp precision=bf16 optim=adamw_bf16"),
 }
 DAILY = ("fp16 and an average",)

@@ -333,6 +333,10 @@ READERS: tuple[Reader, ...] = (
            f"{_NO_EFFECT} with data.format={{config.data.format}}", "data.format=text"),
     Reader("data.messages_column data.*.messages_column", lambda run: run.data("format") == "chat",
            f"{_NO_EFFECT} with data.format={{config.data.format}}", "data.format=chat"),
+    Reader("data.columns* data.*.columns*", lambda run: run.data("format") != "text",
+           f"{_NO_EFFECT} with data.format=text", "data.format=chat"),
+    Reader("data.isolate_documents", lambda run: run.data("packing") != "none",
+           f"{_NO_EFFECT} with data.packing=none, where a sequence has one document", ""),
     Reader("data.sources.*.weight data.weigh_by", lambda run: len(run.data("mixed", ())) > 1,
            f"{_NO_EFFECT} with a single source", ""),
 )  # fmt: skip

@@ -323,7 +323,7 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
         has_tokenizer = (checkpoint / "tokenizer.json").exists() or not (checkpoint / ADAPTER_CONFIG).exists()
         if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
             update["tokenizer"] = str(checkpoint.absolute())
-        if (template := checkpoint / "chat_template.jinja").exists():
+        if (template := checkpoint / "chat_template.jinja").exists() and data.chat_template != "none":
             text = template.read_text("utf-8")  # read now: the checkpoint may be deleted while its model generates text
             update["chat_template"] = text if "{" in text else str(template)
         data = data.model_copy(update=update)

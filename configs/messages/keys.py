@@ -30,6 +30,8 @@ _WORDS = {
     "integers": ("a list of whole numbers", "[1,2]"),
     "texts": ("a list of texts", "[a,b]"),
     "object": ("a section", "null"),
+    "mapping": ("a mapping of names to values", "{name: value}"),
+    "value": ("text, a number, true or false, null, or a list of these", "true"),
 }
 
 _LISTS = ("array", "texts", "integers")
@@ -58,12 +60,17 @@ class Key:
     """Name of the field of that class. It differs from the last part of ``path`` if the field has an alias."""
     one_of: tuple[str, ...] = ()
     """The values it may take, if the schema does not know them; else empty."""
+    is_entry: bool = False
+    """Whether it is an entry of the mapping that the field holds."""
 
     @property
     def kind(self) -> str:
         """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
-        object: a section that may be null."""
-        if "$ref" in self._field and _section_in(self._annotation)[0]:
+        object: a section that may be null; mapping: values under names of the user's, and value: one of them."""
+        if is_mapping(self.annotation):
+            entry = "string" if get_args(self.annotation)[1] is str else "value"
+            return entry if self.is_entry else "mapping"
+        if "$ref" in self._field and _section_in(self.annotation)[0]:
             return "object"
         lists = {"string": "texts", "integer": "integers"}
         return lists.get(self._field.get("items", {}).get("type"), str(self._field["type"]))
@@ -140,7 +147,8 @@ class Key:
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 
     @property
-    def _annotation(self) -> Any:
+    def annotation(self) -> Any:
+        """The type of the field."""
         return self.section.model_fields[self.field_name].annotation
 
     @property
@@ -191,7 +199,17 @@ class Keys(dict[str, Key]):
         above, _, last = str(path).rpartition(".")
         section, _, name = above.rpartition(".")
         key = self.named.get(section, {}).get(last)
-        return replace(key, path=str(path)) if key and is_name(name) else None
+        if key and is_name(name):
+            return replace(key, path=str(path))
+        mapping: Key | None = self.get(above) if above else None
+        if mapping and not mapping.is_entry and is_mapping(mapping.annotation):
+            return replace(mapping, path=str(path), is_entry=True)
+        return None
+
+
+def is_mapping(annotation: Any) -> bool:
+    """Whether a field of this type holds plain values under names that the user chooses."""
+    return get_origin(annotation) is dict and _section_in(annotation)[0] is None
 
 
 def is_name(text: str) -> bool:
@@ -218,7 +236,7 @@ def check_fields(section: type[Section], name: str) -> None:
         try:
             _ = key.kind
         except Exception as error:
-            kind = getattr(key._annotation, "__forward_arg__", getattr(key._annotation, "__name__", key._annotation))
+            kind = getattr(key.annotation, "__forward_arg__", getattr(key.annotation, "__name__", key.annotation))
             raise UserError(
                 f"{name}.{key.path}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
                 "Literal, a list of numbers or texts, or a serried.Section"

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from os.path import exists
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
+from pydantic import BeforeValidator, Field, JsonValue, SerializeAsAny, create_model
 
 from serried.configs.schema.fields import NAME_PATTERN, Count, LocalPath, Number, PathText, Section, Size
 from serried.configs.schema.models import ModelSection
@@ -21,6 +21,9 @@ from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION
 _DIVIDED = ("hf", "stdlib", "text")
 """Sources without a validation split of their own: the config alone decides which part is kept for validation."""
 
+
+_OF_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that come from a row."""
 
 _LEAST_FRACTION = 1e-9
 MOST_VALIDATION = 0.999
@@ -36,7 +39,7 @@ class SourceSection(Section):
     libraries: ClassVar[Sequence[str]] = ()
     """Libraries that the source needs in addition to the required ones."""
     by_content: ClassVar[Sequence[str]] = (
-        "name", "path", "subset", "split", "revision", "text_column", "messages_column", "token_dtype",
+        "name", "path", "subset", "split", "revision", "text_column", "messages_column", "columns", "token_dtype",
     )  # fmt: skip
 
     name: str
@@ -93,15 +96,21 @@ class DataSection(LoadingSection, SourceSection):
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
     answers."""
     chat_template: PathText | None = None
-    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
+    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML. ``none``: rows
+    are a prompt and its completion, used as they are."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further variables of the chat template, such as ``data.chat_template_kwargs.enable_thinking=false``."""
+    train_on: Literal["replies", "last", "all"] = "replies"
+    """With conversations: all ``replies`` of the assistant, its ``last`` reply, or ``all`` tokens."""
     tokenizer: PathText = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
     """``data.tokenizer=train``: size of the vocabulary to learn."""
     sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
     """Tokens per sequence."""
-    packing: Literal["split", "best_fit"] = "split"
-    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
+    packing: Literal["split", "best_fit", "none"] = "split"
+    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents. ``none``: one
+    document a sequence, padded."""
     isolate_documents: bool = False
     """Mask attention between documents of a sequence, and restart positions at each."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
@@ -113,6 +122,16 @@ class DataSection(LoadingSection, SourceSection):
     def is_chat(self) -> bool:
         """Whether the model is trained on what an assistant says."""
         return self.format != "text"
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model is asked with a chat template."""
+        return self.is_chat and self.chat_template != "none"
+
+    @property
+    def isolates(self) -> bool:
+        """Whether attention is masked between the documents of a sequence, of which there may be several."""
+        return self.isolate_documents and self.packing != "none"
 
     @property
     def is_streamed(self) -> bool:
@@ -168,8 +187,7 @@ class DataSection(LoadingSection, SourceSection):
                 f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; "
                 "use data.tokenizer=bytes, or an existing tokenizer"
             )
-        if not self.is_chat and self.chat_template is not None:
-            yield "data.chat_template is only read with data.format=chat; add data.format=chat"
+        yield from self._mistakes_of_chats()
         if self.format == "preference":
             yield from self._mistakes_of_pairs()
         if self.is_chat and self.tokenizer in made:
@@ -185,6 +203,29 @@ class DataSection(LoadingSection, SourceSection):
                 f"exists; use data.tokenizer={close}, or a Hugging Face name with its owner, "
                 "as in openai-community/gpt2"
             )
+
+    def _mistakes_of_chats(self) -> Iterator[str]:
+        kwargs = self.chat_template_kwargs
+        given = {"chat_template": self.chat_template is not None, "chat_template_kwargs": bool(kwargs)}
+        for key in (key for key, is_given in given.items() if is_given and not self.is_chat):
+            yield f"data.{key} is only read with data.format=chat; add data.format=chat"
+        if self.train_on != "replies" and self.format != "chat":
+            yield (
+                f"data.train_on={self.train_on} is only read with data.format=chat, and this is "
+                f"data.format={self.format}; leave it out"
+            )
+        for name in kwargs:
+            if not name.isidentifier() or name in _OF_TEMPLATES:
+                of_rows = "every template gets it from the row" if name in _OF_TEMPLATES else "this is no name"
+                yield f"data.chat_template_kwargs.{name}: {of_rows}; leave it out"
+        if self.chat_template != "none":
+            return
+        if kwargs:
+            yield "data.chat_template_kwargs has no effect with data.chat_template=none; leave one of them out"
+        if self.format == "preference":
+            yield "data.chat_template=none needs data.format=chat, and this is data.format=preference; leave it out"
+        if self.train_on == "last":
+            yield "data.train_on=last with data.chat_template=none, whose rows have one completion; leave it out"
 
     def _mistakes_of_pairs(self) -> Iterator[str]:
         if self.packing != "split":

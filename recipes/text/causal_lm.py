@@ -93,6 +93,10 @@ class CausalLM(TextTask):
             described.append(self.dataset("train").describe())
         return "; ".join(filter(None, described))
 
+    def shown_samples(self, count: int) -> list[str]:
+        """Return the text of the first ``count`` training documents, with marks for what is trained on."""
+        return self._text.shown_samples(count)
+
     def summary(self) -> str:
         """Return a detailed summary of the prepared data: documents, tokens, lengths, a sample."""
         return self._text.summary()
@@ -124,7 +128,7 @@ class CausalLM(TextTask):
     def example_batch(self, samples: int) -> Any:
         """Return a batch of zeros. Needs no data, so that a plan can be made on another machine."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)
-        return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolate_documents else None)
+        return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolates else None)
 
     def weight_per_sample(self) -> int:
         return self._data.sequence_length
@@ -229,7 +233,7 @@ class CausalLM(TextTask):
         return self._data.sequence_length, self._model.max_sequence_length
 
     def echoes_prompt(self) -> bool:
-        return not self._data.is_chat
+        return not self._data.has_template
 
     def next_command(self, start: str) -> str:
         if self._data.name == "stdlib":
@@ -269,11 +273,14 @@ class CausalLM(TextTask):
         """Return ``said`` as token ids (as messages if the model was trained on conversations), and the tokens that
         end a reply."""
         tokenizer = self._text.tokenizer
-        if self._data.is_chat:
-            return ask(chat_template(self._data, tokenizer)[0], tokenizer, said)
+        if self._data.has_template:
+            text = chat_template(self._data, tokenizer)[0]
+            return ask(text, tokenizer, said, self._data.chat_template_kwargs)
         (prompt,) = said
         if not prompt:
             return self._beginning(tokenizer), []
+        if self._data.is_chat:  # prompts of a completion may hold names of special tokens
+            return [*tokenizer.start_ids, *tokenizer.encode_marked(prompt)[0].tolist()], []
         return [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], []
 
     def write(

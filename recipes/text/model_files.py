@@ -10,7 +10,7 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG, GENERATION
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.schema.data import DataSection
-from serried.recipes.data.chat.conversations import ask, chat_template
+from serried.recipes.data.chat.conversations import ask, chat_template, template_to_export
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, hugging_face_files
 
@@ -56,16 +56,16 @@ def write_model_files(
     files = {name: json.dumps(found, indent=2) + "\n" for name, found in settings.items() if found}
     for name, content in (files | hugging_face_files(tokenizer)).items():
         (folder / name).write_text(content, "utf-8")
-    if data.is_chat:
-        (folder / "chat_template.jinja").write_text(chat_template(data, tokenizer)[0], "utf-8")
+    if data.has_template:
+        (folder / "chat_template.jinja").write_text(template_to_export(data, tokenizer), "utf-8")
 
 
 def _end_of_turn(data: DataSection, tokenizer: Tokenizer) -> int | None:
     """Return the token that ends a reply of the model; None if replies end with several tokens, or with text."""
-    if not data.is_chat or not isinstance(tokenizer, HuggingFaceTokenizer):
+    if not data.has_template or not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     try:
-        _, ids = ask(chat_template(data, tokenizer)[0], tokenizer, ["?"])
+        _, ids = ask(chat_template(data, tokenizer)[0], tokenizer, ["?"], data.chat_template_kwargs)
     except UserError:  # the template requires other messages
         return None
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.added_ids else None

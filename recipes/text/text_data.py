@@ -13,7 +13,7 @@ from serried.configs.schema.data import DataSection
 from serried.configs.schema.sections import DEFAULT_VALIDATION, MOST_THREADS, WHOLE, TrainerSection
 from serried.recipes.data.prepared.decontamination import kept_apart, left_out
 from serried.recipes.data.prepared.prepare import Prepared, cache_folder, open_prepared, prepare
-from serried.recipes.data.prepared.summary import marked_lines, summary_of
+from serried.recipes.data.prepared.summary import marked_lines, shown_documents, summary_of
 from serried.recipes.data.samples.mixture_dataset import (
     MixtureDataset,
     describe_sources,
@@ -28,6 +28,12 @@ from serried.recipes.data.streaming.stream import open_training, prepare_stream
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 from serried.recipes.models.layers.lm_head import IGNORE
+
+_TRAINED_ON = {
+    "replies": "conversations, trained on the assistant's messages only",
+    "last": "conversations, trained on the assistant's last message only",
+    "all": "conversations, trained on all tokens",
+}
 
 
 class TextData:
@@ -105,7 +111,7 @@ class TextData:
         tokens = f"{tokenizer} as tokens" if tokenizer in ("bytes", "chars") else f"tokenizer {tokenizer}"
         line = f"{describe_sources(self.section)}, {tokens}, {self.section.sequence_length} a sequence"
         if self.section.format == "chat":
-            line += ", conversations, trained on the assistant's messages only"
+            line += f", {_TRAINED_ON[self.section.train_on]}"
         if self.first is None:
             return [line]
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self.sources.items()]
@@ -120,6 +126,12 @@ class TextData:
         tokenizer = self.section.tokenizer
         texts = [(f"{name}\n" if name else "") + summary_of(of, tokenizer) for name, of in prepared.items()]
         return "\n".join(texts)
+
+    def shown_samples(self, count: int) -> list[str]:
+        """Return the text of the first ``count`` training documents of each source, with marks for what is trained
+        on."""
+        found = [(name, line) for name, prepared in self.sources.items() for line in shown_documents(prepared, count)]
+        return [f"{name} {line}" if name and not line.startswith(" ") else line for name, line in found]
 
     def describe_sample(self, sample: Sample) -> list[str]:
         """Return lines that show ``sample``, and which of its tokens are targets."""

@@ -41,11 +41,10 @@ MARKED = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 QWEN3 = """\
-{%- set ns = namespace(last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if message.role == "user" and ns.last == messages|length - 1 %}
-        {%- set ns.last = index %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- set ns.last = loop.index0 %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
@@ -136,8 +135,7 @@ TEMPLATES = {
     "llama 2": (LLAMA2, [" Four, señor. </s>", " Twelve 🙂 </s>"]),
     "unasked": (UNASKED, ["Four, señor.\n", "Twelve 🙂\n</s>"]),
     "marked": (MARKED, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
-    "qwen 3": (QWEN3, ["Four, señor.<|im_end|>", "<think>\n\n</think>\n\nTwelve 🙂<|im_end|>"]),
-    "deepseek": (DEEPSEEK, ["Four, señor.</s>", "Twelve 🙂</s>"]),
+    "qwen 3": (QWEN3, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
 }
 """Template and what is learned of ``PLAIN``."""
 
@@ -149,7 +147,7 @@ def test_tokens_are_those_of_transformers_and_replies_are_learned(
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    if name in ("llama 2", "deepseek") and messages is WITH_SYSTEM:
+    if name == "llama 2" and messages is WITH_SYSTEM:
         pytest.skip("it takes no system message so")
     template, expected = TEMPLATES[name]
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
@@ -172,13 +170,28 @@ def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokeni
     assert learned(tokenizer, encoded) == ["Four, señor.<|im_end|>", "<think>\n3 x 4\n</think>\n\nTwelve<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [QWEN3, DEEPSEEK], ids=["qwen 3", "deepseek"])
-def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
+def test_reasoning_that_a_template_drops_later_is_learned_in_a_sample_that_ends_with_it(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
     thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
-    with pytest.raises(
-        UserError, match=r"^row 5 of chats\.jsonl: the template leaves out a part of message 2 \(assistant\), '2 \+ 2'"
-    ):
-        encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
+    encoded = encode(tokenizer, QWEN3, [PLAIN[0], thought, *PLAIN[2:]])
+    (before,) = encoded.before
+    assert learned(tokenizer, before) == ["<think>\n2 + 2\n</think>\n\nFour<|im_end|>"]
+    assert before.tokens.tolist() == encode(tokenizer, QWEN3, [PLAIN[0], thought]).tokens.tolist()
+    assert learned(tokenizer, encoded) == ["Twelve 🙂<|im_end|>"]
+    assert "2 + 2" not in tokenizer.decode(encoded.tokens)
+
+
+def test_reasoning_that_a_template_asks_for_and_never_shows_follows_the_prompt(tokenizer: HuggingFaceTokenizer) -> None:
+    """As DeepSeek R1's: a reply without reasoning ends the block that the prompt begins."""
+    thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
+    encoded = encode(tokenizer, DEEPSEEK, [PLAIN[0], thought, *PLAIN[2:]])
+    samples = [*encoded.before, encoded]
+    assert [learned(tokenizer, sample) for sample in samples] == [
+        ["2 + 2\n</think>\n\nFour</s>"], ["\n</think>\n\nTwelve 🙂</s>"],
+    ]  # fmt: skip
+    asked, _ = ask(DEEPSEEK, tokenizer, ["What is two and two?"])
+    assert samples[0].tokens[: len(asked)].tolist() == asked
 
 
 def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: HuggingFaceTokenizer) -> None:
@@ -427,8 +440,8 @@ def test_what_is_trained_on_follows_what_the_template_asks_with(name: str, token
     """By ids, from transformers alone: those before a reply are those of the prompt that asks for it."""
     from transformers import PreTrainedTokenizerFast
 
-    if name in ("deepseek", "unasked"):
-        pytest.skip("what it asks with is not in its conversations")
+    if name == "unasked":
+        pytest.skip("it has no generation prompt")
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
     encoded = encode(tokenizer, TEMPLATES[name][0], PLAIN)
     assert encoded.supervised is not None
@@ -437,7 +450,8 @@ def test_what_is_trained_on_follows_what_the_template_asks_with(name: str, token
         asked = theirs.apply_chat_template(PLAIN[:turn], chat_template=TEMPLATES[name][0], add_generation_prompt=True)[
             "input_ids"
         ]
-        assert encoded.tokens[:start].tolist() == asked
+        block = "<think>\n\n</think>\n\n" if name == "qwen 3" and turn == 3 else ""
+        assert encoded.tokens[:start].tolist() == [*asked, *tokenizer.encode(block).tolist()]
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "plain", "end after all"])
@@ -463,10 +477,10 @@ def test_long_conversations_are_found_as_each_reply_alone_would_be(name: str, mo
         return template.render(*given, **options)
 
     turns = range(1, 24, 2)
-    found = replies.find_replies(render, name, messages, turns)
-    assert renders < 24 or name in ("qwen 3", "end after all")
+    found = replies.find_samples(render, name, messages, turns)
+    assert renders < 36 or name in ("qwen 3", "end after all")
     monkeypatch.setattr(replies, "_as_others", lambda *_: None)
-    assert found == replies.find_replies(render, name, messages, turns)
+    assert found == replies.find_samples(render, name, messages, turns)
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "training"])
@@ -504,7 +518,8 @@ def test_empty_reasoning_that_a_template_drops_is_no_loss(tokenizer: HuggingFace
         {**message, "content": f"<think>\n\n</think>\n\n{message['content']}"} for message in (PLAIN[1], PLAIN[3])
     ]
     encoded = encode(tokenizer, QWEN3, [PLAIN[0], messages[0], PLAIN[2], messages[1]])
-    assert learned(tokenizer, encoded) == TEMPLATES["qwen 3"][1]
+    assert encoded.before == ()
+    assert learned(tokenizer, encoded) == ["Four, señor.<|im_end|>", "<think>\n\n</think>\n\nTwelve 🙂<|im_end|>"]
 
 
 QWEN3_TOOLS = QWEN3.replace(
@@ -531,7 +546,7 @@ def test_calls_that_a_template_renders_differently_once_others_follow_are_learne
     ]
     shown = f'{said}{said and chr(10)}<tool_call>\n{{"name": "add", "arguments": {{"a": 2}}}}\n</tool_call><|im_end|>'
     assert learned(tokenizer, encode(tokenizer, QWEN3_TOOLS, messages)) == [
-        shown, "<think>\n\n</think>\n\nFour, señor.<|im_end|>",
+        shown, "Four, señor.<|im_end|>",
     ]  # fmt: skip
 
 

@@ -5,16 +5,17 @@ without marks in the template (``recipes.data.chat.reply_spans``).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.configs.schema.data import DataSection
-from serried.recipes.data.chat.reply_spans import find_replies
+from serried.recipes.data.chat.reply_spans import Render, Reply, Sample, content_in, find_samples
 from serried.recipes.data.readers.json_parquet_rows import without_nulls
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.tokenizers.chat_template import Message, Template, TooMuch, Unlearnable
@@ -30,17 +31,21 @@ CHATML = (
 )
 """Default template for tokenizers without one."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Version of rendering and of finding replies, which the template does not determine."""
 
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bot": "assistant", "system": "system", "tool": "tool", "function_response": "tool", "observation": "tool",
+    "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function_response": "tool",
+    "observation": "tool",
 }  # fmt: skip
 """Roles of conversations in ShareGPT's format, {from, value}, by their names there."""
 
-EARLIER_FORMAT = 2
-"""Previous version, whose tokens are often equal."""
+EARLIER_FORMATS = (3, 2)
+"""Previous versions, newest first, whose tokens are often equal."""
+
+_ASSISTANTS = ("gpt", "chatgpt", "bot", "model", "human")
+"""Roles that some data gives in {role, content}. They are renamed if no message is from the assistant."""
 
 _STAND_IN = "serried-reply-5d1f8a"
 """Placeholder for a reply, to find the template's text before and after it."""
@@ -52,77 +57,253 @@ _WEIGHTS = ("weight", "train", "training")
 class ChatEncoder:
     """Encoder of rows that are lists of messages, {role, content} or {from, value}."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, name: str) -> None:
-        """``name``: name of the template in messages. Raises ``UserError`` if it is not a Jinja template, or jinja2
-        is not installed."""
-        self._tokenizer = tokenizer
-        self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        name: str,
+        *,
+        for_tools: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        train_on: Literal["replies", "last", "all"] = "replies",
+    ) -> None:
+        """Compile the template. Raises ``UserError`` if it is not a Jinja template, or jinja2 is not installed.
+
+        Args:
+            name: name of the template in messages.
+            for_tools: template of conversations with tools, if it is another one.
+            variables: further variables of the template.
+            train_on: which tokens are trained on, see ``data.train_on``.
+        """
+        self._tokenizer, self._train_on = tokenizer, train_on
+        tokens = _special_tokens(tokenizer.spec().get("files", {}))
+        self._end = tokens.get("eos_token", "")
+        self._template = Template(template, name, tokens, for_tools=for_tools, variables=variables)
         self._dtype = token_dtype(tokenizer.vocab_size)
 
-    def spec(self) -> dict[str, Any]:
-        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
-        return {"format": _FORMAT, "template": self._template.text}
+    def spec(self, earlier: int | None = None) -> dict[str, Any]:
+        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON; for the version
+        ``earlier``, if given."""
+        spec: dict[str, Any] = {"format": earlier or _FORMAT, "template": self._template.text}
+        if self._template.for_tools is not None and earlier is None:
+            spec["for_tools"] = self._template.for_tools
+        if self._template.variables:
+            spec["variables"] = self._template.variables
+        return spec if self._train_on == "replies" else {**spec, "train_on": self._train_on}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
         return encoded_rows(rows, unit, self._encode)
 
     def _encode(self, row: Row) -> Encoded:
         content: Any = row.content
-        messages, tools = content, ()
-        if isinstance(content, dict):
-            messages, tools = content.get("messages"), content.get("tools") or ()
-        return self.conversation(messages, tools=tools)
+        row_has = content if isinstance(content, dict) else {"messages": content}
+        return self.conversation(
+            row_has.get("messages"), tools=row_has.get("tools") or (), system=row_has.get("system")
+        )
 
     def conversation(
-        self, content: Any, where: str = "", first: int = 0, tools: Sequence[dict[str, Any]] = ()
+        self,
+        content: Any,
+        where: str = "",
+        first: int = 0,
+        tools: Sequence[dict[str, Any]] = (),
+        system: str | None = None,
     ) -> Encoded:
-        """Return the tokens of the messages ``content``, with the ``tools`` they may call.
+        """Return the tokens of the messages ``content``, with the ``tools`` they may call; of several samples if the
+        template drops or changes earlier turns.
 
         Only replies from message ``first`` on are trained on. Raises ``UserError`` if the messages are invalid, or
         contain nothing to train on. Its text continues the description of the row's place; ``where`` is the position
-        within the row.
+        within the row. ``system``: prompt before the messages, if they have none.
         """
         messages = _messages(content, where)
+        is_new = bool(system) and not any(message["role"] == "system" for message in messages)
+        if is_new:
+            messages = [{"role": "system", "content": system}, *messages]
         said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
         turns = [turn for turn in said if _is_trained(messages[turn], f"{where}, message {turn + 1}")]
-        name = self._template.name
         try:
-            text, replies = find_replies(partial(self._template.render, tools=tools), name, messages, turns)
-            if tools and _rendered(self._template, messages) == text:
+            render = partial(self._template.render, tools=tools)
+            messages, is_parsed = _with_parsed_arguments(render, messages)
+            samples = self._samples(render, messages, said, turns)
+            if tools and _rendered(self._template, messages) == samples[-1].text:
                 raise Unlearnable(
-                    f"{name} shows no tools, so training would not see which may be called; use a template that does, "
-                    "data.chat_template=FILE, or remove the column 'tools'"
+                    f"{self._template.name} shows no tools, so training would not see which may be called; use a "
+                    "template that does, data.chat_template=FILE, or remove the column 'tools'"
                 )
-            text.encode()  # tokenizers fail in other ways on invalid text
-            ids, spans = self._tokenizer.encode_marked(text)
+            trains_all = [self._train_on == "all" and sample is samples[-1] for sample in samples]
+            found = [
+                document
+                for sample, is_all in zip(samples, trains_all, strict=True)
+                for document in self._encoded(sample, trains_all=is_all)
+            ]
         except UnicodeEncodeError as error:
             raise UserError(f"{where} holds half a character (an unpaired surrogate); fix or remove the row") from error
         except TooMuch as error:
             raise TooMuch(f"{where}: {error}") from error
         except (UserError, Unlearnable) as error:
             raise UserError(f"{where}: {error}") from error
-        supervised = np.zeros(len(ids), np.uint8)
-        begins, ends = spans.T
-        for reply in replies:
-            # A token may begin with the space before the reply: it is the first token that a model must write.
-            supervised[(begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))] = 1
-        if not supervised[1:].any():  # the first token is never a target
+        found = [document for document in found if document.supervised is not None and document.supervised[1:].any()]
+        if not found:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             why = f"no message is from the assistant (roles: {roles})"
             if said:
                 of_weight = ", ".join(f"{key}: 0 or false" for key in _WEIGHTS)
                 why = "the assistant's messages are empty" if turns else f"none is to be trained on ({of_weight})"
             raise UserError(f"{where}: it has nothing to train on: {why}; fix or remove the row")
-        if ids[-1] != self._tokenizer.end_id:  # a template may end with the end mark
+        is_new |= is_parsed or bool(tools and self._template.for_tools) or any(document.is_new for document in found)
+        return found[-1]._replace(before=tuple(found[:-1]), is_new=is_new)
+
+    def _samples(
+        self, render: Render, messages: Sequence[Message], said: Sequence[int], turns: Sequence[int]
+    ) -> list[Sample]:
+        """Return the samples that train on the replies ``turns`` among ``said``, or what ``data.train_on`` names."""
+        name = self._template.name
+        if self._train_on != "all":
+            chosen = turns[-1:] if self._train_on == "last" else turns
+            return find_samples(render, name, messages, chosen, self._end)
+        samples = find_samples(render, name, messages, said, self._end)
+        if samples[-1].text != (text := render(messages)):
+            samples.append(Sample(text, {}, len(messages), is_new=True))
+        *earlier, whole = samples
+        kept = [
+            sample._replace(replies={turn: reply for turn, reply in sample.replies.items() if turn in turns})
+            for sample in earlier
+        ]
+        left_out = {
+            turn: whole.replies.get(turn) or content_in(render, name, messages, turn, whole.text)
+            for turn in said
+            if turn not in turns
+        }
+        return [*(sample for sample in kept if sample.replies), whole._replace(replies=left_out)]
+
+    def _encoded(self, sample: Sample, *, trains_all: bool) -> Iterator[Encoded]:
+        """Yield the tokens of a sample, after a sample of its own for each reply before which the prompt has other
+        tokens when a model is asked with it. ``trains_all``: all tokens are trained on except the replies of the
+        sample. Raises ``UnicodeEncodeError`` if it is not valid text."""
+        sample.text.encode()  # tokenizers fail in other ways on invalid text
+        ids, spans = self._tokenizer.encode_marked(sample.text)
+        inside = dict[int, Reply]()
+        for turn, reply in {} if trains_all else sample.replies.items():
+            if reply.is_asked and reply.start and not self._is_asked_so(sample.text, reply.start, ids, spans):
+                text = sample.text[: reply.stop]
+                if pieces := _in_pieces(self._tokenizer, text, reply.start):
+                    inside[turn] = reply
+                    alone = Sample(text, {turn: reply}, turn + 1, is_new=True)
+                    yield self._supervised(alone, *pieces, trains_all=False)
+        replies = {turn: reply for turn, reply in sample.replies.items() if turn not in inside}
+        yield self._supervised(sample._replace(replies=replies), ids, spans, trains_all=trains_all)
+
+    def _is_asked_so(self, text: str, asked: int, ids: np.ndarray, spans: np.ndarray) -> bool:
+        """Return whether the prompt ``text[:asked]`` alone has the same tokens as in the whole text."""
+        count = int(np.searchsorted(spans[:, 1], asked, "right"))
+        if count < len(ids) and spans[count, 0] < asked:
+            return False
+        marks = self._tokenizer.added_ids if isinstance(self._tokenizer, HuggingFaceTokenizer) else frozenset()
+        # What is before a special token does not change the tokens after it.
+        first = next((at for at in range(count - 1, -1, -1) if int(ids[at]) in marks), 0)
+        alone, _ = self._tokenizer.encode_marked(text[int(spans[first, 0]) if first else 0 : asked])
+        return np.array_equal(alone, ids[first:count])
+
+    def _supervised(self, sample: Sample, ids: np.ndarray, spans: np.ndarray, *, trains_all: bool) -> Encoded:
+        """Return ``ids`` with marks for those that are trained on: the replies, or with ``trains_all`` all others."""
+        supervised = np.full(len(ids), trains_all, np.uint8)
+        begins, ends = spans.T
+        for reply in sample.replies.values():
+            # A token may begin with the space before the reply: it is the first token that a model must write.
+            supervised[(begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))] = not trains_all
+        if not len(ids) or ids[-1] != self._tokenizer.end_id:  # a template may end with the end mark
             # End mark of a last reply that the template does not end.
-            is_end = bool(replies) and turns[-1] == len(messages) - 1 and not replies[-1].has_end
+            last = sample.replies.get(sample.messages - 1)
+            is_end = trains_all if last is None else not trains_all and not last.has_end and last.start < last.stop
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(is_end))
+        return Encoded(ids.astype(self._dtype), supervised, is_new=sample.is_new)
+
+
+class CompletionEncoder:
+    """Encoder of rows with a prompt and its completion, which are texts and have no template."""
+
+    def __init__(self, tokenizer: Tokenizer, train_on: str) -> None:
+        self._tokenizer, self._train_on = tokenizer, train_on
+        self._dtype = token_dtype(tokenizer.vocab_size)
+
+    def spec(self, earlier: int | None = None) -> dict[str, Any]:
+        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
+        return {"format": earlier or _FORMAT, "template": None, "train_on": self._train_on}
+
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
+        return encoded_rows(rows, unit, self._encode)
+
+    def _encode(self, row: Row) -> Encoded:
+        content: Any = row.content
+        if not isinstance(content, dict) or not {"prompt", "completion"} <= content.keys():
+            raise UserError(
+                " is a conversation, and data.chat_template=none trains on a prompt and its completion as they are; "
+                "leave data.chat_template out for the tokenizer's own"
+            )
+        prompt, completion = content["prompt"], content["completion"]
+        if not completion:
+            raise UserError(": its completion is empty, so there is nothing to train on; fix or remove the row")
+        try:
+            (prompt + completion).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(" holds half a character (an unpaired surrogate); fix or remove the row") from error
+        pieces = _in_pieces(self._tokenizer, prompt + completion, len(prompt))
+        ids, spans = pieces or self._tokenizer.encode_marked(prompt + completion)
+        supervised = (spans[:, 1] > len(prompt)).astype(np.uint8)
+        start, end = np.array(self._tokenizer.start_ids, np.int64), np.array([self._tokenizer.end_id])
+        starts = len(start) and ids[: len(start)].tolist() != start.tolist()  # the prompt may begin with it
+        ends = ids[-1] != self._tokenizer.end_id
+        ids = np.concatenate((start if starts else start[:0], ids, end if ends else end[:0]))
+        supervised = np.pad(supervised, (len(start) if starts else 0, 0))
+        supervised = np.concatenate((supervised, np.ones(len(ids) - len(supervised), np.uint8)))
+        if self._train_on == "all":
+            supervised[:] = 1
         return Encoded(ids.astype(self._dtype), supervised)
 
 
+def _in_pieces(tokenizer: Tokenizer, text: str, at: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ids of ``text`` up to the position ``at``, where a model is asked, and those of the rest, with the
+    range of characters of each id. None if the tokenizer adds a space before a text."""
+    (before, spans), (ids, following) = tokenizer.encode_marked(text[:at]), tokenizer.encode_marked(text[at:])
+    both = np.concatenate((before, ids))
+    if tokenizer.decode_marked(both.tolist()) != tokenizer.decode_marked(tokenizer.encode_marked(text)[0].tolist()):
+        return None
+    return both, np.concatenate((spans, following + at))
+
+
 def chat_encoder(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder:
+    """Return the encoder of conversations."""
+    return ChatEncoder(
+        tokenizer, *chat_template(section, tokenizer), for_tools=_template_for_tools(section, tokenizer),
+        variables=section.chat_template_kwargs, train_on=section.train_on,
+    )  # fmt: skip
+
+
+def encoder_of_rows(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder | CompletionEncoder:
     """Return the encoder for ``data.format=chat``."""
-    return ChatEncoder(tokenizer, *chat_template(section, tokenizer))
+    is_plain = section.chat_template == "none"
+    return CompletionEncoder(tokenizer, section.train_on) if is_plain else chat_encoder(section, tokenizer)
+
+
+def _template_for_tools(section: DataSection, tokenizer: Tokenizer) -> str | None:
+    """Return the template that the tokenizer has for conversations with tools; None if it is the usual one."""
+    if section.chat_template is not None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    return tokenizer.chat_templates.get("tool_use")
+
+
+def template_to_export(section: DataSection, tokenizer: Tokenizer) -> str:
+    """Return the template that renders conversations in ``transformers`` as in training: with the values of
+    ``data.chat_template_kwargs`` as defaults, and with the template for tools."""
+    text, for_tools = chat_template(section, tokenizer)[0], _template_for_tools(section, tokenizer)
+    if for_tools is not None:
+        text = f"{{%- if tools %}}{for_tools}{{%- else %}}{text}{{%- endif %}}"
+    defaults = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in section.chat_template_kwargs.items()
+    )
+    return "".join([*defaults, text])
 
 
 def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]:
@@ -145,10 +326,17 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
     return (CHATML, "ChatML") if own is None else (own, "the tokenizer's template")
 
 
-def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[list[int], list[int]]:
+def ask(
+    template_text: str,
+    tokenizer: Tokenizer,
+    said: Sequence[str],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[list[int], list[int]]:
     """Return the token ids that ask for a reply to the messages ``said``, alternately of the user and the assistant,
-    and the ids with which a reply ends. Raises ``UserError`` if the template refuses the messages."""
-    template = Template(template_text, "the chat template", _special_tokens(tokenizer.spec().get("files", {})))
+    and the ids with which a reply ends. ``variables``: further variables of the template. Raises ``UserError`` if it
+    refuses the messages."""
+    tokens = _special_tokens(tokenizer.spec().get("files", {}))
+    template = Template(template_text, "the chat template", tokens, variables=variables)
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
     try:
         asked = template.render(messages, ask_for_reply=True)
@@ -185,7 +373,48 @@ def _messages(content: Any, where: str) -> list[Message]:
         raise UserError(
             f"{where} is not a list of messages; use data.format=text for text, or data.messages_column=NAME"
         )
-    return [_message(message, f"{where}, message {number}") for number, message in enumerate(content, 1)]
+    messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(content, 1)]
+    roles = {message["role"] for message in messages}
+    if "assistant" in roles or not roles & {*_ASSISTANTS}:
+        return messages
+    return [{**message, "role": _ROLES.get(message["role"], message["role"])} for message in messages]
+
+
+def _with_parsed_arguments(render: Render, messages: list[Message]) -> tuple[list[Message], bool]:
+    """Return the messages, and whether they were changed: with arguments of calls as objects, if they are JSON text, as
+    in OpenAI's format, and the template would write a quoted text or fails."""
+    calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in calls]
+    texts = [it["arguments"] for it in functions if isinstance(it, dict) and isinstance(it.get("arguments"), str)]
+    if not texts:
+        return messages, False
+    try:
+        text = render(messages)
+        if not any(json.dumps(arguments, ensure_ascii=False) in text for arguments in texts):
+            return messages, False
+    except Unlearnable:
+        pass
+
+    def parsed(value: Any) -> Any:
+        try:
+            found = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return value
+        return found if isinstance(found, dict) else value
+
+    def with_parsed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": with_parsed(call["function"])}
+        return {**call, "arguments": parsed(call["arguments"])} if "arguments" in call else call
+
+    return [
+        {**message, "tool_calls": [with_parsed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ], True
 
 
 def _message(message: Message, where: str) -> Message:

@@ -20,9 +20,6 @@ from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 LEARNED, REJECTED = 1, 2
 """Bits of a token's byte."""
 
-_FORMAT = 1
-"""Format version of encoding details that ``spec()`` does not cover."""
-
 _SHOWN_CHARACTERS = 60
 
 
@@ -33,9 +30,10 @@ class PairEncoder:
         """``sequence_length``: longer prompts are refused."""
         self._chat, self._sequence_length = chat, sequence_length
 
-    def spec(self) -> dict[str, Any]:
-        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
-        return {"format": _FORMAT, "sequence_length": self._sequence_length, **self._chat.spec()}
+    def spec(self, earlier: int | None = None) -> dict[str, Any]:
+        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON; for the version
+        ``earlier``, if given."""
+        return {"sequence_length": self._sequence_length, **self._chat.spec(earlier)}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
         return encoded_rows(rows, unit, self._encode)
@@ -64,7 +62,8 @@ class PairEncoder:
             )
         learned = [side.supervised for side in sides if side.supervised is not None]
         marks = np.concatenate((learned[0], learned[1] | np.uint8(REJECTED)))
-        return Encoded(np.concatenate([side.tokens for side in sides]), marks)
+        is_new = any(side.is_new for side in sides)
+        return Encoded(np.concatenate([side.tokens for side in sides]), marks, is_new=is_new)
 
     def _side(self, pair: dict[str, Any], name: str) -> Encoded:
         prompt, answer = pair["prompt"], pair[name]
@@ -72,6 +71,11 @@ class PairEncoder:
             raise UserError(f": {name} is empty; fix or remove the row")
         encoded = self._chat.conversation([*prompt, *answer], f", {name}", len(prompt), pair.get("tools", ()))
         assert encoded.supervised is not None
+        if encoded.before:
+            raise UserError(
+                f": {name} has several replies, of which the chat template drops or changes earlier ones, so they are "
+                "not one answer; leave one reply in it, or use another template: data.chat_template=FILE"
+            )
         if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
             raise UserError(
                 f": its prompt has {tokens} tokens, and data.sequence_length={self._sequence_length} leaves no "

@@ -1,14 +1,16 @@
-"""Positions of replies in a rendered conversation, and a check that the template shows everything to train on.
+"""Samples of a rendered conversation, the replies in them, and a check that each shows everything to train on.
 
-A reply is the text that a model must write. It begins where the template's generation prompt ends, and ends with the
-mark that ends the turn. So templates need no marks of replies, which hardly any has. Some templates render a reply
-differently once others follow, such as Qwen 3's with tool calls. Then the position of a placeholder for the reply in
-the whole conversation shows where it ends.
+A reply is the text that a model must write when it is asked with the template's generation prompt. It begins where
+that prompt ends, and ends with the mark that ends the turn. So templates need no marks of replies, which hardly any
+has. Most templates only append: then the whole conversation is one sample, in which the position of each reply is
+found without rendering it again. A template that drops or changes earlier turns, such as the reasoning in Qwen 3, or
+the end mark in gpt-oss, no longer shows what the model must write. Such a reply gets a sample of its own, which ends
+with it.
 """
 
+import json
 import re
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from serried.configs.formats import printable
@@ -25,16 +27,33 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_CHARACTERS = 40
 
 _TAGS = re.compile(r"</?\w+>")
+_REASONING_TAGS = "think|thinking|thought|reasoning"
+_EMPTY_BLOCK = re.compile(rf"\s*<({_REASONING_TAGS})>\s*</\1>\s*")
+_OPEN_BLOCK = re.compile(rf"<({_REASONING_TAGS})>\s*\Z")
 
 
 class Reply(NamedTuple):
     """Start and stop of a reply in the text, in characters. It includes the mark that ends the turn, but not the
-    header."""
+    header, and no empty block of reasoning that the template writes before it."""
 
     start: int
     stop: int
     has_end: bool
     """Whether the template ends it with more than whitespace."""
+    is_asked: bool
+    """Whether the model is asked with the text before it; else the template has no generation prompt."""
+
+
+class Sample(NamedTuple):
+    """A rendered conversation, or the beginning of one."""
+
+    text: str
+    replies: Mapping[int, Reply]
+    """Replies to train on, by the number of their message."""
+    messages: int
+    """Number of messages that it shows."""
+    is_new: bool
+    """Whether earlier versions trained on other tokens."""
 
 
 _DIGITS = "591827364546"
@@ -45,33 +64,66 @@ def stand_in(number: int) -> str:
     return f"{_DIGITS}{number:07}5463728195"
 
 
-def find_replies(
-    render: Render, name: str, messages: Sequence[Message], turns: Sequence[int]
-) -> tuple[str, list[Reply]]:
-    """Return the text of a conversation, and the replies ``turns`` in it. ``name``: name of the template. Raises
-    ``Unlearnable`` if the template leaves out a message, or a part of one that must be trained on."""
-    _check_keys(render, name, messages, range(len(messages)), _CALLS)
-    text = render(messages)
+def find_samples(
+    render: Render, name: str, messages: Sequence[Message], turns: Sequence[int], end_of_text: str = ""
+) -> list[Sample]:
+    """Return the samples of a conversation that train on each of the replies ``turns`` once.
+
+    Args:
+        name: name of the template in messages.
+        end_of_text: text of the end-of-text token, which some templates write after all turns.
+
+    Raises:
+        Unlearnable: the template leaves out a message, or a part of one that must be trained on.
+    """
+    try:
+        text = render(messages)
+    except Unlearnable:  # some templates fail on a message with a call that they do not show
+        for number in range(len(messages)):
+            _check_calls(render, name, messages, number, "")
+        raise
     places = _places(messages, text, _check_shown(render, name, messages, text))
-    replies, alike = [], dict[str, tuple[int, str, bool]]()
+    found, alone, alike = dict[int, Reply](), dict[int, _Alone](), dict[str, _Alike]()
+    is_new = False
+    for number in range(len(messages)):
+        if number not in turns:
+            _check_calls(render, name, messages, number, "")
     for turn in turns:
         place = places.get(turn)
+        # Templates remove whitespace in some places only.
+        is_plain = messages[turn]["content"] == _text_of(messages[turn])
+        is_plain &= not any(messages[turn].get(key) for key in (*_CALLS, *_REASONING))
         is_last = turn + 1 == len(messages)  # the last message may end differently
-        reply = _as_others(place, alike, text) if place and not is_last else None
+        reply = _as_others(place, alike, text) if place and is_plain and not is_last else None
         if reply is None:
-            reply = _find(render, messages, turn, text)
-            if place and reply and reply.start <= place.start and place.stop <= reply.stop:
-                alike[place.header] = place.start - reply.start, text[place.stop : reply.stop], reply.has_end
-        said = "" if reply is None else text[reply.start : reply.stop]
-        _check_parts(render, name, messages, turn, said)
-        _check_keys(render, name, messages, [turn], _REASONING, said)
-        if reply is None:
-            raise Unlearnable(
-                f"{name} renders message {turn + 1} (assistant) differently once others follow, so training would not "
-                f"see what was said; {_REMEDY}"
-            )
-        replies.append(reply)
-    return text, replies
+            alone[turn] = _alone(render, name, messages, turn, text, end_of_text)
+            is_new |= alone[turn].is_new
+            reply = alone[turn].within(text)
+            if place and is_plain and reply and reply.start <= place.start and place.stop <= reply.stop:
+                end = text[place.stop : reply.stop]
+                alike[place.header] = _Alike(place.start - reply.start, end, reply.has_end, reply.is_asked)
+        if reply is not None:
+            found[turn] = reply
+    samples = [Sample(text, found, len(messages), is_new)] if found or not turns else []
+    left = [turn for turn in turns if turn not in found]
+    while left:
+        last = alone[left[-1]]
+        replies = {turn: reply for turn in left if (reply := alone[turn].within(last.text))}
+        samples.insert(0, Sample(last.text, replies, left[-1] + 1, is_new=True))
+        left = [turn for turn in left if turn not in replies]
+    return samples
+
+
+def content_in(render: Render, name: str, messages: Sequence[Message], turn: int, text: str) -> Reply:
+    """Return the position of the content of message ``turn`` in ``text``, the whole conversation. Raises
+    ``Unlearnable`` if it is not found."""
+    marked = _with_stand_in(render, messages, turn)
+    if marked is None or not (text.startswith(marked[0]) and text.endswith(marked[1])):
+        raise Unlearnable(
+            f"{name} changes message {turn + 1} (assistant), so it cannot be left out with data.train_on=all; use "
+            "data.train_on=replies, or remove the message"
+        )
+    return Reply(len(marked[0]), len(text) - len(marked[1]), has_end=True, is_asked=False)
 
 
 _REMEDY = "end the conversation there, leave that out, or use another template: data.chat_template=FILE"
@@ -80,58 +132,134 @@ _REMEDY = "end the conversation there, leave that out, or use another template: 
 # finding --------------------------------------------------------------------------------------------------------------
 
 
-def _find(render: Render, messages: Sequence[Message], turn: int, text: str) -> Reply | None:
-    alone, whole = (_with_stand_in(render, messages[:stop], turn) for stop in (turn + 1, len(messages)))
-    start = _start(render, messages, turn, text, whole or alone)
-    if start is None:
-        return None
-    through = text if turn + 1 == len(messages) else _tried(render, messages[: turn + 1])
-    if through is not None and text.startswith(through) and len(through) >= start:
-        stop, ended = len(through), alone
-        if messages[turn].keys() & {*_CALLS}:
-            ended = _with_stand_in(render, messages[: turn + 1], turn, silent=True) or alone
-        end = ended[1] if ended else through[start:].rstrip().removesuffix(_text_of(messages[turn]))
-    else:
-        # The template renders the last reply differently: use the position of a placeholder, with all later messages.
-        found = None
-        if alone and whole and text.endswith(whole[1]):
-            found = alone[1], whole[1]
-        elif messages[turn].keys() & {*_CALLS}:
-            alone, whole = (
-                _with_stand_in(render, messages[:stop], turn, silent=True) for stop in (turn + 1, len(messages))
-            )
-            found = (alone[1], whole[1]) if alone and whole and text.endswith(whole[1]) else None
-        if found is None:
+class _Alone(NamedTuple):
+    """A reply in the conversation that ends with it."""
+
+    text: str
+    prompt: int
+    """Stop of the prompt with which the model is asked for the reply."""
+    start: int
+    """Start of the reply; before it, the template may write an empty block of reasoning."""
+    rest: int
+    """Start of the reply without an empty block of reasoning, its own or the template's."""
+    stop: int
+    has_end: bool
+    is_asked: bool
+    """Whether the prompt is the template's generation prompt."""
+    is_new: bool
+
+    def within(self, text: str) -> Reply | None:
+        """Return the reply in ``text``, which has more messages; None if the prompt or the reply is another one there,
+        except for an empty block of reasoning."""
+        if not text.startswith(self.text[: self.prompt]):
             return None
-        after, end = found[1], _common(*found)
-        stop = max(len(text) - len(after) + len(end), start)
-    has_end = bool(end.strip())
-    if has_end:
-        stop = start + len(text[start:stop].rstrip())
-    return Reply(start, stop, has_end)
+        said, start = self.text[self.start : self.stop], self.start
+        if not text.startswith(self.text[self.prompt : self.stop], self.prompt):
+            said, start = self.text[self.rest : self.stop], self.prompt
+            if not text.startswith(said, start):
+                return None
+        return Reply(start, start + len(said), self.has_end, self.is_asked)
 
 
-def _common(one: str, other: str) -> str:
-    """Return the common prefix of both texts."""
-    alike = takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
-    return "".join(each for each, _ in alike)
+def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, text: str, end_of_text: str) -> _Alone:
+    """Return the reply ``turn``. ``text``: the whole conversation. Raises ``Unlearnable`` if it is not found, or not
+    shown as a whole."""
+    said, before = messages[: turn + 1], messages[:turn]
+    shown = text if turn + 1 == len(messages) else _tried(render, said)
+    asked = _tried(render, before, ask_for_reply=True)
+    marked = _with_stand_in(render, said, turn)
+    header = marked[0] if marked and shown is not None and shown.startswith(marked[0]) else None
+    found, is_asked, is_new = None, True, False
+    if shown is not None and asked is not None and shown.startswith(asked):
+        found = shown, len(asked)
+        if header is not None and (between := header[len(asked) :]).strip() and header.startswith(asked):
+            if asked == _tried(render, before):
+                # A template without a generation prompt: the common text before all replies is not written by the
+                # model. It may be a space only.
+                found, is_asked = (shown, len(header)), False
+            elif _EMPTY_BLOCK.fullmatch(between) and not _has_block(messages[turn]):
+                found, is_new = (shown, len(asked)), True
+    elif shown is not None and asked is not None and (opened := _OPEN_BLOCK.search(asked)):
+        spliced = _spliced(asked, opened, shown, messages[turn])
+        found, is_new = (None if spliced is None else (spliced, len(asked))), True
+    elif shown is not None and asked is not None and header is not None:
+        behind = _behind(asked, _tried(render, before), header)
+        found, is_new = (None if behind is None else (asked + shown[behind:], len(asked))), True
+    if found is None and shown is not None and header is not None:
+        found, is_asked, is_new = (shown, len(header)), False, False
+    if found is None:
+        raise Unlearnable(
+            f"{name} renders message {turn + 1} (assistant) differently once others follow, so training would not "
+            f"see what was said; {_REMEDY}"
+        )
+    shown, prompt = found
+    start = prompt
+    if is_new and header is not None and shown.startswith(header) and len(header) > prompt:
+        start = len(header)
+    elif is_asked and not _text_of(messages[turn]) and (empty := _EMPTY_BLOCK.match(shown, prompt)):
+        start, is_new = empty.end(), True
+    end = marked
+    if any(messages[turn].get(key) for key in _CALLS):
+        end = _with_stand_in(render, said, turn, silent=True) or marked
+    after = end[1] if end else shown[prompt:].rstrip().removesuffix(_text_of(messages[turn]))
+    has_end = bool(after.strip())
+    stop = prompt + len(shown[prompt:].rstrip()) if has_end else len(shown)
+    own_end = after.rstrip().removesuffix(end_of_text).strip()
+    if own_end not in ("", after.strip()):  # the turn ends before the text does: a model stops there
+        stop, is_new = prompt + len(shown[prompt:stop].removesuffix(end_of_text).rstrip()), True
+    start = min(start, stop)
+    own_block = _EMPTY_BLOCK.match(shown, prompt, stop) if _has_block(messages[turn]) else None
+    rest = own_block.end() if own_block else start
+    for check in (_check_parts, _check_keys, _check_calls):
+        check(render, name, said, turn, shown[start:stop])
+    return _Alone(shown, prompt, start, rest, stop, has_end, is_asked, is_new)
 
 
-def _start(
-    render: Render, messages: Sequence[Message], turn: int, text: str, shown: tuple[str, str] | None
-) -> int | None:
-    """Return the position where a reply begins, behind the generation prompt. ``shown``: text before and after its
-    placeholder."""
-    before = _tried(render, messages[:turn], ask_for_reply=True)
-    if before is None or not text.startswith(before):
-        return len(shown[0]) if shown and text.startswith(shown[0]) else None
-    if shown and shown[0].startswith(before) and text.startswith(shown[0]):
-        header = shown[0][len(before) :]
-        # A template without a generation prompt: the common text before all replies is not written by the model. It may
-        # be a space only.
-        if header.strip() and before == _tried(render, messages[:turn]):
-            return len(shown[0])
-    return len(before)
+def _has_block(message: Message) -> bool:
+    """Return whether a message itself begins with an empty block of reasoning."""
+    return isinstance(message["content"], str) and bool(_EMPTY_BLOCK.match(message["content"]))
+
+
+def _spliced(asked: str, opened: re.Match[str], shown: str, message: Message) -> str | None:
+    """Return the prompt ``asked``, which begins a block of reasoning, followed by the rest of that block and the reply,
+    for a template that keeps no reasoning of replies (DeepSeek R1), or none that is empty. None if the template shows
+    something else.
+
+    Args:
+        opened: the beginning of the block in ``asked``.
+        shown: the conversation up to ``message``, as rendered.
+    """
+    if not shown.startswith(asked[: opened.start()]):
+        return None
+    closing = f"</{opened[1]}>"
+    rest = shown[opened.start() :].removeprefix(f"<{opened[1]}>")
+    content = message["content"] if isinstance(message["content"], str) else ""
+    thought = next((str(message[key]) for key in _REASONING if message.get(key)), "")
+    if not thought and closing in content:
+        thought = content.partition(closing)[0].lstrip().removeprefix(f"<{opened[1]}>")
+    thought = thought.strip("\n")
+    head, found, tail = rest.partition(closing)
+    if found and (not thought or thought.strip() in head):
+        return asked + rest.lstrip("\n")  # its own block, with other whitespace than in the prompt
+    if found and not head.strip():
+        return asked + f"{thought}{closing}{tail}"
+    return None if found else asked + f"{thought}\n{closing}\n\n" + rest.lstrip("\n")
+
+
+def _behind(asked: str, before: str | None, header: str) -> int | None:
+    """Return the position in ``header``, the text before the content of a reply, behind the end of the prompt
+    ``asked``, of which the template changes an earlier part once the reply follows, such as the reasoning before a tool
+    call in gpt-oss. None if it is not found. ``before``: the conversation before the reply without a generation
+    prompt."""
+    if before is None or not asked.startswith(before) or asked == before:
+        return None
+    fewest, most = len(asked) - len(before), len(asked)  # the longest end of the prompt that is shown
+    while fewest < most:
+        size = (fewest + most + 1) // 2
+        fewest, most = (size, most) if asked[-size:] in header else (fewest, size - 1)
+    if fewest == len(asked) - len(before):
+        return None
+    return header.rfind(asked[-fewest:]) + fewest
 
 
 def _with_stand_in(
@@ -189,12 +317,22 @@ def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Pl
     return places if text[position:] == shown else {}
 
 
-def _as_others(place: _Place, alike: dict[str, tuple[int, str, bool]], text: str) -> Reply | None:
+class _Alike(NamedTuple):
+    """A reply by its distance from the content of its message."""
+
+    lead: int
+    end: str
+    has_end: bool
+    is_asked: bool
+
+
+def _as_others(place: _Place, alike: Mapping[str, _Alike], text: str) -> Reply | None:
     """Return the reply at ``place``, by comparison with a reply that has the same header, so that long conversations
     are not rendered once for each reply; None if there is none, or it ends differently."""
-    lead, end, has_end = alike.get(place.header, (0, "", False))
-    is_alike = place.header in alike and text.startswith(end, place.stop)
-    return Reply(place.start - lead, place.stop + len(end), has_end) if is_alike else None
+    found = alike.get(place.header)
+    if found is None or not text.startswith(found.end, place.stop):
+        return None
+    return Reply(place.start - found.lead, place.stop + len(found.end), found.has_end, found.is_asked)
 
 
 # what a template leaves out -------------------------------------------------------------------------------------------
@@ -239,30 +377,57 @@ def _check_parts(render: Render, name: str, messages: Sequence[Message], turn: i
                 )
 
 
-def _check_keys(
-    render: Render, name: str, messages: Sequence[Message], turns: Sequence[int], keys: Sequence[str], said: str = ""
-) -> None:
-    """Raise ``Unlearnable`` if the template leaves out one of ``keys`` of the messages ``turns``, unless it is in
-    ``said``."""
-    for number in turns:
-        for key in keys:
-            value = messages[number].get(key)
-            if not value or (isinstance(value, str) and value.strip() in said):
-                continue
-            if _is_dropped(render, messages, number, key):
-                remedy = "use a template that shows it: data.chat_template=FILE" if key in _CALLS else _REMEDY
-                role = messages[number]["role"]
-                raise Unlearnable(f"{name} leaves out the {key} of message {number + 1} ({role}); {remedy}")
+def _check_keys(render: Render, name: str, messages: Sequence[Message], turn: int, said: str) -> None:
+    """Raise ``Unlearnable`` if the template leaves out the reasoning of message ``turn``, unless it is in ``said``."""
+    for key in _REASONING:
+        value = messages[turn].get(key)
+        if not value or (isinstance(value, str) and value.strip() in said):
+            continue
+        silent = {other: its for other, its in messages[turn].items() if other != key}
+        if _is_same(render, messages, turn, silent):
+            raise Unlearnable(f"{name} leaves out the {key} of message {turn + 1} (assistant); {_REMEDY}")
 
 
-def _is_dropped(render: Render, messages: Sequence[Message], number: int, key: str) -> bool:
-    """Return whether the text is the same without ``key`` of message ``number``."""
+def _check_calls(render: Render, name: str, messages: Sequence[Message], number: int, said: str) -> None:
+    """Raise ``Unlearnable`` if the template leaves out a call of message ``number``, unless it is in ``said``."""
+    message = messages[number]
+    for key in _CALLS:
+        calls = message.get(key)
+        beside = said.replace(_text_of(message), "", 1)
+        if not calls or (isinstance(calls, list) and len(calls) == 1 and _is_shown(calls[0], beside)):
+            continue
+        less = [{other: value for other, value in message.items() if other != key}]
+        if isinstance(calls, list) and len(calls) > 1:
+            less += [{**message, key: [*calls[:place], *calls[place + 1 :]]} for place in range(len(calls))]
+        if any(_is_same(render, messages, number, silent) for silent in less):
+            role = message["role"]
+            raise Unlearnable(
+                f"{name} leaves out the {key} of message {number + 1} ({role}); use a template that shows it: "
+                "data.chat_template=FILE"
+            )
+
+
+def _is_shown(call: Any, said: str) -> bool:
+    """Return whether every text of a tool call is in ``said``."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    return bool(said) and all(leaf in said for leaf in _leaves(function))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_same(render: Render, messages: Sequence[Message], number: int, silent: Message) -> bool:
+    """Return whether the text is the same with the message ``silent`` in place of message ``number``."""
     text = _tried(render, messages)
     if text is None:  # some templates fail on a message without content
         messages = [{**message, "content": message["content"] or ""} for message in messages]
-        text = render(messages)
-    silent = {each: value for each, value in messages[number].items() if each != key}
-    return text == _tried(render, [*messages[:number], silent, *messages[number + 1 :]])
+        text, silent = _tried(render, messages), {**silent, "content": silent["content"] or ""}
+    return text is not None and text == _tried(render, [*messages[:number], silent, *messages[number + 1 :]])
 
 
 def _shown(part: str) -> str:

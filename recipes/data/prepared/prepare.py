@@ -23,7 +23,7 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_regular
 from serried.configs.schema.data import MOST_VALIDATION, DataSection
-from serried.recipes.data.chat.conversations import EARLIER_FORMAT, chat_encoder
+from serried.recipes.data.chat.conversations import EARLIER_FORMATS, encoder_of_rows
 from serried.recipes.data.chat.preference_pairs import pair_encoder
 from serried.recipes.data.prepared.atomic_folder import make_folder, other_cache
 from serried.recipes.data.prepared.token_files import FlatFiles
@@ -76,6 +76,10 @@ class Prepared:
     """Number of rows that are not valid documents, which were left out."""
     bad_rows: tuple[str, ...] = ()
     """Positions of the first bad rows, with the reason."""
+    split_rows: int = 0
+    """Number of conversations that became several documents, because their template drops or changes earlier turns."""
+    split_documents: int = 0
+    """Number of documents of these."""
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of ``train`` or ``validation``, memory-mapped."""
@@ -109,7 +113,16 @@ class Prepared:
         left_out = f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
         return (
             f"train {train.tokens:,} tokens of {count_of(train.documents, self.noun)}, "
-            f"validation {validation.tokens:,} of {validation.documents:,}{left_out}"
+            f"validation {validation.tokens:,} of {validation.documents:,}{left_out}{self.describe_split()}"
+        )
+
+    def describe_split(self) -> str:
+        """Describe the conversations that became several documents; empty if there are none."""
+        if not self.split_rows:
+            return ""
+        return (
+            f"; {count_of(self.split_rows, 'row')} split into {self.split_documents:,} samples, as the chat template "
+            "changes earlier turns"
         )
 
     def sample(self) -> str:
@@ -161,14 +174,14 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     earlier = cache / key if joins and is_intact(cache / key) else None
     if joins and (earlier is None or _may_be_in_pieces(earlier)):
         name = hashlib.sha256(f"{key} joined".encode()).hexdigest()[:32]
-    same_but_format = cache / _key(_settings(section, tokenizer, source, EARLIER_FORMAT), content)
+    earlier_keys = [_key(_settings(section, tokenizer, source, format), content) for format in EARLIER_FORMATS]
 
     def write(partial: Path) -> None:
         if isinstance(source, FlatFiles):
             assert tokenizer is not None
             write_summary(partial, *source.write(partial), source.noun, tokenizer)
         else:
-            _fill(partial, section, source, tokenizer, progress, key, same_but_format)
+            _fill(partial, section, source, tokenizer, progress, key, earlier_keys)
 
     make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
     memo.remember(name)
@@ -247,12 +260,9 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source,
         settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
     settings["validation"] = "split" if source.validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
-        settings["chat"] = chat_encoder(section, tokenizer).spec()
+        settings["chat"] = encoder_of_rows(section, tokenizer).spec(chat_format)
     if section.format == "preference" and tokenizer is not None:
-        settings["pairs"] = pair_encoder(section, tokenizer).spec()
-    if chat_format is not None:
-        for name in settings.keys() & {"chat", "pairs"}:
-            settings[name]["format"] = chat_format
+        settings["pairs"] = pair_encoder(section, tokenizer).spec(chat_format)
     return json.dumps(settings, sort_keys=True)
 
 
@@ -305,7 +315,7 @@ def _fill(
     named: Tokenizer | None,
     progress: Progress,
     key: str,
-    earlier: Path,
+    earlier_keys: Sequence[str],
 ) -> None:
     units = source.units()
     splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
@@ -333,8 +343,15 @@ def _fill(
     if counts.bad and section.bad_rows == "refuse":
         raise bad_rows(counts.bad_rows, counts.bad)
     _check(section, source, counts)
+    earlier = partial.with_name(earlier_keys[0])
+    for its_key in earlier_keys if section.is_chat else ():
+        if is_intact(partial.with_name(its_key)):
+            earlier = partial.with_name(its_key)
+            break
     if section.is_chat and (equal := _key_of_equal(earlier, shards)):
         key = equal
+    elif section.is_chat and not counts.new_rows:
+        key = earlier_keys[0]
     elif section.is_chat and is_intact(earlier):
         progress.say(
             f"WARNING: the tokens that are trained on are not those in {earlier}, which an earlier version prepared; "
@@ -380,7 +397,7 @@ def _tokenizer_of_text(
 def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
     if section.format == "text":
         return TextEncoder(tokenizer, section.tokenizer)
-    return (chat_encoder if section.format == "chat" else pair_encoder)(section, tokenizer)
+    return (encoder_of_rows if section.format == "chat" else pair_encoder)(section, tokenizer)
 
 
 def _check(section: DataSection, source: Source, counts: Counts) -> None:
@@ -438,6 +455,7 @@ def write_summary(
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,
+        "split_rows": counts.split_rows, "split_documents": counts.split_documents,
         "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip
@@ -471,7 +489,8 @@ def _open(folder: Path) -> Prepared:
     shards = {split: [Shard.from_json(folder, shard) for shard in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(
         folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"],
-        summary.get("bad", 0), tuple(summary.get("bad_rows", ())),
+        summary.get("bad", 0), tuple(summary.get("bad_rows", ())), summary.get("split_rows", 0),
+        summary.get("split_documents", 0),
     )  # fmt: skip
     for split in SPLITS:
         stored = prepared.stream(split).tokens

@@ -1,6 +1,6 @@
 """Human-readable summary of prepared data, and tokens as text."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def _left_out(prepared: Prepared) -> str:
     reasons = [f"{prepared.empty:,} empty"] if prepared.empty else []
     reasons += [f"{prepared.held_out:,} of training that are in validation too"] if prepared.held_out else []
     reasons += [f"{prepared.bad:,} bad rows (data.bad_rows=skip)"] if prepared.bad else []
-    return f"; left out: {', '.join(reasons)}" if reasons else ""
+    return (f"; left out: {', '.join(reasons)}" if reasons else "") + prepared.describe_split()
 
 
 def _bytes_per_token(prepared: Prepared) -> str:
@@ -65,6 +65,27 @@ def _histogram(lengths: list[int]) -> list[str]:
         f"  {label:>{width}}  {'#' * -(-count * _BAR_CHARACTERS // most):<{_BAR_CHARACTERS}}  {count:,}"
         for label, count in rows
     ]
+
+
+def shown_documents(prepared: Prepared, count: int) -> list[str]:
+    """Return the text of the first ``count`` training documents, in lines after ``>`` if they are trained on, and else
+    after ``|``."""
+    if not count:
+        return []
+    stream = prepared.stream("train")
+    starts = stream.all_document_starts()[: count + 1].tolist()
+    bounds = [*starts, stream.tokens] if len(starts) <= count else starts
+    lines = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        tokens = stream.read(start, stop).astype(np.int64)
+        is_learned = np.arange(stop - start) > 0  # the first token is never a target
+        if stream.is_supervised:
+            is_learned &= stream.supervised(start, stop) & 1 == 1
+        place = prepared.place("train", number)
+        where = "" if place is None else f" ({place})"
+        lines.append(f"sample {number + 1}{where}: {stop - start:,} tokens, {int(is_learned.sum()):,} trained on (>)")
+        lines += marked_lines(prepared.tokenizer, tokens, is_learned)
+    return lines
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:

@@ -72,6 +72,12 @@ class Counts:
     highest: float = 0.0
     long: int = 0
     """Number of documents that are tokenized in pieces."""
+    split_rows: int = 0
+    """Number of conversations that became several documents, because their template drops or changes earlier turns."""
+    split_documents: int = 0
+    """Number of documents of these."""
+    new_rows: int = 0
+    """Number of conversations that earlier versions encoded in another way."""
 
     def add(self, other: "Counts") -> None:
         for split in SPLITS:
@@ -79,6 +85,9 @@ class Counts:
         self.empty += other.empty
         self.held_out += other.held_out
         self.long += other.long
+        self.split_rows += other.split_rows
+        self.split_documents += other.split_documents
+        self.new_rows += other.new_rows
         self.bad += other.bad
         self.bad_rows = [*self.bad_rows, *other.bad_rows][:SHOWN_ROWS]
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
@@ -182,6 +191,14 @@ def write_shards(
                 document = join(row, document, batch.unit)
                 counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
+                counts.new_rows += document.is_new
+                counts.split_rows += bool(document.before)
+                counts.split_documents += len(document.before) + bool(document.before)
+                for whole in document.before:
+                    writers[split].add(whole, begins=True, place=row.place)
+                    of_split.tokens += len(whole.tokens)
+                    of_split.documents += 1
+                    of_split.lengths[len(whole.tokens).bit_length()] += 1
                 writers[split].add(document, begins=row.begins, place=row.place)
                 open_documents[split] += len(document.tokens)
                 of_split.tokens += len(document.tokens)
@@ -227,7 +244,7 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
 
 def _size_of(row: Row) -> int:
     if isinstance(row.content, dict):
-        return sum(_size_of(row._replace(content=messages)) for messages in row.content.values())
+        return sum(_size_of(row._replace(content=value)) for value in row.content.values() if value)
     if isinstance(row.content, list):
         return sum(len(str(message.get("content", ""))) for message in row.content)
     content = row.content

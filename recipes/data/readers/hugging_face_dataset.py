@@ -49,7 +49,7 @@ class HubDataset(Source):
 
     def identity(self) -> list[str]:
         prints = [table._fingerprint for table, _ in self._tables]  # datasets has no public name for it
-        return [*prints, self._column.name]
+        return [*prints, self._column.identity]
 
     def state(self) -> str | None:
         paths = [Path(file["filename"]) for table, _ in self._tables for file in table.cache_files]

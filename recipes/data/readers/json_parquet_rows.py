@@ -1,8 +1,10 @@
 """Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
 
 import hashlib
+import io
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,23 +38,41 @@ from serried.recipes.data.readers.source_files import (
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""
 
+_PEEKED_BYTES = 256
+_LONGEST_ITEM = 1 << 26
+"""Characters of an item of a JSON array."""
+
 _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
 _LONGEST_LINE = 16 << 20
 """Bytes of a file's first line that are read to check whether the file holds rows."""
 
-_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
+_PAIRS = (
+    ("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"),
+    ("query", "response"),
+)  # fmt: skip
 """Columns of common data sets of questions and answers, such as Alpaca."""
 _HISTORY = "history"
 _BESIDE = ("input", "system", _HISTORY)
 """Columns that may accompany these."""
 _TOOLS = "tools"
 """Column of the tools that a conversation may call, as JSON schemas."""
+_FUNCTIONS = "functions"
+"""Column of tools in an earlier format of OpenAI, without the type."""
+_SYSTEM = "system"
+_WEIGHT = "weight"
+"""Column that selects whether to train on a row."""
 _SHARED = "conversations"
 """Column of a conversation in ShareGPT's format."""
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
 """Columns of prompts, one of which may accompany pairs of answers."""
+COLUMNS = tuple(
+    dict.fromkeys(
+        ["messages", *(name for pair in _PAIRS for name in pair), *_BESIDE, _TOOLS, _FUNCTIONS, _WEIGHT, *_SIDES]
+    )
+)
+"""Columns of conversations and pairs that ``data.columns`` can find under other names."""
 
 
 class RowContent(Protocol):
@@ -68,14 +88,26 @@ class Column:
 
     name: str
     format: Literal["text", "chat", "preference"]
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Columns that have another name in the rows: the name here, and the name there."""
+    has_template: bool = True
+    """Whether a conversation is rendered by a template; else a row is a prompt and its completion."""
 
     @classmethod
     def of(cls, section: Any) -> "Column":
         """Return the column configured in the section of a source."""
+        renamed = tuple(sorted(section.columns.items()))
         if section.format == "preference":
-            return cls("chosen", section.format)
+            return cls("chosen", section.format, renamed)
         is_chat = section.format == "chat"
-        return cls(section.messages_column if is_chat else section.text_column, section.format)
+        name = section.messages_column if is_chat else section.text_column
+        return cls(name, section.format, renamed, section.chat_template != "none")
+
+    @property
+    def identity(self) -> str:
+        """Everything that determines which columns are read."""
+        own = [self.name, *([f"{ours}={theirs}" for ours, theirs in self.renamed])]
+        return "\n".join([*own, *([] if self.has_template else ["no template"])])
 
     @property
     def key(self) -> str:
@@ -84,24 +116,42 @@ class Column:
 
     def found(self, names: Collection[str]) -> list[str]:
         """Return the columns among ``names`` that hold the document: this column; for a conversation also a question
-        and its answer, or a pair of answers, and its tools. Empty if there are none."""
+        and its answer, or a pair of answers, its tools and its weight. Empty if there are none."""
+        theirs = dict(self.renamed)
+        given = {name for name in names if name not in theirs.values()} - theirs.keys()
+        given |= {ours for ours, name in self.renamed if name in names}
+        return [theirs.get(name, name) for name in self._found(given)]
+
+    def _found(self, names: Collection[str]) -> list[str]:
+        """Return the columns among ``names``, as they are called here."""
         if self.format == "text":
             return [self.name] if self.name in names else []
         beside: Sequence[str] = ()
+        pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), ())
         if self.format == "preference":
             held: Sequence[str] = _SIDES if {*_SIDES} <= {*names} else ()
-            beside = (*[name for name in _PROMPTS if name in names][:1], "system")
+            prompts = [name for name in (*_PROMPTS, _SHARED) if name in names][:1]
+            beside = (*prompts, _SYSTEM)
+        elif not self.has_template:
+            held = pair
         elif self.name in names:
-            held = (self.name,)
+            held, beside = (self.name,), (*pair, _SYSTEM)
         elif self.name == "messages" and _SHARED in names:
-            held = (_SHARED,)
+            held, beside = (_SHARED,), (*pair, _SYSTEM)
         else:
-            held, beside = next((pair for pair in _PAIRS if {*pair} <= {*names}), ()), _BESIDE
-        return [*held, *(name for name in (*beside, _TOOLS) if held and name in names)]
+            held, beside = pair, _BESIDE
+        others = (*beside, _TOOLS, _FUNCTIONS, *((_WEIGHT,) if self.format == "chat" else ()))
+        return [*held, *(name for name in others if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
         """Return the columns that hold the document. Raises ``UserError`` if there are none among ``names``, or two
         columns have the same name, as after a join."""
+        for ours, theirs in self.renamed:
+            if theirs not in names:
+                raise UserError(
+                    f"{where} has no column {theirs!r}, which data.columns.{ours} names; its columns are "
+                    f"{', '.join(names)}"
+                )
         if found := self.found(names):
             if twice := [name for name in found if names.count(name) > 1]:
                 raise UserError(
@@ -115,6 +165,11 @@ class Column:
             raise UserError(
                 f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; name them so: "
                 '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+            )
+        if not self.has_template:
+            raise UserError(
+                f"{where} has no columns 'prompt' and 'completion', which data.chat_template=none trains on; {there}; "
+                "name them with data.columns.prompt=NAME data.columns.completion=NAME, or leave data.chat_template out"
             )
         use = f"use {self.key}={names[0] if names else 'NAME'}"
         if self.format == "chat":
@@ -134,16 +189,27 @@ class Column:
         invalid, with a message to append to the row's place."""
         if value is None:
             return ""
+        if isinstance(value, dict) and self.renamed:
+            ours = {theirs: ours for ours, theirs in self.renamed}
+            value = {ours.get(name, name): it for name, it in value.items()}
         if self.format == "preference":
             return _pair(value)
         if self.format == "chat":
-            tools: list[dict[str, Any]] = []
+            beside: dict[str, Any] = {}
             if isinstance(value, dict):
-                tools, value = _tools(value.get(_TOOLS)), self._conversation(value)
+                if not _weighs(value.get(_WEIGHT)):
+                    return ""
+                if not self.has_template:
+                    return _completion(value)
+                beside = {_TOOLS: _tools(value.get(_TOOLS)) or _tools_of_functions(value.get(_FUNCTIONS))}
+                if self._holds_messages(value):
+                    beside[_SYSTEM] = _system(value.get(_SYSTEM))
+                value = self._conversation(value)
             if value is None:
                 return ""
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-                return {"messages": value, _TOOLS: tools} if tools and value else value
+                beside = {name: it for name, it in beside.items() if it}
+                return {"messages": value, **beside} if beside and value else value
             wanted = "a list of messages such as {role: user, content: ...}"
         else:
             if isinstance(value, str | bytes):
@@ -159,13 +225,23 @@ class Column:
             f"column: {self.key}=NAME"
         )
 
+    def _holds_messages(self, row: Mapping[str, Any]) -> bool:
+        return any(name in row for name in (self.name, _SHARED))
+
     def _conversation(self, row: Mapping[str, Any]) -> Any:
         """Return the messages of a row: its column, or a question and its answer, each a string or a list of
-        messages."""
-        for name in (self.name, _SHARED):
-            if name in row:
-                return row[name]
+        messages. Raises ``UserError`` if it has both."""
         pair = next((pair for pair in _PAIRS if {*pair} <= row.keys()), None)
+        for name in (self.name, _SHARED):
+            if name not in row:
+                continue
+            if pair and not self.renamed and row[name] and all(row[each] for each in pair):
+                both = " and ".join(map(repr, pair))
+                raise UserError(
+                    f": it has both {name!r} and {both}, which are two conversations; name one: "
+                    f"data.columns.messages={name}, or remove the others"
+                )
+            return row[name]
         if pair is None:
             return row
         asked, said = (row[name] for name in pair)
@@ -202,6 +278,59 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     return without_nulls(found)
 
 
+def _tools_of_functions(value: Any) -> list[dict[str, Any]]:
+    """Return the tools in a column of OpenAI's earlier format."""
+    return [{"type": "function", "function": function} for function in _tools(value)]
+
+
+def _system(value: Any) -> str:
+    """Return the system prompt in a column beside messages. Raises ``UserError`` if it is not text."""
+    if value is not None and not isinstance(value, str):
+        raise UserError(
+            f": column {_SYSTEM!r} is {_described(value)}, not text; fix the row, or give the column another name"
+        )
+    return value or ""
+
+
+def _weighs(value: Any) -> bool:
+    """Return whether a row with this ``weight`` is trained on. Raises ``UserError`` for a weight in between."""
+    try:
+        number = 1.0 if value is None else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number not in (0, 1):
+        raise UserError(
+            f": column {_WEIGHT!r} is {_described(value)}, and a row is trained on (1) or not (0); fix the row, or "
+            "give the column another name"
+        )
+    return bool(number)
+
+
+def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt and the completion of a row without a template."""
+    pair = next(pair for pair in _PAIRS if {*pair} <= row.keys())
+    for name in pair:
+        if not isinstance(row[name], str):
+            raise UserError(
+                f": column {name!r} is {_described(row[name])}, not text, which data.chat_template=none needs; fix the "
+                "row, or leave data.chat_template out"
+            )
+    return {"prompt": row[pair[0]], "completion": row[pair[1]]}
+
+
+_TURNS_OF_HH = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
+
+
+def _messages_of_hh(text: str) -> list[dict[str, Any]]:
+    """Return the messages of a text with ``Human:`` and ``Assistant:`` before the turns, as in hh-rlhf; empty if it is
+    not such a text."""
+    begin, *parts = _TURNS_OF_HH.split(text.strip())
+    if begin.strip() or len(parts) < 4 or parts[0] != "Human" or parts[-2] != "Assistant":
+        return []
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[name], "content": said.strip()} for name, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def without_nulls(value: Any) -> Any:
     """Return plain data without null values: tables have null for absent keys."""
     if isinstance(value, dict):
@@ -211,7 +340,12 @@ def without_nulls(value: Any) -> Any:
 
 def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the messages of ``prompt``, and of each side after it."""
-    prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
+    prompt = next((row[name] for name in (*_PROMPTS, _SHARED) if row.get(name) is not None), None)
+    # In ShareGPT's format, an answer is one message.
+    row = {**row, **{name: [row[name]] for name in _SIDES if isinstance(row[name], dict)}}
+    if prompt is None and all(isinstance(row[name], str) for name in _SIDES):
+        of_hh = {name: _messages_of_hh(row[name]) for name in _SIDES}
+        row = {**row, **of_hh} if all(of_hh.values()) else row
     for name in _SIDES:
         if not isinstance(row[name], str) and not _is_conversation(row[name]):
             raise UserError(
@@ -287,6 +421,8 @@ def holds_rows(path: Path, column: Column) -> bool:
         return False
     if not isinstance(row, dict) or not _is_row(row, column):
         return False
+    if begun.startswith("["):
+        return True
     raise UserError(
         f"{path} holds rows that are not one a line; to make lines of it: {_lines_from(path)}; then use "
         "data.path=lines.jsonl (a copy that ends in .txt is read as one document of text)"
@@ -349,6 +485,61 @@ class JsonLines(Unit):
             remedy = f"; to make lines of a JSON array: {_lines_from(self.path)}" if isinstance(row, list) else ""
             raise UserError(f" is {_described(row)}, not an object with a column per name{remedy}")
         return self.column.content_of(row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonArray(Unit):
+    """The objects of a file that is one JSON array."""
+
+    path: Path | str
+    column: RowContent
+    stamp: Stamp | None = None
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
+            for number, item in enumerate(self._items(io.TextIOWrapper(stream, "utf-8-sig"))):
+                if number >= first:
+                    yield row_of(number, Place(str(self.path), number, "row"), item, self._content)
+
+    def _items(self, stream: io.TextIOWrapper) -> Iterator[Any]:
+        """Yield the items, or a ``UserError`` for the last one if what follows cannot be read."""
+        decoder, text, wanted, is_first = json.JSONDecoder(), "", PIECE_BYTES, True
+        try:
+            while True:
+                more = stream.read(wanted)
+                text, at, wanted = text + more, 0, PIECE_BYTES
+                while at < len(text):
+                    at += len(text) - at - len(text[at:].lstrip(" \t\r\n[" if is_first else " \t\r\n,"))
+                    if text[at : at + 1] == "]" or at == len(text):
+                        break
+                    try:
+                        item, at = decoder.raw_decode(text, at)
+                    except ValueError as error:  # perhaps an item that goes on
+                        wanted = max(PIECE_BYTES, len(text) - at)
+                        if not more or wanted > _LONGEST_ITEM:
+                            yield UserError(f" is not JSON: {error}; the file may be cut off: create it again")
+                            return
+                        break
+                    is_first = False
+                    yield item
+                text = text[at:]
+                if not more or text[:1] == "]":
+                    return
+        except UnicodeDecodeError as error:
+            yield UserError(f" is not UTF-8 ({error.reason}); convert the file")
+        except RecursionError:
+            yield UserError(" is nested too deeply; fix or remove the row")
+
+    def _content(self, row: Any) -> Any:
+        if not isinstance(row, dict):
+            raise UserError(f" is {_described(row)}, not an object with a column per name; fix or remove it")
+        return self.column.content_of(row)
+
+
+def _is_array(path: Path) -> bool:
+    """Return whether a file is one JSON array instead of lines."""
+    with open_plain(path) as stream:
+        return stream.read(_PEEKED_BYTES).decode("utf-8-sig", "replace").lstrip().startswith("[")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,14 +649,14 @@ class RowFiles(Source):
         self._hashed: list[Document] = []
 
     def identity(self) -> list[str]:
-        return [os.path.commonpath([file.path.absolute() for file in self._files]), self._column.name]
+        return [os.path.commonpath([file.path.absolute() for file in self._files]), self._column.identity]
 
     def state(self) -> str | None:
         return files_state(self._files)
 
     def fingerprint(self, progress: Progress) -> bytes:
         self._hashed = hash_files(self._files, progress)
-        return hashlib.sha256(key_of(self._hashed) + self._column.name.encode()).digest()
+        return hashlib.sha256(key_of(self._hashed) + self._column.identity.encode()).digest()
 
     def units(self) -> list[Unit]:
         return [
@@ -483,6 +674,9 @@ def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | No
             for group in range(file.metadata.num_row_groups):
                 name, size = f"{path} row group {group + 1}", file.metadata.row_group(group).total_byte_size
                 yield ParquetRows(name=name, size_bytes=size, path=path, column=column, group=group, stamp=stamp)
+        return
+    if _is_array(path):
+        yield JsonArray(name=str(path), size_bytes=size_bytes, path=path, column=column, stamp=stamp)
         return
     step = size_bytes if path.suffix.lower() in COMPRESSED else _UNIT_BYTES
     for start in range(0, size_bytes, step):

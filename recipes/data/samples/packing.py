@@ -86,3 +86,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     place = np.argsort(np.argsort(first_pieces))
     order = np.argsort(place[sequence_of], kind="stable")
     return Packing(order, np.concatenate(([0], np.cumsum(np.bincount(place[sequence_of], minlength=sequences)))))
+
+
+def unpacked(pieces: int) -> Packing:
+    """Return a sequence for each of the ``pieces``."""
+    return Packing(np.arange(pieces), np.arange(pieces + 1))

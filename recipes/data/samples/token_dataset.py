@@ -12,7 +12,7 @@ from serried.configs.schema.data import DataSection
 from serried.recipes.data.prepared.prepare import Prepared
 from serried.recipes.data.prepared.token_shards import TokenStream
 from serried.recipes.data.readers.source import SHOWN_ROWS, SPLITS
-from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces
+from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces, unpacked
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _SHORTEST_USEFUL = 16
@@ -106,7 +106,8 @@ class TokenDataset:
 
 
 class PackedDataset:
-    """Split of prepared text as sequences of whole documents, each as full as possible, the rest padding.
+    """Split of prepared text as sequences of whole documents, each as full as possible, or one each; the rest is
+    padding.
 
     Longer documents are split; conversations, which are meaningless without their beginning, are truncated. All
     tokens of a document except the first are targets. ``dataset[i]`` is a pure function of i and may be called from
@@ -114,10 +115,22 @@ class PackedDataset:
     """
 
     def __init__(
-        self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool, skips: bool = False
+        self,
+        prepared: Prepared,
+        split: str,
+        sequence_length: int,
+        *,
+        isolate_documents: bool,
+        skips: bool = False,
+        packs: bool = True,
     ) -> None:
-        """Open ``split``, ``train`` or ``validation``. Raises ``UserError`` if it has no targets. ``skips``: leave
-        out conversations without targets after truncation, which are refused otherwise."""
+        """Open a split. Raises ``UserError`` if it has no targets.
+
+        Args:
+            split: ``train`` or ``validation``.
+            skips: leave out conversations without targets after truncation, which are refused otherwise.
+            packs: put several documents into a sequence.
+        """
         self._stream = prepared.stream(split)
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
@@ -137,11 +150,13 @@ class PackedDataset:
             lengths = lengths[~is_empty]
             self._left_out = int(is_empty.sum())
         self._kept_share = float(lengths.sum() / self._stream.tokens)
-        packing = best_fit(lengths, sequence_length + 1)
+        packing = best_fit(lengths, sequence_length + 1) if packs else unpacked(len(lengths))
+        self._packs = packs
         self._starts, self._lengths = starts[packing.order], lengths[packing.order]
         self._bounds = packing.bounds
         isolated = "-isolated" if isolate_documents else ""
-        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-best_fit{isolated}"
+        how = "best_fit" if packs else "padded"
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-{how}{isolated}"
         """Identity of the samples, equal on every machine for equal samples."""
 
     def __len__(self) -> int:
@@ -175,7 +190,8 @@ class PackedDataset:
         """Return how documents become sequences, for the plan."""
         used = np.minimum(np.add.reduceat(self._lengths, self._bounds[:-1]), self._sequence_length).sum()
         share = used / (len(self) * self._sequence_length)
-        text = f"{len(self):,} sequences of whole documents, {100 * share:.1f} % filled"
+        held = "sequences of whole documents" if self._packs else "sequences of one document each"
+        text = f"{len(self):,} {held}, {100 * share:.1f} % filled"
         text += ", isolated" if self._isolate else ""
         if self._cut_documents:
             text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
@@ -199,9 +215,10 @@ def open_dataset(
     """Return the split ``train`` or ``validation`` as a data set, according to ``data.packing`` and
     ``data.isolate_documents``. ``to_end``: without packing, use all tokens, for measurements on a text whose
     sequences need not be full."""
-    length, isolate = section.sequence_length, section.isolate_documents
-    if section.packing == "best_fit":
-        return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=section.bad_rows == "skip")
+    length, isolate = section.sequence_length, section.isolates
+    if section.packing != "split":
+        skips, packs = section.bad_rows == "skip", section.packing == "best_fit"
+        return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=skips, packs=packs)
     return TokenDataset(prepared, split, length, isolate_documents=isolate, to_end=to_end)
 
 

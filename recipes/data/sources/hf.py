@@ -60,7 +60,7 @@ class HubSection(RowsSection):
             yield f"streaming=true of path={self.path}: only data=hf alone is streamed; leave it out"
             return
         whole = {  # all of the text must be known before the first step
-            "packing=best_fit": self.packing == "best_fit",
+            f"packing={self.packing}": self.packing != "split",
             f"format={self.format}": self.is_chat,
             f"bad_rows={self.bad_rows}": self.bad_rows == "skip",
             f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),

@@ -1,14 +1,17 @@
 """The user's own files: plain text, a document each, or rows (``.jsonl``, ``.parquet``), a document in each row."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
+
+from pydantic import Field
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import SourceSection, register_source
 from serried.configs.schema.fields import PathText
 from serried.recipes.data.readers.find_files import check_path, find_files
-from serried.recipes.data.readers.json_parquet_rows import Column, RowFiles, holds_rows
+from serried.recipes.data.readers.json_parquet_rows import COLUMNS, Column, RowFiles, holds_rows
 from serried.recipes.data.readers.plain_text import TextFiles
 from serried.recipes.data.readers.source import Source
 from serried.recipes.data.readers.source_files import assignment, ending_of, kind_of
@@ -27,6 +30,16 @@ class RowsSection(SourceSection):
     """Column of the text, in Hugging Face datasets and in .jsonl and .parquet files."""
     messages_column: str = "messages"
     """Column of the conversation (``data.format=chat``)."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of other columns of conversations and pairs, such as ``data.columns.prompt=question_text``."""
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        for name, column in self.columns.items():
+            if name not in COLUMNS:
+                near = get_close_matches(name, COLUMNS, 1)
+                hint = f"did you mean data.columns.{near[0]}={column}?" if near else f"they are {', '.join(COLUMNS)}"
+                yield f"data.columns.{name}={column}: no column is called so here; {hint}"
 
 
 class TextSection(RowsSection):

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,8 @@ _STEPS_OF_A_CALL = 5
 _MOST_PARTS = 2**20
 """Largest number of parts in a list or an object that is converted to text."""
 
+_FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"})
+
 _GROWING = (
     "join", "replace", "center", "indent", "ljust", "rjust", "zfill", "expandtabs", "format", "translate", "slice",
     "batch",
@@ -50,13 +53,29 @@ class TooMuch(UserError):
 class Template:
     """A Jinja template, run in a sandbox, since templates are untrusted code."""
 
-    def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
-        """``special_tokens``: variables of the template, such as ``bos_token``."""
-        self.text = text
-        self.name = name
-        self._special_tokens = special_tokens
+    def __init__(
+        self,
+        text: str,
+        name: str,
+        special_tokens: Mapping[str, str],
+        *,
+        for_tools: str | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Compile the template. Raises ``UserError`` if it is not one, or does not read one of the ``variables``.
+
+        Args:
+            special_tokens: variables such as ``bos_token``.
+            for_tools: another template, for conversations with tools.
+            variables: further variables, by name.
+        """
+        self.text, self.name, self.for_tools = text, name, for_tools
+        self.variables = dict(variables)
+        self._given = {**special_tokens, **variables}
         self._spent = _Spent()
         self._compiled = _compile(text, name, self._spent)
+        self._compiled_for_tools = None if for_tools is None else _compile(for_tools, name, self._spent)
+        _check_variables([text, *([] if for_tools is None else [for_tools])], name, variables)
 
     def render(
         self, messages: Sequence[Message], *, ask_for_reply: bool = False, tools: Sequence[dict[str, Any]] = ()
@@ -71,11 +90,10 @@ class Template:
         import jinja2
 
         self._spent.steps = 0
+        compiled = self._compiled_for_tools if tools and self._compiled_for_tools else self._compiled
+        given = {"messages": messages, "tools": list(tools) or None, "documents": None}
         try:
-            pieces = self._compiled.generate(
-                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=ask_for_reply,
-                **self._special_tokens,
-            )  # fmt: skip
+            pieces = compiled.generate({**given, "add_generation_prompt": ask_for_reply, **self._given})
             return _joined(pieces)
         except _Excess as error:
             raise TooMuch(f"{self.name} {error}; use another template: data.chat_template=FILE") from error
@@ -84,6 +102,25 @@ class Template:
         except Exception as error:  # a template can fail in any way
             reason = f"{type(error).__name__}: {error}"
             raise Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
+
+
+def _check_variables(texts: Sequence[str], name: str, variables: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` if one of the ``variables`` is in none of the templates: it would have no effect."""
+    if not variables:
+        return
+    from jinja2 import meta
+
+    environment, _ = _environment(_Spent())
+    read = {found for text in texts for found in meta.find_undeclared_variables(environment.parse(text))}
+    for variable in variables:
+        if variable in read:
+            continue
+        others = sorted(read - {"messages", "tools", "documents", "add_generation_prompt"} - _FUNCTIONS)
+        others = [other for other in others if not other.endswith("_token")]
+        close = get_close_matches(variable, others, 1) or others[:5]
+        hint = f"it reads {', '.join(close)}" if close else "it reads no such variables"
+        given = f"data.chat_template_kwargs.{variable}={json.dumps(variables[variable])}"
+        raise UserError(f"{given} has no effect: {name} does not read it; {hint}; leave it out")
 
 
 class _Excess(Exception):
@@ -165,8 +202,9 @@ def _length_replaced(given: Sequence[Any], named: Mapping[str, Any]) -> int | No
     return len(text) + times * (len(new) - len(old))
 
 
-def _compile(text: str, name: str, spent: _Spent) -> Any:
-    """Compile a template like ``transformers``. Tests compare functions and options with its own."""
+def _environment(spent: _Spent) -> tuple[Any, Any]:
+    """Return the environment in which templates are compiled like in ``transformers``, and a function that returns a
+    parsed template with limits. Tests compare functions and options with its own."""
     library("jinja2", "data.format=chat")
     import jinja2
     import jinja2.ext
@@ -286,9 +324,16 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     environment.filters |= {"serried step": step, "serried join": concatenated, "serried text": text_of}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _NOW.strftime
+    return environment, Bounded().visit
+
+
+def _compile(text: str, name: str, spent: _Spent) -> Any:
+    """Compile a template. Raises ``UserError`` if it is not one."""
+    environment, bounded = _environment(spent)
+    import jinja2
 
     try:
-        tree = Bounded().visit(environment.parse(text))
+        tree = bounded(environment.parse(text))
         tree.set_environment(environment)
         return environment.from_string(tree)
     except jinja2.TemplateError as error:

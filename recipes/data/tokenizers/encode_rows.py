@@ -42,6 +42,10 @@ class Encoded(NamedTuple):
     """Seam at the start of a piece; None if any piece may precede it."""
     last: Seam | None = None
     """Seam at the end of a piece."""
+    before: "tuple[Encoded, ...]" = ()
+    """Other documents of the same row, which come before this one."""
+    is_new: bool = False
+    """Whether earlier versions encoded the row in another way."""
 
 
 Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]

@@ -67,16 +67,22 @@ class HuggingFaceTokenizer(Tokenizer):
         self._dtype = token_dtype(self.vocab_size)
         self._known = frozenset(ids.values())
 
-    @functools.cached_property
+    @property
     def chat_template(self) -> str | None:
         """Jinja template of conversations; None if there is none."""
-        if "chat_template.jinja" in self._files:
-            return self._files["chat_template.jinja"]
+        return self.chat_templates.get("default")
+
+    @functools.cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja templates of conversations by name: ``default``, and perhaps ``tool_use`` for conversations with
+        tools."""
         template = _settings(self._files, "tokenizer_config.json").get("chat_template")
-        if isinstance(template, list):  # several templates, by name
+        named: dict[Any, Any] = {"default": template}
+        if isinstance(template, list):
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
-        return template if isinstance(template, str) else None
+        if "chat_template.jinja" in self._files:
+            named = {"default": self._files["chat_template.jinja"]}
+        return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
     @functools.cached_property
     def is_plain(self) -> bool:

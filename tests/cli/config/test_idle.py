@@ -99,6 +99,10 @@ SITUATIONS = {
     "data.validation.a.path=x",
     "data.sources.a.messages_column=a": "data=mixture data.sources.a.name=text data.sources.a.path=x "
     "data.sources.b.name=stdlib",
+    "data.columns.prompt=a": "data=text data.path=x",
+    "data.sources.a.columns.prompt=a": "data=mixture data.sources.a.name=text data.sources.a.path=x "
+    "data.sources.b.name=stdlib",
+    "data.isolate_documents=true": "data=text data.path=x data.packing=none",
     "data.sources.a.weight=2": "data=mixture data.sources.a.name=stdlib",
     "data.weigh_by=tokens": "data=mixture data.sources.a.name=stdlib",
 }  # fmt: skip

@@ -159,7 +159,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
             r"a\.jsonl line 201 is a list .*, not an object .* JSON array: jq -c .* > lines\.jsonl",
         ),
         (
-            '[\n {"text": "a"}\n]\n',
+            '{\n "text": "a"\n}\n',
             r"a\.jsonl line 1 is not JSON: .*; each line is one object; .*: jq -c .* > lines\.jsonl",
         ),
         (
@@ -317,16 +317,31 @@ def test_a_named_json_file_with_a_row_in_each_line_is_read_as_rows(tmp_path: Pat
     assert "has no column 'text'; its columns are n" in refusal(tmp_path / "b.json", tmp_path / "cache")
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_rows_of_a_json_array_are_documents(tmp_path: Path, name: str, indent: int | None) -> None:
+    rows = [{"text": text, "n": {"of": ["[]", ","]}} for text in TEXTS] * 400
+    write(tmp_path, {name: json.dumps(rows, indent=indent)})
+    found = all_rows(tmp_path / name)
+    assert [row.content for row in found] == TEXTS * 400
+    assert [row.number for row in found] == list(range(len(rows)))
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "said"),
     [
-        json.dumps([{"text": text} for text in TEXTS]),
-        json.dumps([{"instruction": "a", "output": "b"}], indent=2),
-        json.dumps({"text": "one document"}, indent=2),
+        ('[{"text": "a"}, {"text": "b', r"a\.json row 2 is not JSON: .*; the file may be cut off: create it again"),
+        ('[{"text": "a"}, 5]', r"a\.json row 2 is a number \(5\), not an object with a column per name; fix or"),
+        ('[{"text": "a"}, {"body": "b"}]', r"a\.json row 2 has no column 'text'; its columns are body"),
     ],
 )
-def test_a_json_file_with_rows_that_are_not_lines_is_refused(tmp_path: Path, content: str) -> None:
+def test_bad_rows_of_a_json_array_are_named(tmp_path: Path, content: str, said: str) -> None:
     write(tmp_path, {"a.json": content})
+    assert re.search(said, refusal(tmp_path / "a.json", tmp_path / "cache"))
+
+
+def test_a_json_file_with_an_object_over_several_lines_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.json": json.dumps({"text": "one document"}, indent=2)})
     assert "jq -c" in (message := refusal(tmp_path / "a.json", tmp_path / "cache"))
     assert "data.path=lines.jsonl" in message
 
@@ -636,7 +651,10 @@ def test_data_that_are_the_same_as_an_earlier_version_prepared_keep_their_key(
     path = chats_with_mistakes(tmp_path / "chats.jsonl")
     chosen = section(path, tmp_path / "cache", format="chat", bad_rows="skip")
     with monkeypatch.context() as before:
-        before.setattr(chat, "_FORMAT", chat.EARLIER_FORMAT)
+        before.setattr(chat, "_FORMAT", chat.EARLIER_FORMATS[0])
         earlier = prepare(chosen)
     now = prepare(chosen)
     assert (now.key, now.folder == earlier.folder) == (earlier.key, False)
+    # Also where the earlier folder is gone, if no row is encoded in another way.
+    elsewhere = prepare(chosen.model_copy(update={"cache_dir": tmp_path / "other"}))
+    assert elsewhere.key == earlier.key

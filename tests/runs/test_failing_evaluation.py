@@ -155,7 +155,10 @@ def test_step_is_saved_if_one_rank_alone_fails_in_the_model_in_the_evaluation(
     codes = train_alone(world, argv("failed"), "loss", [rank], is_killed=is_killed)
     assert codes == [-signal.SIGKILL if is_killed and each == rank else EXIT_FAILED for each in range(world)]
     check_saved(tmp_path / "failed")
-    assert is_killed or "the loss is bad" in status(tmp_path / "failed")["reason"]
+    if not is_killed:
+        assert "the loss is bad" in status(tmp_path / "failed")["reason"]
+        log = (tmp_path / f"failed/log/rank-{rank}.log").read_text()
+        assert " saved " in log, "committed by all ranks at once, and not when the one that failed had given up waiting"
     assert run("failed") == {EXIT_FINISHED}
     check_equal(tmp_path / "failed", tmp_path / "whole")
 

@@ -1,7 +1,7 @@
 # make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make test-slow:
-# storms of kills and signals, and more of what make test has one of each kind of; make test-slurm: a real Slurm cluster
-# and two hosts, both made on this machine, as root; make test-page: report.html in a real browser, which it installs as
-# root; make docs: the pages of docs/ as a site, in site/.
+# storms of kills and signals, and more of what make test has one of each kind of; make test-slurm and make test-hosts: a
+# real Slurm cluster, and two hosts, made on this machine, as root; make test-page: report.html in a real browser, which it
+# installs as root; make docs: the pages of docs/ as a site, in site/.
 # Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ APT_INSTALL := flock .venv sh -c 'apt-get update --quiet=2 && DEBIAN_FRONTEND=no
 # Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test pytest test-slow test-slurm test-page lint docs clean
+.PHONY: train test pytest test-slow test-slurm test-hosts test-page lint docs clean
 
 train: .venv/.ready
 	$(BIN)/python train.py launch=local launch.processes=$(PROCESSES) $(ARGS)
@@ -40,7 +40,14 @@ test-slurm: .venv/.ready-dev
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		$(APT_INSTALL) slurm-wlm iproute2; \
 	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
-	$(BIN)/python -m pytest -m "slurm or hosts" tests/cli/test_slurm.py tests/cli/test_hosts.py $(ARGS)
+	$(BIN)/python -m pytest -m slurm tests/cli/test_slurm.py $(ARGS)
+
+test-hosts: .venv/.ready-dev
+	@if command -v ip >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		$(APT_INSTALL) iproute2; \
+	else echo "no ip here, and no apt-get as root to install it: tests of hosts skip"; fi
+	$(BIN)/python -m pytest -m hosts tests/cli/test_hosts.py $(ARGS)
 
 # The browser is Debian's. Elsewhere, and where there is none, what needs it skips.
 test-page: .venv/.ready-dev

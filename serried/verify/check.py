@@ -1,4 +1,4 @@
-"""What a check of ``serried verify`` is made of: cases, each with one row in the report."""
+"""A check of ``serried verify``: cases, with one row in the report each."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class Found(NamedTuple):
 
     is_right: bool
     figure: str
-    """What was measured or seen, for the table."""
+    """Measurement or observation, for the table."""
     bound: str = ""
-    """What it must be; empty: nothing is required of the figure."""
+    """Limit of the figure; empty: there is none."""
     values: Mapping[str, float | int | str | None] = {}
-    """The same for programs."""
+    """Figure and bound as numbers and texts, by name."""
 
 
 class Case(NamedTuple):
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     work: Callable[[], Found]
     """Raises ``RunFailed`` if a run that it needs does not end as it should."""
     skipped: str = ""
-    """Why it cannot be done here; empty: it can."""
+    """Reason why it cannot run here; empty: it can."""
 
 
 class Check(NamedTuple):

@@ -37,7 +37,7 @@ class _Fault(NamedTuple):
     """A fault on the last rank, and the end that the run must come to."""
 
     name: str
-    """As ``VerifiedTask`` takes it."""
+    """Value of ``task.fault``."""
     code: int
     reason: tuple[str, ...]
     """Parts of the recorded reason."""
@@ -67,7 +67,7 @@ def faults(workplace: Workplace, _: Bounds) -> list[Case]:
 
 
 def _words(workplace: Workplace) -> tuple[str, ...]:
-    fsdp = next(each for each in layouts(workplace.ranks, "cpu") if each.name.startswith(("fsdp", "accumulated")))
+    fsdp = next(layout for layout in layouts(workplace.ranks, "cpu") if layout.name.startswith(("fsdp", "accumulated")))
     return (*fsdp.overrides(workplace.global_batch), "trainer.steps=400")
 
 

@@ -1,4 +1,4 @@
-"""The check of the machine, and what a report says of it: nothing that identifies a person, a host or a network."""
+"""The check of the machine, and its description in a report, which identifies no person, host or network."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def _topology() -> list[str]:
 
 
 def anonymous(*folders: Path) -> Callable[[str], str]:
-    """Return a function that takes names of this host and user, addresses and ``folders`` out of a text."""
+    """Return a function that replaces names of this host and user, addresses and ``folders`` in a text."""
     names = {str(folder): "FOLDER" for folder in folders}
     names |= {host: "HOST" for host in (host_name(), platform.node(), platform.node().partition(".")[0]) if host}
     with suppress(Exception):  # a container may have no such user, and no home

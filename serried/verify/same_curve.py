@@ -60,8 +60,8 @@ def host_waits(workplace: Workplace, _: Bounds) -> list[Case]:
 
 
 def unwatched(ranks: int) -> list[Layout]:
-    """Return the layouts in which the host is not to wait: one of each kind, but experts, whose numbers of tokens it
-    must know."""
+    """Return the layouts in which the host must not wait, one of each kind. With experts it waits for their numbers of
+    tokens."""
     found = layouts(ranks, "cpu")
     kinds = ("accumulated", "ddp", "fsdp", "hsdp", "tensor", "context", "pipeline")
     first = (next((layout for layout in found if layout.name.startswith(kind)), None) for kind in kinds)

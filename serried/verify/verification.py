@@ -1,4 +1,4 @@
-"""``serried verify``: do the checks one after the other, and write the report."""
+"""Do the checks of ``serried verify`` one after the other, and write the report."""
 
 import json
 import re
@@ -41,21 +41,21 @@ class Row:
     result: str
     """``passed``, ``failed`` or ``skipped``."""
     figure: str
-    """What was measured or seen; if skipped, why."""
+    """Measurement or observation; if skipped, the reason."""
     bound: str = ""
-    """What the figure must be; empty: it is reported, and not judged."""
+    """Limit of the figure; empty: the figure is reported, and not judged."""
     values: Mapping[str, float | int | str | None] = field(default_factory=dict)
-    """The same for programs; which there are depends on the check."""
+    """The figure and the bound as numbers and texts, by name; the names depend on the check."""
     seconds: float = 0.0
     log: str = ""
-    """File with what the runs printed, in the folder of the logs."""
+    """Name of the file with the output of the runs, in the folder of the logs."""
     log_tail: Sequence[str] = ()
     """The end of that file, if failed."""
 
 
 @dataclass
 class Report:
-    """What was done, as ``out=`` has it."""
+    """The results, as written to ``out``."""
 
     device: str
     """``cpu``, ``cuda`` or another value of ``launch.device``."""

@@ -242,7 +242,7 @@ def test_trained_tokens_are_those_that_a_model_must_write_when_asked(name: str, 
     assert trained(documents) == expected + sum(ended), "nothing else is trained on"
     assert len(documents) <= len(turns)
     rendered = [theirs.ids(messages[:count]) for count in range(1, len(messages) + 1)]
-    for document in documents:
+    for document in [] if name in ("deepseek r1", "gpt-oss") else documents:  # these no longer show their own prompts
         ids, runs = document.tokens.tolist(), np.diff(document.supervised, prepend=0) == 1  # type: ignore[arg-type]
         assert ids in rendered or ids[:-1] in rendered or runs.sum() == 1, "else a reply follows its own prompt"
 

@@ -13,7 +13,7 @@ import torch
 
 from serried.parallel.layout.local_shards import local
 from serried.program import main
-from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.checkpoint.save import Checkpointer, HostCopies
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
 from testing.rank_pool import Cluster
@@ -145,15 +145,19 @@ def test_state_of_an_optimizer_resumes_bitwise_and_on_another_layout(
 
 def staged_bytes(argv: list[str], run_dir: str) -> tuple[int, int]:
     """Bytes that this rank copies for a save, and those of the whole state."""
-    found = []
-    stage = Checkpointer._stage
+    copied, found = [], []
+    take, begin = HostCopies.take, Checkpointer.begin
 
-    def watched(self: Checkpointer) -> Any:
-        staged = stage(self)
-        found.append((sum(tensor.nbytes for tensor in staged.values()), self._plan.total_bytes))
+    def watched_take(self: HostCopies) -> Any:
+        staged = take(self)
+        copied.append(sum(tensor.nbytes for tensor in staged.values()))
         return staged
 
-    with patch.object(Checkpointer, "_stage", watched):
+    def watched_begin(self: Checkpointer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        found.append((copied[-1], self._plan.total_bytes))
+
+    with patch.object(HostCopies, "take", watched_take), patch.object(Checkpointer, "begin", watched_begin):
         save_again(argv, run_dir)
     return found[-1]
 

@@ -391,9 +391,9 @@ def poisoned(argv: list[str], rank: int, at_step: int) -> int:
     begin = save.Checkpointer.begin
 
     def spoilt(self: save.Checkpointer, step: int, state: dict[str, Any]) -> None:
-        if step != at_step or self._rank != rank:
+        if step != at_step or self._session.rank != rank:
             return begin(self, step, state)
-        [weight] = [part.local for _, part in self._parts() if part.fragments[0].name == "model.norm.weight"]
+        [weight] = [part.local for _, part in self._copies.tensors() if part.fragments[0].name == "model.norm.weight"]
         with torch.no_grad():
             value = weight[-1].item()
             weight[-1] = float("inf")

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -72,6 +72,127 @@ class Saved:
     """Other problems, such as an old checkpoint that cannot be deleted."""
 
 
+class _Ranks:
+    """The ranks that save together: their groups in the background, and the plan of who writes what."""
+
+    def __init__(self, session: Session, layout: Layout) -> None:
+        """Make the groups. A collective."""
+        self.layout, self._rank = layout, session.rank
+        blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
+        self._world = session.background_group([range(session.world_size)])
+        # Blocks of one rank exchange nothing.
+        self.block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
+
+    @property
+    def rank_of_block(self) -> int:
+        """This rank's number within its block."""
+        return self._rank % self.layout.block
+
+    def all(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, by rank, through the group of the background thread. The training thread
+        may use it, too, while the background thread is idle."""
+        return [value] if self._world is None else gather_plain(value, self._world)
+
+    def make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
+        """Plan who writes what of ``parts``, this rank's. A collective of a pipeline's stages."""
+        stage = self.layout.coordinates(self._rank).pipeline
+        files: list[PlannedFile] = []
+        targets: dict[str, Target] = {}
+        for stem in STEMS:
+            mine = targets_of((part for of, part in parts if of == stem), stage)
+            files += deal_files(
+                self._of_all_stages(mine), stem, self.layout.world // self.layout.pipeline, is_spread=stem != ADAPTER
+            )  # PEFT opens a single file
+            targets |= mine
+        # In one round, all owners may need bytes of the same rank.
+        bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self.layout.block))
+        return make_plan(files, targets, self.layout, self._rank, bucket)
+
+    def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
+        """Return the tensors that the ranks of each stage save; ``mine`` are this rank's."""
+        specs, stages = [target.spec for target in mine.values()], self.layout.pipeline
+        if stages == 1:
+            return [specs]
+        ranks = self.layout.world // stages
+        answers = self.all([spec.plain() for spec in specs] if self._rank % ranks == 0 else None)
+        return [[TensorSpec.of_plain(entry) for entry in answer] for answer in answers[::ranks]]
+
+
+class HostCopies:
+    """The tensors of the state, and copies in host memory of those that this rank's replica writes."""
+
+    def __init__(self, parts: Callable[[], Iterable[tuple[str, Part]]], session: Session, mode: str) -> None:
+        """``parts``: see ``Checkpointer``. ``mode``: ``checkpoint.mode``."""
+        self._parts, self._session = parts, session
+        self._mode = mode
+        self._planned: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        self._kept: set[str] = set()
+        self._copies: dict[str, Tensor] = {}
+
+    def tensors(self) -> list[tuple[str, Part]]:
+        """Return the tensors that exist now, each with the stem of its files."""
+        return list(self._parts())
+
+    def are_outdated(self) -> bool:
+        """Return whether there are other tensors than at the last ``allocate``."""
+        return _names_and_shapes(self._parts()) != self._planned
+
+    def allocate(self, held: Sequence[tuple[str, Part]], plan: Plan, rank_of_block: int) -> None:
+        """Allocate copies of the tensors of ``held`` that ``plan`` needs from this rank."""
+        self._planned = _names_and_shapes(held)
+        pieces = (piece for bucket in plan.writes for window in bucket for piece in window.pieces)
+        mine = {piece.part for piece in pieces if piece.source == rank_of_block}
+        self._kept = mine | {piece.part for sends in plan.sends for send in sends for piece in send}
+        kept = {part.name: part for _, part in reversed(held) if part.name in self._kept}
+        self._copies = self._allocated([*kept.values()])
+
+    def take(self) -> dict[str, Tensor]:
+        """Return this rank's bytes of the tensors that its replica writes, as CPU tensors by name."""
+        staged: dict[str, Tensor] = {}
+        for _, part in self._parts():
+            name, local = part.name, part.local.detach()
+            if name in staged:
+                continue  # a tied parameter that this rank holds twice
+            if name in self._copies:
+                staged[name] = self._copies[name].copy_(local, non_blocking=True)
+            elif name in self._kept:
+                staged[name] = local.contiguous()  # training waits, so nothing changes it meanwhile
+        wait_for_device(self._session.device)
+        return staged
+
+    def _allocated(self, parts: list[Part]) -> dict[str, Tensor]:
+        """Allocate a copy of ``parts`` in host memory, by name; if training waits, only of tensors outside host
+        memory.
+
+        The copy is allocated in chunks, since pinned memory is rounded up to powers of two: up to twice the size for
+        single tensors.
+
+        Raises ``UserError`` if there is not enough memory.
+        """
+        on_device = self._session.device.type != "cpu"
+        if self._mode == "sync":
+            parts = [part for part in parts if part.local.device.type != "cpu"]
+        staged: dict[str, Tensor] = {}
+        chunk, used = torch.empty(0, dtype=torch.uint8), 0
+        left = total = sum(aligned(part.local.nbytes) for part in parts)
+        try:
+            for part in parts:
+                room = aligned(part.local.nbytes)
+                if room > len(chunk) - used:
+                    chunk = torch.empty(max(room, min(left, _CHUNK_BYTES)), dtype=torch.uint8, pin_memory=on_device)
+                    used = 0
+                flat = chunk[used : used + part.local.nbytes].view(part.local.dtype)
+                staged[part.name] = flat.view(part.local.shape)
+                used, left = used + room, left - room
+        except RuntimeError as error:
+            smaller = "checkpoint.mode=sync, or " if self._mode == "async" else ""
+            raise UserError(
+                f"rank {self._session.rank} cannot hold a copy of its {size(total)} of the state in host memory: "
+                f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
+            ) from None
+        return staged
+
+
 class Checkpointer:
     """Saves the state of a run, one checkpoint at a time. Every rank has one and calls it at the same steps."""
 
@@ -93,13 +214,10 @@ class Checkpointer:
         """
         self._folder = folder
         self._section = section
-        self._layout = layout
-        self._session, self._rank = session, session.rank
-        self._parts, self._write_extras = parts, write_extras
-        blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
-        self._world = session.background_group([range(session.world_size)])
-        # Blocks of one rank exchange nothing.
-        self._block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
+        self._session = session
+        self._write_extras = write_extras
+        self._ranks = _Ranks(session, layout)
+        self._copies = HostCopies(parts, session, section.mode)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._plan_save()
         self._running: Future[Saved] | None = None
@@ -110,14 +228,9 @@ class Checkpointer:
 
     def _plan_save(self) -> None:
         """Plan which rank writes which data, for the currently existing tensors."""
-        held = list(self._parts())
-        self._planned = _names_and_shapes(held)
-        self._plan = self._make_plan(held)
-        pieces = (piece for bucket in self._plan.writes for window in bucket for piece in window.pieces)
-        mine = {piece.part for piece in pieces if piece.source == self._rank_of_block}
-        self._kept = mine | {piece.part for sends in self._plan.sends for send in sends for piece in send}
-        kept = {part.name: part for _, part in reversed(held) if part.name in self._kept}
-        self._staged = self._allocate(list(kept.values()))
+        held = self._copies.tensors()
+        self._plan = self._ranks.make_plan(held)
+        self._copies.allocate(held, self._plan, self._ranks.rank_of_block)
 
     @property
     def is_begun(self) -> bool:
@@ -134,12 +247,12 @@ class Checkpointer:
         """
         assert self._running is None, "one save at a time"
         started = time.perf_counter()
-        has_changed = _names_and_shapes(self._parts()) != self._planned  # optimizer state that the first step created
-        if self._layout.pipeline > 1:  # only a stage's own ranks know its state
-            has_changed = any(self._all(has_changed))
+        has_changed = self._copies.are_outdated()  # optimizer state that the first step created
+        if self._ranks.layout.pipeline > 1:  # only a stage's own ranks know its state
+            has_changed = any(self._ranks.all(has_changed))
         if has_changed:
             self._plan_save()
-        writing = self._thread.submit(self._write_all, step, self._stage())
+        writing = self._thread.submit(self._write_all, step, self._copies.take())
         self._final_state = Future()
         self._running = self._thread.submit(self._save, step, state, writing, self._final_state, started)
         if self._section.mode == "sync":
@@ -210,91 +323,16 @@ class Checkpointer:
         self._thread.shutdown(wait=False, cancel_futures=True)
         return self.poll()
 
-    # in the caller's thread -----------------------------------------------------------------------------------------
-
-    def _stage(self) -> dict[str, Tensor]:
-        """Return this rank's bytes of the tensors that its replica writes, as CPU tensors by name."""
-        staged: dict[str, Tensor] = {}
-        for _, part in self._parts():
-            name, local = part.name, part.local.detach()
-            if name in staged:
-                continue  # a tied parameter that this rank holds twice
-            if name in self._staged:
-                staged[name] = self._staged[name].copy_(local, non_blocking=True)
-            elif name in self._kept:
-                staged[name] = local.contiguous()  # training waits, so nothing changes it meanwhile
-        wait_for_device(self._session.device)
-        return staged
-
-    def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Allocate a copy of ``parts`` in host memory, by name; if training waits, only of tensors outside host
-        memory.
-
-        The copy is allocated in chunks, since pinned memory is rounded up to powers of two: up to twice the size for
-        single tensors.
-
-        Raises ``UserError`` if there is not enough memory.
-        """
-        on_device = self._session.device.type != "cpu"
-        if self._section.mode == "sync":
-            parts = [part for part in parts if part.local.device.type != "cpu"]
-        staged: dict[str, Tensor] = {}
-        chunk, used = torch.empty(0, dtype=torch.uint8), 0
-        left = total = sum(aligned(part.local.nbytes) for part in parts)
-        try:
-            for part in parts:
-                room = aligned(part.local.nbytes)
-                if room > len(chunk) - used:
-                    chunk = torch.empty(max(room, min(left, _CHUNK_BYTES)), dtype=torch.uint8, pin_memory=on_device)
-                    used = 0
-                flat = chunk[used : used + part.local.nbytes].view(part.local.dtype)
-                staged[part.name] = flat.view(part.local.shape)
-                used, left = used + room, left - room
-        except RuntimeError as error:
-            smaller = "checkpoint.mode=sync, or " if self._section.mode == "async" else ""
-            raise UserError(
-                f"rank {self._rank} cannot hold a copy of its {size(total)} of the state in host memory: "
-                f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
-            ) from None
-        return staged
-
-    @property
-    def _rank_of_block(self) -> int:
-        return self._rank % self._layout.block
-
-    def _make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
-        stage = self._layout.coordinates(self._rank).pipeline
-        files: list[PlannedFile] = []
-        targets: dict[str, Target] = {}
-        for stem in STEMS:
-            mine = targets_of((part for of, part in parts if of == stem), stage)
-            files += deal_files(
-                self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline, is_spread=stem != ADAPTER
-            )  # PEFT opens a single file
-            targets |= mine
-        # In one round, all owners may need bytes of the same rank.
-        bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self._layout.block))
-        return make_plan(files, targets, self._layout, self._rank, bucket)
-
-    def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
-        """Return the tensors that the ranks of each stage save; ``mine`` are this rank's."""
-        specs, stages = [target.spec for target in mine.values()], self._layout.pipeline
-        if stages == 1:
-            return [specs]
-        ranks = self._layout.world // stages
-        answers = self._all([spec.plain() for spec in specs] if self._rank % ranks == 0 else None)
-        return [[TensorSpec.of_plain(entry) for entry in answer] for answer in answers[::ranks]]
-
     # in the background ----------------------------------------------------------------------------------------------
 
     def _write_all(self, step: int, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Write the files of tensors of all ranks. Returns them, and the reason if that failed on any rank."""
         partial = self._folder / partial_name(step)
-        problem = self._all(self._prepare(partial) if self._rank == 0 else None)[0]
+        problem = self._ranks.all(self._prepare(partial) if self._session.is_main else None)[0]
         if problem is not None:
             return {}, problem
         records, problem = self._write(partial, staged)
-        answers = self._all({"problem": problem, "files": records})
+        answers = self._ranks.all({"problem": problem, "files": records})
         problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
         return {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}, problem
 
@@ -309,7 +347,7 @@ class Checkpointer:
         if problem is None:
             state = self._await(final_state) or state
             may_commit = time.perf_counter()
-            if self._rank == 0:
+            if self._session.is_main:
                 problem = self._commit(partial, final, files, state)
                 if problem is None:
                     section = self._section
@@ -319,11 +357,11 @@ class Checkpointer:
                         also=state.get("changed_after", ()), problems=notes,
                     )  # fmt: skip
             try:
-                problem = self._all(problem)[0]
+                problem = self._ranks.all(problem)[0]
             except RuntimeError:  # a rank is gone, which ends the run, and rank 0 reports what it has committed
-                if self._rank != 0:
+                if not self._session.is_main:
                     raise
-        if problem is not None and self._rank == 0:
+        if problem is not None and self._session.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         seconds = written - started + time.perf_counter() - may_commit
         return Saved(step, final, self._plan.total_bytes, seconds, 0.0, problem, notes)
@@ -353,7 +391,8 @@ class Checkpointer:
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Send this rank's pieces to their owners, and write the files that it owns. A collective of the ranks of
         one block, completed even if this rank cannot write any more."""
-        plan, exchange = self._plan, Exchange(self._plan, staged, self._rank_of_block, self._layout.block, self._block)
+        plan, ranks = self._plan, self._ranks
+        exchange = Exchange(plan, staged, ranks.rank_of_block, ranks.layout.block, ranks.block)
         writer = Writer(partial, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):
@@ -387,11 +426,6 @@ class Checkpointer:
         with suppress(OSError):
             fsync_folder(self._folder)
         return None
-
-    def _all(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, by rank, through the group of the background thread. The training thread
-        may use it, too, while the background thread is idle."""
-        return [value] if self._world is None else gather_plain(value, self._world)
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:

@@ -50,6 +50,7 @@ class Rollback:
             raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
         self._state.parallel.reshard()
         self._state.restore(start)
+        self._saver.saved_step = start.step
         self._progress.resume(start)
         context.callbacks.load_state_dict(start.state)
         self._count += 1

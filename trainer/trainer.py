@@ -11,6 +11,7 @@ from torch import nn
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.plain_data import expanded
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
 from serried.parallel.nf4 import whole_numel
@@ -267,7 +268,7 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, given: Path, 
 def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
     """Return the base model's name in ``adapter_config.json``: its name on the Hub if it has one, else the folder."""
     path = getattr(getattr(config, "model", None), "path", None)
-    if base is None or (path is not None and not Path(path).expanduser().exists()):
+    if base is None or (path is not None and not expanded(path).exists()):
         return path
     return base.record["path"]
 

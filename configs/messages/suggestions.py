@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.messages.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
+from serried.configs.plain_data import expanded
 from serried.configs.renamed_keys import RENAMED
 from serried.configs.schema.fields import parse_count
 from serried.configs.schema.registry import tasks
@@ -136,7 +137,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
 def _named_by_path(group: str, value: str) -> str:
     """Return the overrides for the model or the data in ``value``, a path or a name on the Hub; empty if it is none."""
     path = value.strip("[]\"'")
-    is_file = Path(path).suffix in _DATA_FILES or Path(path).expanduser().exists()
+    is_file = Path(path).suffix in _DATA_FILES or os.path.exists(expanded(path))  # noqa: PTH110 -- Path's raises in unreadable folders
     if group not in ("model", "data") or "," in path or not path or not (is_file or "/" in path):
         return ""
     if group == "model":

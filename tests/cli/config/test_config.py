@@ -427,6 +427,10 @@ def test_path_that_no_file_can_have_is_refused(name: str):
     assert compose([f"checkpoint.resume={name}"]).checkpoint.resume == name, "it is refused where checkpoints are read"
 
 
+def test_recipe_of_an_unknown_user_is_refused():
+    assert "no recipe '~no-such-user'" in refusal("recipe=~no-such-user")
+
+
 def test_tokenizer_name_of_300_characters_is_refused():
     assert "no such file or folder" in refusal(f"data.tokenizer={'x' * 300}")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
 from serried.configs.formats import columns, size
 from serried.configs.messages.suggestions import pasteable
@@ -105,7 +107,9 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
         facts["collectives"] = probes.collectives(session)
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         members = firsts if len(firsts) > 1 else list(range(session.world_size))
-        facts["pairs"] = probes.pairs_bytes_per_second(session, members)
+        facts["pairs"] = probes.pairs_bytes_per_second(session, members, session.device)
+        if len(firsts) > 1:  # checkpoints travel from host to host
+            facts["host_pairs"] = probes.pairs_bytes_per_second(session, firsts, torch.device("cpu"))
     facts["clock"] = probes.clock_ahead_seconds(session)
     return facts
 
@@ -177,6 +181,7 @@ def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findi
     for name, what, least in (
         ("matmul", "matrix products run at", _SLOW_SHARE["cpu" if device_type == "cpu" else "gpu"]),
         ("pairs", "exchange of data with the others runs at", _SLOW_WIRE_SHARE),
+        ("host_pairs", "exchange of host memory with the other nodes runs at", _SLOW_WIRE_SHARE),
     ):
         known = [fact for fact in facts if fact.get(name)]
         if not known:
@@ -251,7 +256,10 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
 # the table ------------------------------------------------------------------------------------------------------------
 
 
-_COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pairs", "write", "free", "clock", "")
+_COLUMNS = (
+    "node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pairs", "host network", "write", "free", "clock",
+    "",
+)  # fmt: skip
 
 
 def report(
@@ -284,12 +292,15 @@ def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict
     slowest = min((fact["matmul"] for fact in facts if fact["matmul"]), default=None)
     peak = peaks.get(device["name"]) if device else None
     collective = [fact["collectives"] for fact in facts if fact.get("collectives")]
-    pairs = min((fact["pairs"] for fact in facts if fact.get("pairs")), default=None)
     disk = next((fact["disk"] for fact in facts if fact["disk"]), None)
     share = f" ({slowest / peak:.0%} of peak)" if slowest and peak else ""
 
     def rate(name: str) -> str:
         return f"{size(min(found[name] for found in collective))}/s" if collective else "-"
+
+    def between(name: str) -> str:
+        rates = [fact[name] for fact in facts if fact.get(name)]
+        return f"{size(min(rates))}/s" if rates else "-"
 
     return (
         host,
@@ -298,7 +309,8 @@ def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict
         f"{_flops(slowest)}{share}" if slowest else "-",
         rate("reduce_bytes_per_second"),
         rate("gather_bytes_per_second"),
-        f"{size(pairs)}/s" if pairs else "-",
+        between("pairs"),
+        between("host_pairs"),
         f"{size(disk['write_bytes_per_second'])}/s" if disk else "-",
         size(disk["free_bytes"]) if disk else "-",
         f"{max((fact['clock'] for fact in facts), key=abs):+.3f} s",

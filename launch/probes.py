@@ -107,12 +107,12 @@ def _pattern(rank: int, count: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(count, device=device) % 1009 + rank).float()
 
 
-def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None:
-    """Return the mean rate in bytes per second at which this rank exchanges data with each other member in turn;
-    None for a rank that is not in ``members`` or is the only one. A collective. A slow link lowers the rate of all
-    pairs of one rank."""
-    count = 2**24 if session.device.type != "cpu" else 2**20
-    out, into = (torch.ones(count, device=session.device) for _ in range(2))
+def pairs_bytes_per_second(session: Session, members: list[int], device: torch.device) -> float | None:
+    """Return the mean rate in bytes per second at which this rank exchanges tensors on ``device`` with each other
+    member in turn; None for a rank that is not in ``members`` or is the only one. A collective. A slow link lowers the
+    rate of all pairs of one rank."""
+    count = 2**24 if device.type != "cpu" else 2**20
+    out, into = (torch.ones(count, device=device) for _ in range(2))
     rates = []
     for pairs in tournament(members):
         partner = next((b if a == session.rank else a for a, b in pairs if session.rank in (a, b)), None)

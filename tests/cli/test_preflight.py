@@ -27,6 +27,7 @@ def node(rank: int, **other: Any) -> dict[str, Any]:
         "rank": rank, "host": f"node{rank}", "problems": [], "versions": {"torch": "2.13.0", "driver": "570.1"},
         "device": {"name": "NVIDIA H200", "count": 1, "free_share": 0.99}, "matmul": 600e12, "unresolved": [],
         "shared_memory": 8 * GIB, "open_files": 2**16, "sees_run_dir": True, "clock": 0.001 * rank, "pairs": 40e9,
+        "host_pairs": 3e9,
         "disk": {"free_bytes": 100 * GIB, "free_inodes": None, "write_bytes_per_second": 1e9},
         "collectives": {
             "is_reduce_wrong": False, "gather_wrong": [], "reduce_bytes_per_second": 4e10,
@@ -62,6 +63,7 @@ def test_equal_nodes_are_fit() -> None:
         ({"device": {"free_share": 0.5}}, "rank 3: 50% of device memory is free; another process uses it"),
         ({"matmul": 420e12}, "rank 3: matrix products run at 70% of the median"),
         ({"pairs": 10e9}, "rank 3: exchange of data with the others runs at 25% of the median"),
+        ({"host_pairs": 1e9}, "rank 3: exchange of host memory with the other nodes runs at 33% of the median"),
         ({"clock": -7.0}, "its clock is 7.0 s behind the others'"),
         ({"sees_run_dir": False}, "does not see what rank 0 writes to runs/x: it must be on a shared disk"),
         ({"collectives": {"is_reduce_wrong": True}}, "rank 3: wrong results of collectives"),
@@ -172,6 +174,8 @@ def test_two_equal_ranks_are_fit(cluster: Cluster, tmp_path: Path) -> None:
     answers = cluster.run(2, "tests.cli.test_preflight:examine", run_dir=str(tmp_path), bad=-1, how="")
     assert {answer.value for answer in answers} == {0}
     assert "verdict    fit: 2 nodes, 2 ranks" in answers[0].printed
+    [header, *rows] = answers[0].printed.splitlines()[:3]
+    assert all(row[header.index("host network") :].split()[0].endswith("/s") for row in rows)
 
 
 def test_command_runs_on_one_process(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
         measured = read_rates(config.plan.rates)
         rates_of = measured.cluster.device.driver_name
         if measured.is_gpu != ran.is_gpu or (ran.is_gpu and rates_of != ran.device):
-            raise UserError(f"plan.rates={config.plan.rates} are of {rates_of}, and the run was on {ran.device}")
+            raise UserError(
+                f"plan.rates={config.plan.rates} were measured on {rates_of}, and the run was on {ran.device}"
+            )
     elif config.plan.device is None and known is not None:
         values["plan.device"] = known.name
     return with_values(config, values)

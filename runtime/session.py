@@ -306,7 +306,8 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 raise UserError(f"{INTERFACE}={named}: this interface has no address; unset {INTERFACE}") from error
             raise TrainingFailed(
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
-                f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
+                f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}; "
+                "check that rank 0 runs and that this host can reach it"
             ) from error
         facts = session.gather([os.getpid(), only_gpu(device, local_world)])
         session.cause.processes = [process for process, _ in facts]

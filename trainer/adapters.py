@@ -189,7 +189,7 @@ class Adapters:
             differing["modules"] = f"[{','.join(self._target_modules(theirs))}]"
         if differing:
             use = " ".join(shlex.quote(f"adapter.{key}={value}") for key, value in differing.items())
-            raise UserError(f"the adapters in {folder} are not like those that this command describes; use {use}")
+            raise UserError(f"the adapters in {folder} do not match this command's adapter.* settings; use {use}")
 
     def _target_modules(self, chosen: set[str]) -> list[str]:
         """Names of the layers ``chosen`` as PEFT takes them: last parts alone, if they mean no other layer."""

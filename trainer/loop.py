@@ -161,14 +161,15 @@ class Loop:
         """Complete the checkpoint of this step. If the run ``ends`` or stops here, there is one; wait for it."""
         is_last = self.step == self._context.config.trainer.last_step or self._shutdown.stops or ends
         is_begun = self._saver.is_begun
+        is_evaluated = is_begun and self._is_evaluated
         if not (is_begun or is_last):
             return
-        if is_begun:
+        if not is_begun:
+            self._begin()
+        elif is_evaluated:
             self._shutdown.check_folder()
             self._context.pulse.enter(SAVE, self.step)
-        else:
-            self._begin()
-        self._saver.finish(is_evaluated=is_begun and self._is_evaluated, is_last=is_last)
+        self._saver.finish(is_evaluated=is_evaluated, is_last=is_last)
 
     def _save_step_before(self) -> None:
         """Save the step before the current one, which was dropped, unless that is done.

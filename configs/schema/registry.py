@@ -129,7 +129,7 @@ class Registry:
         except Exception as error:
             raise UserError(
                 f"{self.kind} {point.name}: {point.value} of package {point.dist.name if point.dist else '?'} "
-                f"cannot be imported: {error}"
+                f"cannot be imported: {error}; update or uninstall the package"
             ) from error
 
     def _load_built_in(self) -> None:

@@ -215,8 +215,8 @@ def check_compile(config: RunConfig, layout: Layout) -> None:
     keeps_less = config.trainer.keeps_less
     if layout.context > 1 and layout.context_method == "ring" and keeps_less:
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring: its messages cannot be "
-            f"compiled; use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring: its sends and receives "
+            f"cannot be compiled; use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
         )
 
 

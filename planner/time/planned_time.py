@@ -124,10 +124,13 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
     name, is_gpu = measured.cluster.device.name, measured.is_gpu
     wanted = config.plan.device
     if wanted is not None and device_of(wanted).name != name:
-        raise UserError(f"plan.rates={measured.path} are of {name}, and plan.device={wanted}; leave one of them out")
+        raise UserError(
+            f"plan.rates={measured.path} were measured on {name}, but plan.device={wanted}; leave out one of the two"
+        )
     if config.launch.device != "auto" and is_gpu != (config.launch.device != "cpu"):
         raise UserError(
-            f"plan.rates={measured.path} are of {name}, and launch.device={config.launch.device}; leave one of them out"
+            f"plan.rates={measured.path} were measured on {name}, but launch.device={config.launch.device}; leave out "
+            "one of the two"
         )
     return measured
 

@@ -240,7 +240,7 @@ def test_plan_warns_of_checkpoints_that_are_more_than_an_hour_apart(capsys: pyte
     words = ["recipe=llama8b", "launch.processes=8", "plan.device=h100", "dry_run=true", "checkpoint.every_minutes=0"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "WARNING    1,000 steps without a checkpoint take 1d" in printed
+    assert "WARNING    1,000 steps without a checkpoint take 22h03m" in printed
     assert "add checkpoint.every_minutes=30" in printed
     for more in ("checkpoint.every_minutes=30", "checkpoint.every=10"):
         assert main([*words, more]) == 0

@@ -69,7 +69,7 @@ def test_a_source_in_a_users_file_is_part_of_a_mixture(folder: Path) -> None:
 def test_a_mistake_in_its_keys_is_one_line(folder: Path) -> None:
     ended = run(folder, "data=csv", "data.colunm=body", "dry_run=true")
     assert (ended.returncode, ended.stdout) == (78, "")
-    assert "did you mean data.column=body?" in ended.stderr
+    assert "did you mean data.column=body or data.columns=body?" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

@@ -137,8 +137,11 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["compare", "{run}", "parallel=ddp"], "parallel=ddp has no effect here"),
         (["compare", "{run}", "plan.rates={folder}/none.json"], "cannot read plan.rates={folder}/none.json: No such"),
         (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),
-        (["plan.rates={rates}", "plan.device=h100"], "plan.rates={rates} are of A CPU, and plan.device=h100; leave"),
-        (["plan.rates={rates}", "launch.device=cuda"], "are of A CPU, and launch.device=cuda"),
+        (
+            ["plan.rates={rates}", "plan.device=h100"],
+            "plan.rates={rates} were measured on A CPU, but plan.device=h100; leave",
+        ),
+        (["plan.rates={rates}", "launch.device=cuda"], "were measured on A CPU, but launch.device=cuda"),
         (["calibrate", "out={folder}"], "out={folder} is not a file in an existing folder; use out"),
         (["calibrate", "out={folder}/none/rates.json"], "is not a file in an existing folder"),
         (["calibrate", "out={pipe}"], "out={pipe} is a device or a pipe and would be replaced by a file"),
@@ -174,7 +177,7 @@ def test_rates_of_another_device_than_the_runs_are_refused(
     lines = (run / "metrics.jsonl").read_text().replace('"cpu"', '"NVIDIA A100-SXM4-80GB"')
     (run / "metrics.jsonl").write_text(lines)
     error = printed(capsys, "compare", run, "plan.mode=formula", f"plan.rates={rates}", code=78)
-    assert f"plan.rates={rates} are of A CPU, and the run was on NVIDIA A100-SXM4-80GB" in error
+    assert f"plan.rates={rates} were measured on A CPU, and the run was on NVIDIA A100-SXM4-80GB" in error
 
 
 def test_a_step_that_cannot_be_traced_has_no_products_to_time() -> None:

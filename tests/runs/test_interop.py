@@ -301,7 +301,7 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
         (folder / "config.json").write_text(text_)
         assert f"{folder / 'config.json'} " in refusal(text, run_dir, path)
     (folder / "config.json").write_text(config.replace(": 32", ": []", 1))
-    assert "model.dim=[]" in refusal(text, run_dir, path)
+    assert "has hidden_size []; use a number" in refusal(text, run_dir, path)
     (folder / "config.json").unlink()
     assert f"cannot read {folder / 'config.json'}: No such file" in refusal(text, run_dir, path)
     for step in ("step-00000005", "step-00000010"):

@@ -398,8 +398,7 @@ def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
     assert ended.code == 75
     assert ended.printed.count("WARNING") == 1
     assert (
-        f"WARNING    {control} contains 'now'; it may contain stop (save and stop) or save (save and continue)"
-        in ended.printed
+        f"WARNING    {control} contains 'now'; write stop (save and stop) or save (save and continue)" in ended.printed
     )
     assert steps_saved(run_dir) == [3, 6]
     assert (status(run_dir)["step"], status(run_dir)["reason"]) == (6, "control: stop")

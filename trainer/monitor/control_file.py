@@ -63,7 +63,7 @@ class Control:
         self._seen = word
         if word.lower() not in ("stop", "save"):
             self._console.say(
-                f"WARNING    {path} contains {word.splitlines()[0]!r}; it may contain stop (save and stop) or save "
+                f"WARNING    {path} contains {word.splitlines()[0]!r}; write stop (save and stop) or save "
                 "(save and continue)"
             )
             return

@@ -163,8 +163,8 @@ class Column:
         if self.format == "preference":
             missing = [name for name in _SIDES if name not in names]
             raise UserError(
-                f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; name them so: "
-                '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+                f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; rename its "
+                'columns so that rows are like {"prompt": "...", "chosen": "...", "rejected": "..."}'
             )
         if not self.has_template:
             raise UserError(
@@ -424,7 +424,7 @@ def holds_rows(path: Path, column: Column) -> bool:
     if begun.startswith("["):
         return True
     raise UserError(
-        f"{path} holds rows that are not one a line; to make lines of it: {_lines_from(path)}; then use "
+        f"{path} does not have one row per line; convert it with: {_lines_from(path)}; then use "
         "data.path=lines.jsonl (a copy that ends in .txt is read as one document of text)"
     )
 

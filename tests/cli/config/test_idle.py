@@ -110,7 +110,7 @@ SITUATIONS = {
 
 REFUSED = {
     "adapter.modules", "parallel.offload", "trainer.activation_memory_budget", "trainer.evaluate", "task.margin",
-    "trainer.sample_tokens", "data.vocab_size", "data.chat_template", "slurm.dry_run",
+    "trainer.compile_mode", "trainer.sample_tokens", "data.vocab_size", "data.chat_template", "slurm.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 

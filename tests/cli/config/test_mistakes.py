@@ -68,7 +68,12 @@ MISTAKES = [
     _mistake("epochs", "num_train_epochs=3", "trainer.epochs=3"),
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
-    _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda; did you mean launch.device=auto?"),
+    _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda, xpu, npu; did you mean launch.device=auto?"),
+    _mistake(
+        "compile mode",
+        "trainer.compile_mode=max-autotune|trainer.compile=false",
+        "has no effect with trainer.compile=false",
+    ),
     _mistake("W&B as a switch", "track.wandb=true", "did you mean track.wandb=online?"),
     _mistake("profiler", "profiler=pytorch", "'profile.steps=[10,13]'"),
     _mistake(

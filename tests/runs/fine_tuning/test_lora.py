@@ -286,7 +286,7 @@ def test_run_that_starts_from_adapters_continues_with_them(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["adapter.alpha=16"], "are not like those that this command describes; use adapter.alpha=8.0"),
+        (["adapter.alpha=16"], "do not match this command's adapter.* settings; use adapter.alpha=8.0"),
         (["adapter.rank=8", "adapter.modules=[q_proj]"], "use adapter.rank=4 'adapter.modules=[down_proj,gate_proj,"),
         (["adapter=dora"], "use adapter.method=lora"),
         (["adapter=none"], "holds adapters; add adapter=lora"),

@@ -1,4 +1,4 @@
-"""The base model of adapters: recorded in a checkpoint, which holds only these, and compared when it is read."""
+"""Record the base model of adapters in a checkpoint, and check that it has not changed when the checkpoint is read."""
 
 import json
 from collections.abc import Sequence
@@ -28,17 +28,19 @@ class Base:
     """A base model."""
 
     folder: Path | None
-    """None: the model has the values that ``build_model()`` gave it."""
+    """Folder of the base model. None if its weights come from ``build_model()``."""
     record: dict[str, Any]
     """Record of the base model in a checkpoint: ``path``, and ``files`` with sizes and checksums, or a ``digest``."""
     adapters: Path | None = None
-    """Folder of the adapters that a new run begins with; None: they add nothing at first."""
+    """Folder of the adapters that a new run starts from. None if the adapters are initialized to add zero."""
 
 
 def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
-    """Return the base model in ``folder``, or the one that ``module`` was built with, after comparing it with what
-    ``checkpoint`` was trained on. A collective: the ranks share the reading. Raises ``UserError`` if it is missing
-    or another model."""
+    """Return the base model in ``folder``, or the initial weights of ``module`` if ``folder`` is None.
+
+    If ``checkpoint`` is given, the base model must be the one that the checkpoint was trained on. A collective: the
+    ranks share the reading. Raises ``UserError`` if the base model is missing or differs.
+    """
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
     else:
@@ -49,15 +51,17 @@ def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, s
 
 
 def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[str, list[int]]:
-    """Return size and checksum of each file of weights in ``folder``, by name. A collective: the ranks share the
-    reading."""
+    """Return the size and checksum of each weight file in ``folder``, by file name.
+
+    A collective: the ranks share the reading.
+    """
     names = session.once(lambda: _weight_files(folder, checkpoint))
     found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
     return dict(sorted((name, record) for of_rank in found for name, record in of_rank.items()))
 
 
 def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[str, list[int]]:
-    """Return the weight files in ``folder``, after a comparison with the checkpoint's record of them.
+    """Return the weight files in ``folder``, after comparing them with the checkpoint's record.
 
     ``kind``: "teacher" or "reference", the key of the record. A collective. Raises ``UserError`` if they differ.
     """
@@ -72,9 +76,9 @@ def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[
 
 
 def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
-    """Return the keys that describe the run's teacher; None if no key names one.
+    """Return the config keys that describe the run's teacher, or None if the run does not load a teacher by name.
 
-    Prints a line on keys that differ from the checkpoint's.
+    Prints a warning if keys differ from the checkpoint's.
     """
     config = context.config
     name = getattr(config.task, "teacher", None) if config.task.has_teacher else None
@@ -96,9 +100,12 @@ def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
 
 
 def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
-    """Return the folder of the base model that ``checkpoint`` adapts; None: ``module`` was built with its values.
-    Raises ``UserError`` if it was built with others."""
-    if not (checkpoint / STATE).exists():  # exported, or PEFT's own
+    """Return the folder of the base model that ``checkpoint`` adapts.
+
+    None if the base weights come from ``build_model()``. Raises ``UserError`` if ``module`` was built with other
+    weights.
+    """
+    if not (checkpoint / STATE).exists():  # exported by serried or saved by PEFT
         return model_folder(base_of_adapters(checkpoint), "*.safetensors", "*.json")
     path = _recorded(checkpoint)["path"]
     if path is None:
@@ -107,8 +114,11 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
 
 
 def check_base(checkpoint: Path) -> Path | None:
-    """Return the folder of the base model that ``checkpoint`` adapts, after comparing its files with their checksums;
-    None: it has none. Raises ``UserError`` if it is missing or has changed."""
+    """Return the folder of the base model that ``checkpoint`` adapts, after verifying the checksums of its files.
+
+    None if the base weights come from ``build_model()``. Raises ``UserError`` if the base model is missing or has
+    changed.
+    """
     path = _recorded(checkpoint)["path"]
     if path is None:
         return None

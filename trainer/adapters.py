@@ -1,4 +1,4 @@
-"""Adapters of a model: choice of layers, initial values, and PEFT's format in checkpoints."""
+"""Adapters of a model: selection of layers, initialization, and checkpoints in PEFT's format."""
 
 import json
 import math
@@ -27,13 +27,13 @@ from serried.trainer.checkpoint.retention import ADAPTER
 from serried.trainer.checkpoint.tensors import Exported
 
 _PIECE_NUMBERS = 2**23
-"""Weights that are quantized at a time."""
+"""Number of weights that are quantized at a time."""
 _ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class CannotAdapt(UserError):
-    """A pattern of ``adapter.modules`` names no layer that can have an adapter."""
+    """Error for a pattern of ``adapter.modules`` that matches no layer that supports adapters."""
 
     def __init__(self, pattern: str, told: str) -> None:
         super().__init__(told)
@@ -47,8 +47,18 @@ class Adapters:
         self, section: AdapterSection, model: nn.Module, plan: ParallelPlan, exported: Exported,
         heads: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Attach adapters to ``model``, on meta or with values. ``exported``: of the base model; ``heads``: modules
-        that are trained whole. Raises ``UserError`` if a pattern matches nothing, or what cannot have an adapter."""
+        """Attach adapters to ``model``, which may be on the meta device.
+
+        Args:
+            section: The configuration of the adapters.
+            model: The base model. Its parameters are frozen.
+            plan: The parallel plan of ``model``.
+            exported: Maps parameters to their location in the base model's checkpoint.
+            heads: Names of modules that are fully trained instead of adapted.
+
+        Raises:
+            UserError: A pattern matches no layer, or a layer that does not support adapters.
+        """
         self._section, self._of_base = section, exported
         self._heads = tuple(f"{head}." for head in heads)
         self._weights = {
@@ -59,7 +69,7 @@ class Adapters:
         self._experts = _experts(model, plan, exported)
         self._chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
-        """Quantized weights by name, with their shapes before."""
+        """Original shapes of the quantized weights by parameter name."""
         self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
         for head in heads:
             model.get_submodule(head).requires_grad_(True)
@@ -68,7 +78,7 @@ class Adapters:
             self._quantize(model, plan)
 
     def is_of_head(self, name: str) -> bool:
-        """Whether a parameter is trained itself, without an adapter."""
+        """Return whether parameter ``name`` is in a fully trained head."""
         return name.startswith(self._heads)
 
     def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
@@ -87,9 +97,10 @@ class Adapters:
             )
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where a parameter lies in the run's checkpoint: nowhere, if it is the base model's.
+        """Return the location of a parameter in the run's checkpoint. Empty for parameters of the base model.
 
-        Layers whose weights share a tensor there, such as queries, keys and values, share A; their B share a tensor.
+        Layers whose weights share a tensor in the checkpoint, such as queries, keys and values, share A. Their B
+        matrices are stored in one tensor.
         """
         owner, _, key = name.rpartition(".")
         if self.is_of_head(name):
@@ -100,13 +111,15 @@ class Adapters:
         tensor = f"{PREFIX}{_module_of(weight.name)}.{_ENDINGS[key]}"
         if weight.is_whole or key == A:
             return (Fragment.whole(tensor, shape),)
-        dim = 1 if self._is_conv1d else 0  # of outputs
+        dim = 1 if self._is_conv1d else 0  # dimension of the output features
         whole = (weight.shape[dim], *shape[1:])
         return (Fragment.within(tensor, whole, 0, weight.theirs.starts[dim], shape),)
 
     def exported_base(self, of_folder: Exported) -> Exported:
-        """Return where parameters lie in the base model's folder: nowhere, if they are an adapter's, else as
-        ``of_folder`` says."""
+        """Return a mapping from parameters to their location in the base model's folder.
+
+        Empty for parameters of adapters, otherwise the location that ``of_folder`` returns.
+        """
         return lambda name, shape: () if self._is_of_adapter(name) else of_folder(name, self.packed.get(name, shape))
 
     def _is_of_adapter(self, name: str) -> bool:
@@ -115,7 +128,7 @@ class Adapters:
 
     @torch.no_grad()
     def load_packed(self, folder: Path, parameters: Iterable[HeldTensor]) -> None:
-        """Fill the quantized weights, of which this rank holds some rows, from the base model's folder."""
+        """Load this rank's rows of the quantized weights from the base model's folder."""
         weights = {weight.name for weight in self._weights.values()}
         tensors = TensorFolder(folder).named_like(weights) if self.packed else None
         for held in parameters:
@@ -133,7 +146,8 @@ class Adapters:
     def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:
         """Initialize the adapters so that they add zero.
 
-        A is drawn as in PEFT, B is zero, DoRA's magnitudes are the row norms. The base model must have its values.
+        A is initialized as in PEFT, B to zero, and DoRA's magnitudes to the row norms of the base weights, which must
+        already be loaded.
         """
         held = {parameter.name: parameter for parameter in parameters}
         for name, parameter in held.items():
@@ -151,7 +165,10 @@ class Adapters:
     def write_config(self, folder: Path, base: str | None, further: Mapping[str, Any]) -> None:
         """Write ``adapter_config.json``, which PEFT needs to load the adapters.
 
-        ``base``: folder or Hub name of the base model. ``further``: items that the task adds.
+        Args:
+            folder: Folder to write into.
+            base: Folder or Hub name of the base model.
+            further: Items that the task adds.
         """
         section = self._section
         config = {
@@ -174,11 +191,11 @@ class Adapters:
 
     @property
     def _adapted(self) -> set[str]:
-        """Names of the adapted layers in a checkpoint."""
+        """Names that the adapted layers have in a checkpoint."""
         return {_module_of(self._weights[name].name) for name in self._chosen}
 
     def check_folder(self, folder: Path) -> None:
-        """Raise ``UserError`` if the adapters in ``folder``, as PEFT saves them, are not like these."""
+        """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
         found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs, self._saved_modules)
         theirs = set(found["modules"])
         if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()}:
@@ -192,7 +209,7 @@ class Adapters:
             raise UserError(f"the adapters in {folder} do not match this command's adapter.* settings; use {use}")
 
     def _target_modules(self, chosen: set[str]) -> list[str]:
-        """Names of the layers ``chosen`` as PEFT takes them: last parts alone, if they mean no other layer."""
+        """Return ``target_modules`` for PEFT: the last parts of the names ``chosen`` if they match no other layer."""
         last = {name.rpartition(".")[2] for name in chosen}
         others = {*self._experts, *(_module_of(weight.name) for weight in self._weights.values())} - chosen
         return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
@@ -207,7 +224,7 @@ class Adapters:
             inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
             if not (inside or names):
                 raise UserError("adapter.method: the model has no linear layers to adapt; use adapter=none")
-            of_experts = {name.rpartition(".")[2] for name in self._experts}  # PEFT takes these names for experts
+            of_experts = {name.rpartition(".")[2] for name in self._experts}  # PEFT would adapt the experts, too
             return [name for name in inside or names if name.rpartition(".")[2] not in of_experts]
         chosen = set[str]()
         for pattern in patterns:
@@ -225,12 +242,12 @@ class Adapters:
 
 
 def unknown_layer(folder: Path, name: str) -> str:
-    """The error for adapters in ``folder`` of a layer that cannot have one here."""
+    """Return the error message for adapters in ``folder`` of a layer that does not support adapters."""
     return f"{folder} has an adapter of {name}, which cannot have one here; merge them with PEFT"
 
 
 def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
-    """Return the layers that can have adapters, by name: one tensor of a checkpoint holds the weight of each."""
+    """Return the layers that support adapters, by name. The weight of each is a single tensor in a checkpoint."""
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         raise UserError(
             "adapter.method: the model has BatchNorm, and training would change its statistics in the base model; "
@@ -243,8 +260,8 @@ def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
 
 
 def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]) -> bool:
-    """Freeze ``model`` and attach adapters to the ``chosen`` layers, given with the tensor that their weight is in.
-    Returns whether the layers are ``Conv1D``."""
+    """Freeze ``model`` and attach adapters to the layers in ``chosen``, a mapping from layer name to the tensor that
+    contains its weight. Returns whether the layers are ``Conv1D``."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     by = math.sqrt(section.rank) if section.scale == "rslora" else section.rank
@@ -261,7 +278,7 @@ def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]
 
 
 def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exported) -> list[str]:
-    """Return the names of the modules ``heads`` as a checkpoint has them."""
+    """Return the names that the modules ``heads`` have in a checkpoint."""
     return sorted(
         {
             exported(f"{head}.{name}", parameter.shape)[0].name.removesuffix(f".{name}")
@@ -281,18 +298,18 @@ def _module_of(tensor: str) -> str:
 
 
 def _experts(model: nn.Module, plan: ParallelPlan, exported: Exported) -> list[str]:
-    """Names of stacked experts, ours and those in a checkpoint."""
+    """Return the names of the stacked experts, both in the model and in a checkpoint."""
     found = {name: parameter.shape for name, parameter in model.named_parameters() if plan.is_expert(name)}
     return [*found, *(_module_of(part.name) for name, shape in found.items() for part in exported(name, shape))]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` is the name or its end, as for PEFT, or matches one of them as a glob."""
+    """Return whether ``pattern`` equals ``name``, its last parts (as in PEFT), or matches either as a glob."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _unmatched(pattern: str, layers: Mapping[str, Iterable[str]]) -> str:
-    """The error for a pattern that matches none of ``layers``, each with the names that it is known by."""
+    """Return the error message for a pattern that matches none of ``layers``, a mapping from layers to their names."""
     names = sorted({name for known in layers.values() for name in known})
     guess = nearest_pattern(pattern, names, _matches)
     last = sorted({name.rpartition(".")[2] for name in names if guess is None or _matches(name, guess)})

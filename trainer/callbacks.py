@@ -1,4 +1,4 @@
-"""Callbacks: code of the user that follows a run on rank 0."""
+"""Callbacks: user code that is called on rank 0 at events of a run."""
 
 import json
 import math
@@ -26,18 +26,18 @@ class Event:
     """The argument of a task's hooks."""
 
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """``on_step`` and ``on_evaluate``: loss and named metrics, means over the whole global batch or data set."""
+    """For ``on_step`` and ``on_evaluate``: loss and named metrics, averaged over the global batch or the data set."""
     split: str = ""
-    """``on_evaluate``: name of the data set."""
+    """For ``on_evaluate``: name of the data set."""
     path: Path | None = None
-    """``on_save``: the checkpoint; ``on_start`` and ``on_end``: the run folder."""
+    """For ``on_save``: the checkpoint. For ``on_start`` and ``on_end``: the run folder."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run at one of its events: the argument of every hook of a callback.
+    """State of a run at an event: the argument of every hook of a callback.
 
     Example:
         >>> class Slowest(serried.Callback):
@@ -48,33 +48,33 @@ class Run:
     """
 
     step: int
-    """Optimizer steps done; in ``on_save`` the step of the checkpoint."""
+    """Number of optimizer steps done. In ``on_save``: step of the checkpoint."""
     config: RunConfig
     """The configuration of the run."""
     folder: Path
     """The run folder."""
     metrics: Mapping[str, float]
-    """Loss and named metrics by name. ``on_step``: means over the global batch; ``on_evaluate``: means over the data
-    set; ``on_end``: the last evaluation on the validation set. Empty in ``on_start`` and ``on_save``."""
+    """Loss and named metrics by name. In ``on_step``: averaged over the global batch. In ``on_evaluate``: averaged over
+    the data set. In ``on_end``: the last evaluation on the validation set. Empty in ``on_start`` and ``on_save``."""
     split: str
-    """``on_evaluate``: name of the data set, such as ``validation``."""
+    """In ``on_evaluate``: name of the data set, such as ``validation``."""
     checkpoint: Path | None
-    """``on_save``: folder of the finished checkpoint."""
+    """In ``on_save``: folder of the finished checkpoint."""
     records: RunFolder
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run, ``trainer.steps``."""
+        """Total number of optimizer steps of the run, ``trainer.steps``."""
         return self.config.trainer.steps
 
     def log(self, values: Mapping[str, float | str]) -> None:
-        """Record numbers and texts in ``metrics.jsonl``. The report and the trackers show them.
+        """Record numbers and strings in ``metrics.jsonl``. The report and the trackers show them.
 
         Args:
-            values: Numbers (also tensors and arrays of one element) and texts by name.
+            values: Numbers (or tensors and arrays of one element) and strings by name.
 
         Raises:
-            TypeError: A value is neither a number nor a text.
+            TypeError: A value is neither a number nor a string.
 
         Example:
             >>> run.log({"upload_seconds": 3.2, "sample": "Once upon a time"})
@@ -115,9 +115,9 @@ class Run:
 class Callback:
     """Base class of callbacks. Override the hooks that you need.
 
-    Hooks are called on rank 0 alone, so they must not use collectives, and the other ranks wait while a hook runs. An
-    exception in a hook ends the run as failed, after the checkpoint that is due in that step is complete; the same
-    command resumes it.
+    Hooks are called on rank 0 only, so they must not use collectives. The other ranks wait while a hook runs. An
+    exception in a hook ends the run as failed, after the checkpoint that is due in that step is complete. The same
+    command resumes the run.
 
     Example:
         >>> class Upload(serried.Callback):
@@ -139,11 +139,11 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """Name in messages and checkpoints; two callbacks of a run must differ in it. The class name by default."""
+        """Name in messages and checkpoints, unique among the callbacks of a run. The class name by default."""
         return type(self).__name__
 
     def on_start(self, run: Run) -> None:
-        """Called before the first step, also of a resumed run."""
+        """Called before the first step of a new or resumed run."""
 
     def on_step(self, run: Run) -> None:
         """Called after each logged step (``trainer.log_every``)."""
@@ -152,28 +152,28 @@ class Callback:
         """Called after each evaluation of a data set."""
 
     def on_save(self, run: Run) -> None:
-        """Called after each checkpoint, when all of its files are complete.
+        """Called when all files of a checkpoint are complete.
 
-        Training continues while a checkpoint is written, so later steps may be done by then.
+        Training continues while a checkpoint is written, so later steps may already be done.
         """
 
     def on_end(self, run: Run) -> None:
-        """Called once after the last step or a requested stop, and after that end is recorded.
+        """Called once after the last step or a requested stop, when the end of the run is recorded.
 
         Not called if the run fails.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state to resume from as plain data (dicts, lists, texts, finite numbers).
+        """Return the state of this callback as plain data (dicts, lists, strings, finite numbers).
 
         Saved in every checkpoint.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned for the checkpoint that the run resumes from.
+        """Restore the state that ``state_dict`` returned for the checkpoint that the run resumes from.
 
-        Called before ``on_start``, and after a rollback. Not called if the checkpoint has no state of this callback.
+        Called before ``on_start`` and after a rollback. Not called if the checkpoint has no state for this callback.
         """
 
 
@@ -188,7 +188,7 @@ class HasHooks(Protocol):
 
 
 class _TaskHooks(Callback):
-    """The hooks of a task as a callback."""
+    """Adapter that calls the hooks of a task as a callback."""
 
     def __init__(self, task: HasHooks) -> None:
         self._task = task
@@ -214,10 +214,10 @@ class _TaskHooks(Callback):
 
 
 class Callbacks:
-    """The callbacks of a run. Has none except on rank 0."""
+    """The callbacks of a run. Empty except on rank 0."""
 
     def __init__(self, config: RunConfig, folder: RunFolder | None, pulse: "Pulse", log: Callable[[str], None]) -> None:
-        """``folder``: None except on rank 0. ``log``: writes to the log of this rank."""
+        """``folder``: None except on rank 0. ``log``: writes a text to the log of this rank."""
         self.config = config
         self._folder, self._log = folder, log
         self._pulse = pulse
@@ -225,10 +225,10 @@ class Callbacks:
         self._callbacks: list[Callback] = []
 
     def make(self, task: HasHooks, given: Sequence[Callback | type[Callback]]) -> None:
-        """Make the callbacks of the run: the hooks of ``task``, and those ``given``. Called on rank 0.
+        """Create the callbacks of the run: the hooks of ``task``, and the callbacks in ``given``. Called on rank 0.
 
         Raises:
-            UserError: One of them is no callback, cannot be made, or shares its name with another one.
+            UserError: One of them is not a callback, cannot be created, or has the same name as another.
         """
         self._callbacks = [_TaskHooks(task), *map(_made, given)]
         names = [callback.name for callback in self._callbacks[1:]]
@@ -239,7 +239,7 @@ class Callbacks:
         self, hook: str, step: int, metrics: Mapping[str, float] | None = None, *, split: str = "",
         checkpoint: Path | None = None,
     ) -> bool:  # fmt: skip
-        """Call ``hook`` of all callbacks. Returns whether all succeeded; an exception is kept for ``raise_failure``."""
+        """Call ``hook`` of all callbacks. Returns whether all succeeded. Exceptions are kept for ``raise_failure``."""
         if self._folder is None:
             return True
         failures = len(self._failures)
@@ -250,7 +250,7 @@ class Callbacks:
         return len(self._failures) == failures
 
     def raise_failure(self) -> None:
-        """Raise the first failure of a hook, if there was one. The others are in the log.
+        """Raise the first exception of a hook, if any. Further exceptions are written to the log.
 
         Raises:
             TrainingFailed: A hook raised an exception.
@@ -262,7 +262,7 @@ class Callbacks:
             try:
                 raise failures[0]
             finally:
-                del failures  # the traceback has this frame, so that the failure would hold itself, and the trainer
+                del failures  # break the cycle: the traceback refers to this frame, which refers to the failure
 
     @property
     def has_failed(self) -> bool:
@@ -270,7 +270,7 @@ class Callbacks:
         return bool(self._failures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint's plain data with the state of all callbacks that have some."""
+        """Return the states of all callbacks as an entry of a checkpoint's plain data."""
         states: dict[str, Any] = {}
         for callback in self._callbacks:
             with self._entered(callback, "state_dict"):
@@ -279,10 +279,13 @@ class Callbacks:
         return {_STATE: states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore the callbacks from a checkpoint's plain data. Returns the names of missing callbacks.
+        """Restore the callbacks from a checkpoint's plain data.
+
+        Returns:
+            Names of callbacks that have a state in the checkpoint but are not part of this run.
 
         Raises:
-            TrainingFailed: A callback cannot use its state.
+            TrainingFailed: ``load_state_dict`` of a callback raised an exception.
         """
         states = state.get(_STATE, {}) if self._folder is not None else {}
         for callback in self._callbacks:
@@ -294,7 +297,7 @@ class Callbacks:
 
     @contextmanager
     def _entered(self, callback: Callback, hook: str) -> Iterator[None]:
-        """Name the hook in the heartbeat; keep an exception for ``raise_failure``."""
+        """Record the running hook in the heartbeat, and keep an exception for ``raise_failure``."""
         try:
             with self._pulse.during_callback(f"{callback.name}.{hook}"):
                 yield
@@ -303,7 +306,7 @@ class Callbacks:
 
 
 def _made(given: Any) -> Callback:
-    """Return the callback ``given``, or an instance of the class ``given``."""
+    """Return ``given`` if it is a callback, or an instance if it is a class."""
     is_class = isinstance(given, type)
     name = given.__name__ if is_class else type(given).__name__
     if not (issubclass(given, Callback) if is_class else isinstance(given, Callback)):
@@ -317,7 +320,7 @@ def _made(given: Any) -> Callback:
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of ``state``, since checkpoints are written while training continues."""
+    """Return a deep copy of ``state``. Training continues while checkpoints are written."""
     copy: dict[str, Any] = {}
     for key, value in state.items():
         try:
@@ -328,7 +331,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failure(callback: Callback, hook: str, error: Exception) -> Exception:
-    """Return the exception with which the run ends because ``hook`` raised ``error``."""
+    """Return the exception that ends the run because ``hook`` raised ``error``."""
     if isinstance(error, TrainingFailed | UserError):
         return error
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]

@@ -1,4 +1,4 @@
-"""Compilation in a run: status lines, warnings on recompilation, and a cache for the next start."""
+"""Compilation in a run: status lines, warnings about recompilation, and a cache for later starts."""
 
 import os
 import stat
@@ -21,46 +21,55 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _OF_A_NETWORK = (
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "afs", "panfs", "wekafs", "9p",
 )  # fmt: skip
-"""Types of network file systems. FUSE file systems count as well."""
+"""Types of network file systems. FUSE file systems count as network file systems as well."""
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ``UserError`` if torch.compile has no compiler here for ``device``."""
+    """Raise ``UserError`` if torch.compile has no compiler for ``device`` on this machine."""
     if missing := missing_compiler(device.type):
         what, remedy = missing
         raise UserError(f"trainer.compile=true needs {what}; {remedy}, or use trainer.compile=false")
 
 
 class Compilation:
-    """Reports the compilations of a run on this rank."""
+    """Report the compilations of a run on this rank."""
 
     def __init__(self, console: Console, processes: int = 1, *, is_on_one_node: bool = True) -> None:
-        """``processes``: on this node. Raises ``UserError`` if the folder to keep programs in is another user's."""
-        # torch names a temporary folder as soon as its compiler is imported. Never in the run folder, which may come
-        # from a stranger: torch keeps pickles and programs there.
+        """Set up the compile cache and the compile threads.
+
+        Args:
+            console: Receives the reports.
+            processes: Number of processes on this node.
+            is_on_one_node: Whether the run uses a single node.
+
+        Raises:
+            UserError: The temporary folder for the cache belongs to another user.
+        """
+        # torch sets a temporary cache folder as soon as its compiler is imported. The cache must not be in the run
+        # folder: torch loads pickles and programs from the cache, and a run folder may come from an untrusted source.
         temporary = f"{gettempdir()}/torchinductor_"
         if os.environ.get(_CACHE, temporary).startswith(temporary):
             os.environ[_CACHE] = str(_cache_folder(is_on_one_node=is_on_one_node))
         if processes > 1 and _THREADS not in os.environ:
             share_threads(processes)
-        torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
+        torch.compiler.reset()  # discard graphs of earlier runs of this process: torch limits their number
         self._console = console
         self._seen = _newest()
         self._recompiled = 0
         self._is_first = True
         self._unreported: list[tuple[int, int]] = []
         self.blocks = 0
-        """Blocks on this rank."""
+        """Number of blocks on this rank."""
 
     def announce(self) -> None:
-        """Print that blocks are about to be compiled."""
+        """Print that the blocks are about to be compiled."""
         self._console.say(
             f"compiling  {self.blocks} blocks in the first step, which takes longer; kept in {os.environ[_CACHE]}"
         )
 
     @contextmanager
     def unreported(self) -> Iterator[None]:
-        """Suppress reports of compilations in this context, such as attention with the varying shapes of evaluation."""
+        """Do not report compilations in this context, such as attention with the varying shapes of evaluation."""
         began = _newest()
         yield
         self._unreported.append((began, _newest()))
@@ -77,7 +86,7 @@ class Compilation:
         self._seen = _newest()
         if not found:
             return
-        graphs = [compilation for compilation in found if compilation.co_name is not None]  # others are their backwards
+        graphs = [compilation for compilation in found if compilation.co_name is not None]  # others: backward graphs
         seconds = sum(compilation.duration_us or 0 for compilation in found) / 1e6
         if self._is_first:
             many = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
@@ -95,10 +104,12 @@ class Compilation:
 
 
 def explained(error: BaseException, asked: str | None) -> BaseException:
-    """Return ``error``, or if torch could not compile a block a failure of one line.
+    """Return ``error``, or a one-line failure if torch could not compile a block.
 
-    ``asked``: the signal that this process has received, if any. Slurm and terminals send it to the compiler as well,
-    and the run can be resumed.
+    Args:
+        error: The exception to explain.
+        asked: The signal that this process has received, if any. Slurm and terminals send it to the compiler as well,
+            so the run is reported as stopped and can be resumed.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -115,9 +126,11 @@ def explained(error: BaseException, asked: str | None) -> BaseException:
 
 
 def share_threads(processes: int) -> None:
-    """Give each of the ``processes`` of a node half its share of the cores to compile with; torch would give each up to
-    32."""
-    from torch._inductor import config  # read from the environment when it is imported, which it may have been
+    """Set the number of compile threads to half of this process's share of the node's cores.
+
+    The default of torch is up to 32 threads per process.
+    """
+    from torch._inductor import config  # the environment variable is only read on import
 
     config.compile_threads = max(1, usable_cores() // processes // 2)
 
@@ -125,8 +138,8 @@ def share_threads(processes: int) -> None:
 def _cache_folder(*, is_on_one_node: bool) -> Path:
     """Return the user's compile cache folder for this environment.
 
-    On several nodes, or if the usual cache is on a network file system, it is on a local disk: files vanish on a
-    network file system when many processes rename and delete them at the same time.
+    The cache is on a local disk if the run uses several nodes or the default folder is on a network file system:
+    there, files vanish if many processes rename and delete them at the same time.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
     base = (base if base.is_absolute() else Path.home() / ".cache") / "serried"
@@ -136,7 +149,7 @@ def _cache_folder(*, is_on_one_node: bool) -> Path:
 
 
 def is_of_a_network(path: Path) -> bool:
-    """Return whether ``path`` is, or would be, on a network file system; False if this is unknown."""
+    """Return whether ``path``, which need not exist, is on a network file system. False if this is unknown."""
     path = path.resolve()
     found = ""
     depth = 0
@@ -144,13 +157,13 @@ def is_of_a_network(path: Path) -> bool:
         for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
             before, _, after = line.partition(" - ")
             point = Path(before.split()[4].replace("\\040", " "))
-            if path.is_relative_to(point) and len(point.parts) >= depth:  # the last of several on one folder is seen
+            if path.is_relative_to(point) and len(point.parts) >= depth:  # the last mount of a folder hides the earlier
                 found, depth = after.split()[0], len(point.parts)
     return found in _OF_A_NETWORK or found.startswith("fuse.")
 
 
 def _own_temporary_folder() -> Path:
-    """Return a private folder for temporary files. Its files are run as code, so no other user may write there."""
+    """Return a private temporary folder. Programs are run from it, so no other user may write to it."""
     folder = Path(gettempdir(), f"serried-{os.geteuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -164,7 +177,7 @@ def _own_temporary_folder() -> Path:
 
 
 def _compilations() -> list[Any]:
-    """The last compilations of this process. Private to torch, which has no public name for them; a test guards it."""
+    """Return the recent compilations of this process. Uses a private function of torch; a test guards it."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return list(get_compilation_metrics())

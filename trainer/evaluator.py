@@ -1,4 +1,4 @@
-"""Evaluations while a model is trained."""
+"""Evaluation during training."""
 
 import math
 import time
@@ -22,13 +22,13 @@ from serried.trainer.training_state import TrainingState
 
 
 class Evaluator:
-    """Mean loss over the validation sets, on all ranks together."""
+    """Mean loss over the validation sets, computed on all ranks together."""
 
     def __init__(
         self, context: Context, state: TrainingState, validation: dict[str, Dataset], *,
         progress: Progress, log: RunLog, meter: Meter, shutdown: Shutdown, benchmarks: Any = None,
     ) -> None:  # fmt: skip
-        """``benchmarks``: what ``open_benchmarks`` returned."""
+        """``benchmarks``: return value of ``open_benchmarks``."""
         self._context, self._state = context, state
         self._validation = validation
         self._progress, self._log = progress, log
@@ -36,16 +36,17 @@ class Evaluator:
         self._benchmarks = benchmarks
 
     def announce(self) -> None:
-        """Record all validation sets as left out, until ``evaluate`` has their results."""
+        """Record all validation sets as not evaluated. ``evaluate`` removes the sets that it has evaluated."""
         self._progress.missed = list(self._validation)
 
     def evaluate(self, step: int, names: Iterable[str] | None = None) -> Exception | None:
-        """Evaluate each validation set (or those in ``names``) on ``trainer.eval_batches`` batches.
+        """Evaluate each validation set, or the sets in ``names``, on ``trainer.eval_batches`` batches.
 
-        A request to stop ends it early; the sets it leaves out are recorded in the progress.
+        A request to stop ends the evaluation early. The remaining sets are recorded in the progress.
 
-        Returns the error if it failed and all ranks know that: they may save before they raise it, without its results.
-        The set that failed counts as left out. An error that other ranks may not know of is raised.
+        Returns:
+            The error if the evaluation failed and all ranks know it, else None. The caller may save a checkpoint before
+            it raises the error. The results of the failed set are discarded. Other errors are raised.
         """
         progress = self._progress
         progress.missed = list(self._validation if names is None else names)
@@ -69,7 +70,7 @@ class Evaluator:
         return None
 
     def _explained(self, error: Exception) -> Exception:
-        """Return ``error``, or the failure that explains it."""
+        """Return ``error``, or a more helpful error with ``error`` as its cause."""
         context = self._context
         if context.planner is None:
             return error
@@ -83,7 +84,7 @@ class Evaluator:
         return told
 
     def make_up(self, step: int) -> None:
-        """Run the evaluations that were skipped when the run stopped after ``step``, from which it resumes."""
+        """Run the evaluations that were skipped when the run stopped after ``step``."""
         progress = self._progress
         evaluates = self._context.config.trainer.evaluates_every > 0
         progress.missed = [name for name in progress.missed if evaluates and name in self._validation]
@@ -96,7 +97,7 @@ class Evaluator:
     def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> bool:
         """Evaluate on ``dataset``. Returns False if the evaluation was interrupted."""
         trainer, session = self._context.config.trainer, self._context.session
-        wait_for_device(session.device)  # steps still under way are not the evaluation's time
+        wait_for_device(session.device)  # do not include pending training steps in the measured time
         started = time.perf_counter()
 
         def on_device(batch: Any) -> Any:
@@ -145,21 +146,25 @@ class Evaluator:
         return True
 
     def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float] | None:
-        """Return the metrics of ``trainer.evaluate``; None if the ranks have agreed to stop meanwhile."""
+        """Return the metrics of ``trainer.evaluate``, or None if the ranks agreed to stop."""
         from serried.trainer.evaluation.lm_eval import Stopped
 
         micro_batch = self._context.config.trainer.micro_batch
         try:
             return self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
         except Stopped:
-            self._state.parallel.reshard()  # the forward that came last may have left something gathered
+            self._state.parallel.reshard()  # the last forward may have left parameters gathered
             return None
 
 
 def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
-    """Return the tasks of lm-evaluation-harness that the run names, which is imported only if it names one; else None.
-    A collective. Raises ``UserError`` if it is not installed, there is nothing to record their metrics with, or a task
-    cannot be used."""
+    """Return the benchmarks of lm-evaluation-harness in ``trainer.evaluate``, or None if there are none.
+
+    The library is imported only if it is needed. A collective.
+
+    Raises:
+        UserError: The library is not installed, the run has no validation data, or a benchmark cannot be used.
+    """
     trainer, task = context.config.trainer, context.task
     if not trainer.evaluate:
         return None
@@ -172,7 +177,7 @@ def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
             "trainer.evaluate: its metrics are recorded with the validation loss, and there is no validation data; use "
             "data.validation_fraction=0.01"
         )
-    task.text_ids("", begins=True)  # refuses a model that has no logits of tokens
+    task.text_ids("", begins=True)  # raises an error for models without token logits
     context.console.doing("loading benchmarks")
     from serried.trainer.evaluation.lm_eval import Benchmarks
 

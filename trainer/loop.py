@@ -25,11 +25,11 @@ from serried.trainer.training_state import TrainingState
 
 _COLLECT_GARBAGE_EVERY = 50
 _STEPS_BETWEEN_TIMED = 10
-"""Smallest distance of two steps with timed phases, so that the cost of timing is negligible."""
+"""Minimum number of steps between two steps with timed phases, so that the cost of timing is negligible."""
 
 
 class Loop:
-    """Trains step by step, on every rank alike."""
+    """Train step by step. Every rank runs the same loop."""
 
     def __init__(
         self, context: Context, data: Data, state: TrainingState, *, log: StepLog, evaluator: Evaluator, saver: Saver,
@@ -51,11 +51,11 @@ class Loop:
         return self._data.step
 
     def start_at(self, step: int) -> None:
-        """Continue after ``step``."""
+        """Resume after ``step``."""
         self.step = self._timed_step = step
 
     def steps(self) -> Generator[int, None, None]:
-        """Train to the last step or a request to stop; yields the number of each step as it is done."""
+        """Train until the last step or a request to stop. Yields the number of each completed step."""
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             if self.step:
                 self._evaluator.make_up(self.step)
@@ -87,17 +87,17 @@ class Loop:
                                 break
                             self._begin_step()
                     is_over = True
-                except GoBack as back:  # also in the step that stops: the run then stops after the next one
+                except GoBack as back:  # if this step also requests a stop, the run stops after the next one
                     self.start_at(self._rollback(back))
                     is_over = is_dropped
 
     def _loader(self) -> BatchLoader:
-        """Return this rank's batches from here to the last step."""
+        """Return a loader of this rank's batches from the next step to the last."""
         layout, place = self._state.parallel.layout, self._state.parallel.place
         return self._data.loader(self._context.task, self._context.config, layout.data_ranks, place.data_rank)
 
     def _begin_step(self) -> None:
-        """Enter the phase in which the next step waits for its data; time its phases if its log line will show them."""
+        """Enter the data phase of the next step. Time its phases if the step will be logged."""
         step, every = self.step + 1, self._context.config.trainer.log_every
         self._profiler.begin(step)
         self._context.pulse.enter(DATA, step)
@@ -120,27 +120,27 @@ class Loop:
         self._shutdown.count(result["votes"])
 
     def _log(self, loader: BatchLoader) -> None:
-        """Read results if it is time to, log them, and stop the run if they call for it."""
+        """Read and log the results if they are due. Stop the run if the results require it."""
         self._context.pulse.enter(LOG, self.step)
         every, is_an_end = self._context.config.trainer.log_every, self.step == 1 or self._shutdown.stops
         is_logged = self._is_due(every) or (is_an_end and every > 0)
         try:
             self._log_results.read(self.step, loader, log=is_logged)
         except (GoBack, TrainingFailed):
-            self._saver.compare_replicas(self.step)  # a replica that holds a wrong number looks the same
+            self._saver.compare_replicas(self.step)  # a replica with corrupt values looks like a failed training
             raise
 
     def _evaluate(self) -> Exception | None:
-        """Compare replicas and evaluate if it is time to. Returns an evaluation's error that all ranks know of."""
+        """Compare replicas and evaluate if due. Returns an evaluation error that all ranks know, or None."""
         config = self._context.config
         if self._is_due(config.health.replica_check_every):
             self._saver.compare_replicas(self.step)
         return self._evaluator.evaluate(self.step) if self._is_evaluated else None
 
     def _begin_save(self) -> None:
-        """Begin a checkpoint if one is due, and report one that is complete.
+        """Start a checkpoint if one is due, and report completed checkpoints.
 
-        Before the evaluation, in which a rank may fail while the others wait for it: then it is saved without results.
+        Called before the evaluation. If a rank fails in the evaluation, the checkpoint is saved without its results.
         """
         self._saver.poll()
         config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
@@ -158,7 +158,7 @@ class Loop:
         self._saver.begin(self.step)
 
     def _finish_save(self, *, ends: bool) -> None:
-        """Complete the checkpoint of this step. If the run ``ends`` or stops here, there is one; wait for it."""
+        """Complete the checkpoint of this step. If the run ends here, start one if needed, and wait for it."""
         is_last = self.step == self._context.config.trainer.last_step or self._shutdown.stops or ends
         is_begun = self._saver.is_begun
         is_evaluated = is_begun and self._is_evaluated
@@ -172,10 +172,10 @@ class Loop:
         self._saver.finish(is_evaluated=is_evaluated, is_last=is_last)
 
     def _save_step_before(self) -> None:
-        """Save the step before the current one, which was dropped, unless that is done.
+        """Save the last completed step if this is not already done. The current step was dropped.
 
         Raises:
-            TrainingStopped: the dropped step is the first of this start.
+            TrainingStopped: The dropped step is the first step since the start of this process.
         """
         self.step = self.steps_done
         if self._is_first:
@@ -187,20 +187,20 @@ class Loop:
         self._raise_failure_of_callback()
 
     def _raise_failure_of_callback(self) -> None:
-        """End the run if a callback has failed, once the save under way is complete."""
+        """End the run if a callback has failed, after the pending checkpoint is complete."""
         if self._context.callbacks.has_failed:
             self._context.pulse.enter(SAVE, self.step)
             self._saver.wait()
             self._context.callbacks.raise_failure()
 
     def _steps_to_save(self, step: int) -> int:
-        """Return the number of steps from ``step`` to the next that is saved because of its number."""
+        """Return the number of steps from ``step`` to the next step at which a checkpoint is scheduled."""
         config = self._context.config
         to_last, every = config.trainer.last_step - step, config.checkpoint.every
         return min(to_last, -step % every) if every else to_last
 
     def _note_first_step(self, seconds: float) -> None:
-        """Report the first step of this start, which took ``seconds`` with the wait for its data."""
+        """Report the first step since the start of this process. ``seconds`` includes the wait for its data."""
         if self._is_first:
             self._is_first = False
             self._context.session.first_step_done(seconds)
@@ -216,7 +216,7 @@ class Loop:
 
 @contextmanager
 def _scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
-    """Collect garbage only between steps: if ranks collected at different times, all would wait for each in turn."""
+    """Collect garbage only between steps. If ranks collected at different times, each would wait for the others."""
 
     def collect(step: int) -> None:
         if step % _COLLECT_GARBAGE_EVERY == 0:

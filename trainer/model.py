@@ -1,4 +1,4 @@
-"""Model of a run, and its content in a checkpoint: all parameters, or only the trained adapters."""
+"""Model of a run, and what its checkpoints contain: all parameters, or only the trained adapters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, tra
 from serried.trainer.task import RunTask
 
 _ONE_UNIT_BYTES = 2**30
-"""Most that all parameters may take, for FSDP2 to gather them at once on a CPU."""
+"""Maximum total size of the parameters for FSDP2 to gather them all at once on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,27 @@ class Model:
 
     task: RunTask
     module: nn.Module
-    """Module with its parameters on meta or with values."""
+    """Module whose parameters are on the meta device or have values."""
     plan: ParallelPlan
     adapters: Adapters | None
     blocks: tuple[str, ...]
-    """Names of its repeated blocks, see ``ParallelPlan.blocks_in``."""
+    """Names of the module's repeated blocks, see ``ParallelPlan.blocks_in``."""
 
     @property
     def exported(self) -> Exported:
-        """Location of each parameter's elements in the run's checkpoints; empty for a base model's parameter."""
+        """Location of each parameter's elements in the run's checkpoints. Empty for parameters of a base model."""
         return self.task.exported if self.adapters is None else self.adapters.exported
 
     @property
     def stem(self) -> str:
-        """Stem of the files of weights in the run's checkpoints."""
+        """Stem of the weight file names in the run's checkpoints."""
         return MODEL if self.adapters is None else ADAPTER
 
     def check_names(self, checkpoint: Path | None, weights: Path | None) -> None:
-        """Compare names and shapes in a ``checkpoint`` of the run, and in a model folder of ``weights``.
+        """Compare parameter names and shapes with those in ``checkpoint`` and in the model folder ``weights``.
 
         Raises:
-            UserError: a folder holds another model.
+            UserError: The parameters in a folder do not match.
         """
         if checkpoint is not None:
             check_names(checkpoint, self.module, self.exported, self.stem)
@@ -70,8 +70,7 @@ class Model:
             check_names(weights, self.module, self._exported_from(weights))
 
     def start(self, parallel: DistributedModel, weights: Path | None, seed: int) -> None:
-        """Fill the sharded model from a model folder of ``weights``, if that is given; give adapters their first
-        values."""
+        """Load the sharded model from the model folder ``weights``, if given, and initialize the adapters."""
         packed = self.adapters.packed if self.adapters is not None else {}
         if weights is not None:
             exported = self._exported_from(weights)
@@ -85,7 +84,7 @@ class Model:
             self.adapters.initialize(parallel.parameters, seed)
 
     def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
-        """Fill the adapters of the sharded model, and the heads beside them, from ``folder``."""
+        """Load the adapters and the fully trained heads of the sharded model from ``folder``."""
         load_weights(folder, parallel, self.exported, self.stem)
 
     def _exported_from(self, weights: Path) -> Exported:
@@ -93,7 +92,7 @@ class Model:
         return exported if self.adapters is None else self.adapters.exported_base(exported)
 
     def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
-        """Yield the parameters that a model folder lacks, except parameters of a teacher or an adapter."""
+        """Yield the parameters that are missing in a model folder, except those of a teacher or an adapter."""
         for held in parallel.parameters:
             if self.adapters is not None and not self.adapters.is_of_head(held.name):
                 continue
@@ -102,19 +101,22 @@ class Model:
                 yield held
 
     def write_files(self, base: str | None, folder: Path) -> None:
-        """Write the files beside the weights of a checkpoint."""
+        """Write the configuration files that a checkpoint contains in addition to the weights."""
         self.task.export_files(folder)
         if self.adapters is not None:
             self.adapters.write_config(folder, base, self.task.adapter_settings())
 
 
 def build_model(config: RunConfig, task: RunTask, device: str | None = None) -> Model:
-    """Return the model of ``task``, with the adapters of ``config``.
+    """Build the model of ``task`` with the adapters of ``config``.
 
-    ``device``: device type of the run; None: taken from ``config``.
+    Args:
+        config: The configuration of the run.
+        task: The task that builds the module.
+        device: Device type of the run. None to take it from ``config``.
 
     Raises:
-        UserError: the task returns no module, or the module cannot have these adapters.
+        UserError: The task returns no module, the module cannot be trained, or it does not support the adapters.
     """
     module = task.build_model()
     if not isinstance(module, nn.Module):
@@ -129,16 +131,20 @@ def build_model(config: RunConfig, task: RunTask, device: str | None = None) -> 
 
 
 def model_to_train(config: RunConfig, task: RunTask, device: str | None = None) -> Model:
-    """Return what ``build_model`` does, with the parameters of frozen groups marked as not trained. Raises as that and
-    ``freeze``."""
+    """Build the model as ``build_model`` does, and freeze the parameters of frozen groups.
+
+    Raises the errors of ``build_model`` and ``freeze``.
+    """
     model = build_model(config, task, device)
     freeze(model.module, config.optim)
     return model
 
 
 def with_compile(config: RunConfig, task: RunTask, layout: Layout, device: str) -> tuple[RunConfig, str]:
-    """Return ``config`` with a value for ``trainer.compile=auto``, and the reason if blocks are not compiled on a
-    ``device`` other than a CPU."""
+    """Return ``config`` with ``trainer.compile=auto`` resolved, and the reason if blocks are not compiled.
+
+    The reason is empty on a CPU.
+    """
     if config.trainer.compile != "auto":
         return config, ""
     off = with_values(config, {"trainer.compile": False})
@@ -157,8 +163,10 @@ def with_compile(config: RunConfig, task: RunTask, layout: Layout, device: str) 
 
 
 def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
-    """Raise ``UserError`` if ``module``, not sharded yet, does not support how ``config`` shards, compiles or optimizes
-    it."""
+    """Raise ``UserError`` if ``module`` does not support the parallel layout, compilation or optimizer of ``config``.
+
+    Call this before sharding.
+    """
     check_plan(module, plan, layout)
     if config.parallel.offload:
         check_offloadable(module)
@@ -168,7 +176,7 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
 
 
 def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
-    """Raise ``UserError`` if ``module`` has parts that cannot be trained; torch would raise errors without advice."""
+    """Raise ``UserError`` with advice if ``module`` contains modules or parameters that cannot be trained."""
     if next(module.parameters(), None) is None:
         raise UserError(f"the model, a {type(module).__name__}, has no parameters to train")
     for name, parameter in module.named_parameters():
@@ -195,7 +203,7 @@ def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
 
 
 def _is_one_unit(config: RunConfig, module: nn.Module, device: str) -> bool:
-    """Whether FSDP2 is faster with one unit: a CPU waits for each gather, and small parameters fit a rank whole."""
+    """Return whether to wrap the model as one FSDP2 unit: faster on a CPU if the full parameters are small."""
     section = config.parallel
     if device != "cpu" or section.strategy not in ("fsdp", "hsdp") or section.reshard_after_forward is not None:
         return False
@@ -217,8 +225,19 @@ def sharded(
     compilation: Compilation | None = None,
     mix: Mix | None = None,
 ) -> DistributedModel:
-    """Return ``model`` sharded as ``config`` says; see ``parallelize``. ``phases``: None if it is not trained; ``mix``:
-    what its blocks keep, if that is known already."""
+    """Return ``model`` sharded as configured in ``config``, see ``parallelize``.
+
+    Args:
+        config: The configuration of the run.
+        model: The model before sharding.
+        layout: The parallel layout.
+        device: The device of this rank.
+        std_of: Standard deviation of the initial values of a parameter, by name.
+        phases: Timer of the step's phases. None if the model is not trained.
+        groups: The process groups. None to create them.
+        compilation: Counts the compiled blocks. None to not compile the model.
+        mix: Activation checkpointing of the blocks, if already chosen.
+    """
     section = config.trainer if phases is not None else None
     if section is not None and mix is None:
         mix = chosen_mix(config, model.task, layout, model.plan, model.module)
@@ -244,7 +263,7 @@ def _prepare(
     section: TrainerSection | None, mix: Mix | None, plan: ParallelPlan, compilation: Compilation | None,
     module: nn.Module,
 ) -> None:  # fmt: skip
-    """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
+    """Apply activation checkpointing and compilation to the blocks of ``module``, a model or pipeline stage."""
     if section is not None:
         every = section.activation_checkpoint_every if mix is None else 1
         checkpoint_blocks(module, plan, mix or section.activation_checkpoint, every)

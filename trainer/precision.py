@@ -1,4 +1,4 @@
-"""Precision of matrix products, and an fp16 loss scale on which all ranks agree."""
+"""Precision of matrix products, and fp16 loss scaling that is identical on all ranks."""
 
 from functools import partial
 
@@ -26,18 +26,18 @@ from serried.parallel.precision.quantize_aware import FakeQuantized, quantized_l
 LOW_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16, "int8": torch.bfloat16,
 }  # fmt: skip
-"""Type of products, or of all but some of them; None: fp32."""
+"""Dtype of all or most matrix products by precision. None means fp32."""
 
 
 def trained_type(config: RunConfig) -> torch.dtype | None:
-    """Return the type in which trained weights are held, if the optimizer rounds them; None: fp32."""
+    """Return the dtype of trained weights if the optimizer rounds them, else None for fp32."""
     return torch.bfloat16 if takes(config.optim, "rounding") else None
 
 
 def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the dtype of frozen weights, such as a base model or a teacher; None: fp32.
+    """Return the dtype of frozen weights, such as a base model or a teacher. None means fp32.
 
-    It is the dtype of matrix products if the model computes only in this dtype.
+    This is the low-precision dtype if the model computes in no other dtype.
     """
     if trained_type(config):
         return trained_type(config)
@@ -47,10 +47,10 @@ def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
 
 
 def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> Chosen | None:
-    """Return the layers that compute in 8 bits, or as after quantization; None: neither is asked for.
+    """Return the layers that compute in 8 bits or with fake quantization. None if neither is configured.
 
     Raises:
-        UserError: there are none.
+        UserError: The model has no such layers.
     """
     if is_eight_bits(config.precision.name):
         chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
@@ -76,7 +76,7 @@ def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, 
 
 
 def check_products(config: RunConfig, device: torch.device) -> None:
-    """Raise ``UserError`` if the library or the device for the products of ``config`` is missing."""
+    """Raise ``UserError`` if ``device`` or the installed libraries do not support the precision of ``config``."""
     if device.type == "cuda" and torch.version.hip is None and config.precision.name == "bf16":
         refuse_emulation(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     if is_eight_bits(config.precision.name):
@@ -86,8 +86,10 @@ def check_products(config: RunConfig, device: torch.device) -> None:
 
 
 def refuse_emulation(name: str, capability: tuple[int, int]) -> None:
-    """Raise ``UserError`` if a GPU of this compute capability has no bf16: torch would compute in fp32, several times
-    slower."""
+    """Raise ``UserError`` if a GPU of this compute capability does not support bf16.
+
+    torch would emulate bf16 in fp32, which is several times slower.
+    """
     if capability < (8, 0):
         raise UserError(
             f"precision=bf16: {name} has compute capability {'.'.join(map(str, capability))}, and only GPUs of 8.0 "
@@ -96,7 +98,7 @@ def refuse_emulation(name: str, capability: tuple[int, int]) -> None:
 
 
 def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
-    """Let the layers of ``model`` compute as ``config`` says. Call it before the model is sharded."""
+    """Set the precision of the layers of ``model`` as configured. Call this before sharding."""
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
         check_torchao(*_setting(config))
@@ -104,7 +106,7 @@ def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout
 
 
 def _setting(config: RunConfig) -> tuple[str, str]:
-    """Return the override that asks for products of torchao, and one that does not."""
+    """Return the override that selects torchao's matrix products, and an override that avoids them."""
     if is_eight_bits(config.precision.name):
         return f"precision={config.precision.name}", "precision=bf16"
     return f"precision.quantize_aware={config.precision.quantize_aware}", "precision.quantize_aware=none"
@@ -120,10 +122,10 @@ def _product(config: RunConfig, device: torch.device) -> Product:
 class GradScaler:
     """Dynamic loss scaling for fp16 (https://arxiv.org/abs/1710.03740), with the rules of ``torch.amp.GradScaler``.
 
-    Not torch's class: that one judges overflow by the placement of the first gradient it finds, so ranks can disagree
-    (pytorch ``found_inf_reduce_handler``), and it spends a pass over all gradients on it. Here the verdict comes from
-    the global norm, which is the same number on every rank, and reaches the optimizer on the device. Disabled, the
-    scale is 1 for ever.
+    ``torch.amp.GradScaler`` is not used: it combines overflow flags over the placement of the first gradient, so ranks
+    can disagree (see ``found_inf_reduce_handler``), and it needs a pass over all gradients. Here, overflow is
+    detected from the global gradient norm, which is the same on every rank, without synchronizing with the host. If
+    scaling is disabled, the scale is always 1.
     """
 
     GROWTH, BACKOFF = 2.0, 0.5
@@ -136,23 +138,26 @@ class GradScaler:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, rejected: Tensor) -> None:
-        """Halve after a rejected step (bool scalar), double after ``growth_interval`` good ones in a row."""
+        """Halve the scale if the step was rejected. Double it after ``growth_interval`` consecutive good steps.
+
+        ``rejected``: bool scalar.
+        """
         if not self.enabled:
             return
         self._good_steps = (self._good_steps + 1) * ~rejected
         grow = self._good_steps == self._growth_interval
         self._good_steps *= ~grow
         grown = self.scale * self.GROWTH
-        # As torch does: a scale that would leave fp32 stays where it is.
+        # As in torch, the scale does not grow beyond the range of fp32.
         self.scale = torch.where(grow & grown.isfinite(), grown, self.scale)
         self.scale = torch.where(rejected, self.scale * self.BACKOFF, self.scale)
 
     def state_dict(self) -> dict[str, float | int] | None:
-        """Return the scale for a checkpoint; None if there is no scaling. Waits for the device."""
+        """Return the scale for a checkpoint, or None if scaling is disabled. Synchronizes with the device."""
         return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())} if self.enabled else None
 
     def load_state_dict(self, state: dict[str, float | int] | None) -> None:
-        """Continue from ``state``. Nothing changes if there was no scaling, or is none now."""
+        """Restore ``state``. Does nothing if scaling is disabled now or was disabled when the checkpoint was saved."""
         if self.enabled and state is not None:
             self.scale.fill_(state["scale"])
             self._good_steps.fill_(state["good_steps"])

@@ -1,4 +1,4 @@
-"""Progress of a run: its counts, its best evaluation, and the decision to stop early."""
+"""Progress of a run: token and step counts, the best evaluation, and early stopping."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,23 @@ from serried.trainer.step import StepResult
 
 DONE = "all steps done"
 MANY_SKIPPED = 0.05
-"""Share of skipped steps above which the end of the run warns."""
+"""Fraction of skipped steps from which the end of the run reports a warning."""
 
 
 @dataclass
 class Counts:
-    """Sums and losses of the steps so far."""
+    """Token counts, losses and skipped steps of a run so far."""
 
     tokens: int = 0
     first_loss: float | None = None
     last_loss: float | None = None
     source_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens of a mixture's sources, by name."""
+    """Number of tokens from each source of a mixture, by name."""
     skipped: int = 0
-    """Steps that changed nothing, without those in which fp16 found its scale."""
+    """Number of steps that were skipped, except those in which fp16 loss scaling overflowed."""
 
     def add(self, result: StepResult, sources: Sequence[str]) -> None:
-        """Count a step; ``sources`` names the sources of a mixture, in the order of the result."""
+        """Count a step. ``sources``: names of a mixture's sources, in the order of the result."""
         self.tokens += int(result.tokens)
         self.skipped += bool(result.skipped) and not result.is_overflow
         for name, tokens in zip(sources, result.by_source, strict=True):
@@ -41,7 +41,7 @@ class Counts:
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
 
     def check(self) -> None:
-        """Raise ``ValueError`` if these are not counts and losses."""
+        """Raise ``ValueError`` if a value has the wrong type or range."""
         if not all(map(is_count, (self.tokens, self.skipped, *self.source_tokens.values()))):
             raise ValueError("progress")
         if not all(loss is None or is_number(loss) for loss in (self.first_loss, self.last_loss)):
@@ -50,7 +50,7 @@ class Counts:
 
 @dataclass
 class Progress:
-    """Counts, evaluations and the best of them so far. Equal on all ranks."""
+    """Counts, the last evaluation and the best evaluation so far. Identical on all ranks."""
 
     counts: Counts = field(default_factory=Counts)
     validation_loss: float | None = None
@@ -58,23 +58,23 @@ class Progress:
     validation: dict[str, float] = field(default_factory=dict)
     """Finite loss and named metrics of the last evaluation on the validation set."""
     to_minimise: float | None = None
-    """``checkpoint.best_metric`` of that evaluation, with the sign that makes lower better."""
+    """``checkpoint.best_metric`` of the last evaluation, negated if higher is better."""
     best: float | None = None
     """The lowest ``to_minimise`` so far."""
     evaluations_since_best: int = 0
     best_of: str = ""
-    """``checkpoint.best_metric`` and ``best_mode`` that ``best`` belongs to."""
+    """``checkpoint.best_metric`` and ``best_mode`` for which ``best`` was computed."""
     early_stop: str | None = None
-    """Why the run is finished before its last step."""
+    """Reason why the run finished before its last step."""
     missed: list[str] = field(default_factory=list)
-    """Validation sets that a stop left out of the last evaluation."""
+    """Validation sets that were not evaluated in the last evaluation because the run stopped."""
     made_up: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``validation`` of steps whose checkpoint was saved before their evaluation was made up, by step."""
+    """``validation`` by step, for checkpoints that were saved before their interrupted evaluation was completed."""
 
     def evaluated(self, step: int, means: Mapping[str, float], config: RunConfig) -> None:
-        """Compare an evaluation on the validation set with the best so far, and decide whether the run ends early.
+        """Compare an evaluation on the validation set with the best so far, and decide whether the run stops early.
 
-        ``means`` are loss and named metrics. Raises ``UserError`` if ``checkpoint.best_metric`` is not among them.
+        ``means``: loss and named metrics. Raises ``UserError`` if ``checkpoint.best_metric`` is not among them.
         """
         trainer = config.trainer
         metric, mode = config.checkpoint.best_metric, config.checkpoint.best_mode
@@ -90,7 +90,7 @@ class Progress:
             self.best_of, self.best = best_of, None
             self.evaluations_since_best = 0
         if step % trainer.evaluates_every and step != trainer.steps:
-            return  # an evaluation that only trainer.stop_at brought about
+            return  # not a scheduled evaluation: it is due to trainer.stop_at
         if self.to_minimise is not None and (self.best is None or self.to_minimise < self.best):
             self.best, self.evaluations_since_best = self.to_minimise, 0
         else:
@@ -100,11 +100,11 @@ class Progress:
             self.early_stop = f"{metric} has not improved in {patience} evaluations ({key})"
 
     def is_finished(self, step: int, config: RunConfig) -> bool:
-        """Return whether the run needs nothing after ``step``, not even an evaluation that a stop left out."""
+        """Return whether nothing is left to do after ``step``, including evaluations skipped by a stop."""
         return self.early_stop is not None or (step == config.trainer.steps and not self.missed)
 
     def finished_because(self, steps: int) -> str:
-        """Return why a run of ``steps`` steps is finished, with the share of skipped steps if that is large."""
+        """Return why a run of ``steps`` steps is finished, with the fraction of skipped steps if it is large."""
         reason = self.early_stop or DONE
         skipped = self.counts.skipped
         if skipped < MANY_SKIPPED * steps:
@@ -112,14 +112,14 @@ class Progress:
         return f"{reason}, of which {skipped:,} of {steps:,} ({skipped / steps:.0%}) were skipped"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data that shares nothing with this object."""
+        """Return the progress as plain data that is independent of this object."""
         plain = asdict(self)
         return {**plain.pop("counts"), **plain}
 
     def resume(self, start: Start) -> None:
-        """Continue from the checkpoint of ``start``, if there is one. Raises ``UserError`` if it holds something else.
+        """Resume from the checkpoint of ``start``, if there is one. The decision to stop early is made again.
 
-        Whether to end early is decided again.
+        Raises ``UserError`` if the checkpoint's progress is invalid.
         """
         if start.checkpoint is not None:
             with taking_from(start.checkpoint):
@@ -127,7 +127,7 @@ class Progress:
             self.early_stop = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ``TypeError`` or ``ValueError`` if it is not from a ``state_dict()``."""
+        """Restore ``state``. Raises ``TypeError`` or ``ValueError`` if it was not returned by ``state_dict()``."""
         values = deepcopy(dict(state))
         names = {attribute.name for attribute in fields(Counts)} & {*values}
         counted = {name: values.pop(name) for name in names}
@@ -145,8 +145,10 @@ class Progress:
 
 
 def saved_early_stop(state: Mapping[str, Any], patience: int) -> str | None:
-    """Return why the run of a checkpoint's ``state`` finished before its last step; None if it did not, or if a larger
-    ``patience`` lets it continue."""
+    """Return the early-stopping reason in a checkpoint's ``state``.
+
+    None if the run did not stop early, or if a larger ``patience`` lets it continue.
+    """
     progress = _progress_in(state)
     reason, waited = progress.get("early_stop"), progress.get("evaluations_since_best")
     return str(reason) if reason and isinstance(waited, int) and 0 < patience <= waited else None
@@ -159,11 +161,11 @@ def saved_skipped(state: Mapping[str, Any]) -> int:
 
 
 def has_missed_evaluations(state: Mapping[str, Any]) -> bool:
-    """Return whether a stop came before the evaluation of the step in a checkpoint's ``state``."""
+    """Return whether the run stopped before the evaluation of the step in a checkpoint's ``state``."""
     return bool(_progress_in(state).get("missed"))
 
 
 def _progress_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the unchecked progress in a checkpoint's ``state``, which another version may have written."""
+    """Return the progress in a checkpoint's ``state``. It is not validated: another version may have written it."""
     progress = state.get("progress")
     return progress if isinstance(progress, dict) else {}

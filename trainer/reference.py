@@ -1,8 +1,8 @@
-"""The pass over the data before training: numbers of each sample that the pretrained model gives.
+"""Reference values of a pretrained model for each sample, computed before training.
 
-They are computed by the model of the run, on its own layout, before its own weights replace the pretrained ones, so
-there is never a second model. Rank 0 keeps them in a file, NaN for samples that no step has asked for yet, under a name
-that is a hash of all that they depend on. The CRC-32 of the numbers follows them, little-endian.
+They are computed by the model of the run, on the run's parallel layout, while it still has the pretrained weights, so
+no second model is needed. Rank 0 stores them in a file whose name is a hash of everything that they depend on. Values
+that no step has needed so far are NaN. The file ends with the CRC-32 of the values, little-endian.
 """
 
 import hashlib
@@ -36,18 +36,19 @@ from serried.trainer.task import Dataset, Reference, RunTask, fingerprint, to_de
 
 _FORMAT = 1
 _BLOCK_BATCHES = 64
-"""Smallest number of batches of each rank between two writes of results. An interrupted pass resumes from the last."""
+"""Minimum number of batches per rank between two writes. An interrupted pass resumes after the last write."""
 _WRITES = 16
 """Approximate number of writes in a pass."""
 
 
 class ReferencePass:
-    """The numbers of a task's reference that this run needs."""
+    """The reference values that this run needs, and the pass that computes missing values."""
 
     def __init__(self, context: Context, data: Data, reference: Reference, start: Start) -> None:
         """Find the pretrained model and the reference values computed so far. A collective.
 
-        Raises ``UserError`` if there is no pretrained model, or not the one that the run had before ``start``.
+        Raises ``UserError`` if there is no pretrained model, or if it differs from the model that the checkpoint of
+        ``start`` was trained with.
         """
         self._context, self._reference = context, reference
         session = context.session
@@ -69,7 +70,7 @@ class ReferencePass:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything is not known yet."""
+        """Whether any reference value must be computed."""
         return any(len(split.missing) for split in self._splits)
 
     def run(self, parallel: DistributedModel) -> None:
@@ -78,13 +79,13 @@ class ReferencePass:
             split.compute(self._context, parallel)
 
     def use(self) -> None:
-        """Give the task the numbers."""
+        """Pass the reference values to the task."""
         for split in self._splits:
             self._reference.use(split.name, split.numbers)
 
 
 class _Split:
-    """The numbers of one data set."""
+    """The reference values of one data set."""
 
     def __init__(
         self, name: str, dataset: Dataset, wanted: np.ndarray, reference: Reference, files: dict[str, Any]
@@ -101,7 +102,7 @@ class _Split:
 
     @property
     def missing(self) -> np.ndarray:
-        """Numbers of the samples that are needed and not known."""
+        """Indices of the needed samples whose values are not known."""
         return self._wanted[np.isnan(self.numbers[self._wanted, 0])]
 
     def read(self, context: Context) -> None:
@@ -170,10 +171,10 @@ def _checksum(numbers: bytes) -> bytes:
 
 
 class _Found(Kept):
-    """Keeps the numbers of samples."""
+    """Store the reference values of samples during a pass."""
 
     def __init__(self, task: RunTask, reference: Reference, samples: np.ndarray, parallel: DistributedModel) -> None:
-        """``samples``: their ids, ascending."""
+        """``samples``: sample ids in ascending order."""
         super().__init__(task, len(samples), reference.columns, parallel)
         self._reference, self._samples = reference, torch.from_numpy(samples).to(parallel.device)
 
@@ -183,18 +184,18 @@ class _Found(Kept):
 
 
 def _numbers_of_run(config: RunConfig, data: Data) -> np.ndarray:
-    """Return the samples that the steps of the run train on, each once."""
+    """Return the indices of the training samples that the run needs, without duplicates."""
     size = len(data.training)
     trainer, health = config.trainer, config.health
     positions = data.samples(trainer.steps)
-    if positions >= size or "rollback" in (health.spike, health.non_finite):  # which moves on in the data
+    if positions >= size or "rollback" in (health.spike, health.non_finite):  # a rollback skips samples
         return np.arange(size)
     order: Callable[[np.ndarray], np.ndarray] = sample_order(data.training, trainer.seed)
     return np.unique(order(np.arange(positions)))
 
 
 def _evaluated(config: RunConfig, dataset: Dataset) -> np.ndarray:
-    """Return the samples of a validation set that evaluations read."""
+    """Return the indices of the samples of a validation set that evaluations read."""
     trainer = config.trainer
     if not trainer.evaluates_every:
         return np.arange(0)

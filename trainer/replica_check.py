@@ -19,12 +19,12 @@ from serried.trainer.checkpoint.file_assignment import Part
 from serried.trainer.step import FAILURES_THAT_STOP, StepResult
 
 _CHUNK_WORDS = 2**20
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 divided by the golden ratio, as a signed integer
 _FOLD = 0xD1342543DE82EF95 - 2**64
 
 
 class GoBack(Exception):
-    """Undo the steps up to ``step`` and leave out their samples. Raised on all ranks."""
+    """Request to undo the steps up to ``step`` and skip their samples. Raised on all ranks."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
@@ -32,12 +32,14 @@ class GoBack(Exception):
 
 
 def respond(section: HealthSection, step: int, result: StepResult, advice: str) -> str | None:
-    """Return the message about a step that went wrong but does not end the run; None: there is none, or not again.
+    """Return a message about a failed step that does not end the run, or None.
 
-    ``advice`` ends the sentence of a run that fails.
+    ``advice``: end of the error message if the run fails.
 
     Raises:
-        GoBack, TrainingStopped, TrainingFailed: as ``section`` says.
+        GoBack: ``section`` asks for a rollback.
+        TrainingStopped: ``section`` asks for a stop.
+        TrainingFailed: The last ``FAILURES_THAT_STOP`` steps failed.
     """
     if result.failed_in_row >= FAILURES_THAT_STOP:
         what = "jumped" if result.is_finite else "was not finite"
@@ -64,25 +66,25 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
 
 
 class Alike(NamedTuple):
-    """A kind of tensors that are divided alike, so that the same ranks hold copies of all of them."""
+    """Group of tensors with the same sharding, so that the same ranks hold replicas of all of them."""
 
     axes: tuple[str, ...]
-    """Mesh axes along which ranks hold different shards. Along all others they hold replicas."""
+    """Mesh axes along which the tensors are sharded. They are replicated along all other axes."""
     holders: tuple[int, ...]
-    """Pipeline coordinates of the stages that hold replicas, one for each; () if no stages share tensors."""
+    """Pipeline ranks of the stages that hold replicas, one entry per replica. Empty if no stages share tensors."""
 
     @classmethod
     def of(cls, spec: ShardSpec, layout: Layout) -> "Alike":
-        """The kind of the tensor."""
+        """Return the group for the tensor described by ``spec``."""
         axes = tuple(axis for axis in spec.sliced_axes if layout.size((axis,)) > 1)
         return cls(axes, spec.holders if len(spec.holders) > 1 else ())
 
     def on(self, place: Coordinates) -> int:
-        """Return the number of copies on the rank at ``place``: two if it has both stages of a tied parameter."""
+        """Return the number of replicas on the rank at ``place``: two if it has both stages of a tied parameter."""
         return self.holders.count(place.pipeline) if self.holders else 1
 
     def copies(self, layout: Layout) -> list[list[tuple[int, int]]]:
-        """Groups of equal bits: pairs of a rank, and the number of the copy among those it holds."""
+        """Return groups of replicas that must be bitwise equal: pairs of rank and index of the replica on that rank."""
         groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for rank in range(layout.world):
             place = layout.coordinates(rank)
@@ -91,7 +93,7 @@ class Alike(NamedTuple):
         return [group for group in groups.values() if len(group) > 1]
 
     def along(self, layout: Layout) -> str:
-        """Mesh axes along which there are copies, for a message."""
+        """Return the mesh axes along which there are replicas, for a message."""
         axes = [axis for axis in ("replicate", "shard", "context", "tensor") if layout.size((axis,)) > 1]
         divides_block = "expert" in self.axes or "expert_shard" in self.axes
         axes = [axis for axis in axes if axis not in self.axes and (axis == "replicate" or not divides_block)]
@@ -99,26 +101,28 @@ class Alike(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares the bits of all copies of a part of the model and of the optimizer's state, which never differ unless
-    memory, a device or a wire has failed."""
+    """Compare the replicas of model shards and optimizer state bitwise.
+
+    Replicas differ only if memory, a device or an interconnect has failed.
+    """
 
     def __init__(self, specs: Iterable[ShardSpec], layout: Layout, session: Session) -> None:
-        """``specs``: of the whole model."""
+        """``specs``: shard specs of the full model."""
         self._layout, self._session = layout, session
         specs = list(specs)
         self.is_possible = any(spec.copies(layout) > 1 for spec in specs)
-        """Whether there is anything to compare."""
-        # An optimizer's numbers, such as its count of steps, are whole on all ranks that hold the parameter.
+        """Whether any tensor has replicas."""
+        # Scalars of an optimizer, such as its step count, are replicated on all ranks that hold the parameter.
         numbers = [replace(spec, slices=()) for spec in specs]
         found = {Alike.of(spec, layout): None for spec in (*specs, *numbers, ShardSpec("", ()))}
         self._columns = [(kind, number) for kind in found for number in range(1 + (len(set(kind.holders)) == 1))]
-        """Kinds in the same order on all ranks, with the number of the copy."""
+        """Pairs of group and index of the replica, in the same order on all ranks."""
 
     def __call__(self, step: int, parts: Iterable[Part]) -> None:
-        """Compare ``parts``, this rank's share of the state after ``step``. A collective; waits for the device.
+        """Compare ``parts``, this rank's shards of the state after ``step``. A collective that waits for the device.
 
         Raises:
-            TrainingStopped: copies differ; names the ranks that hold other bits than most.
+            TrainingStopped: Replicas differ. The message names the ranks that disagree with the majority.
         """
         if not self.is_possible:
             return
@@ -129,7 +133,7 @@ class ReplicaCheck:
             seen[part.name] += 1
         zero = torch.zeros((), dtype=torch.int64)
         mine = torch.stack([digest(held[column]).cpu() if column in held else zero for column in self._columns])
-        # Use Gloo: a faulty NCCL must not decide the verdict.
+        # Use Gloo, so that a faulty NCCL cannot affect the result.
         digests = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self._session.world_size)]
         dist.all_gather(digests, mine)
         table = dict(zip(self._columns, torch.stack(digests).T.tolist(), strict=True))
@@ -158,9 +162,10 @@ class ReplicaCheck:
 
 
 def differing(groups: Iterable[Sequence[tuple[int, int]]]) -> tuple[list[int], bool]:
-    """Return the ranks that disagree with the majority of their group, and whether there is one.
+    """Return the ranks that disagree with the majority of their group, and whether every group has a majority.
 
-    ``groups``: of pairs of a rank and a digest, which should be equal. Without a majority, return all that differ.
+    ``groups``: groups of pairs of rank and digest. The digests of a group should be equal. Without a majority, all
+    ranks of the group are returned.
     """
     odd: list[int] = []
     is_majority = True
@@ -176,10 +181,10 @@ def differing(groups: Iterable[Sequence[tuple[int, int]]]) -> tuple[list[int], b
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """A hash of the bits of ``tensors``, int64 scalar on their device, computed there without a wait.
+    """Return a hash of the bits of ``tensors``, an int64 scalar on their device. Does not synchronize with the device.
 
-    Sums of words of 64 bits times odd numbers that depend on the position, modulo 2^64: one changed bit, wherever,
-    always changes it.
+    The hash is a sum of 64-bit words multiplied by odd factors that depend on the position, modulo 2^64. A single
+    flipped bit always changes it.
     """
     total = factors = torch.empty(0, dtype=torch.int64)
     for number, tensor in enumerate(tensors):
@@ -193,10 +198,10 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _words(flat: Tensor) -> Iterator[Tensor]:
-    """The bits of ``flat`` as 64-bit words, and the few numbers at the end that fill none."""
+    """Yield the bits of ``flat`` as 64-bit words, then the remaining elements that do not fill a word."""
     per_word = 8 // flat.element_size()
     whole = len(flat) // per_word * per_word
-    if flat.storage_offset() % per_word:  # a view that begins inside a word
+    if flat.storage_offset() % per_word:  # a view that is not aligned to a word
         flat = flat.clone()
     yield flat[:whole].view(torch.int64)
     yield flat[whole:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

@@ -1,4 +1,4 @@
-"""Going back to the newest checkpoint after a step that went wrong."""
+"""Rollback to the newest checkpoint after a failed step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from serried.trainer.training_state import TrainingState
 
 
 class Rollback:
-    """Restores the newest checkpoint and leaves out the samples trained on since."""
+    """Restore the newest checkpoint, and skip the samples that were trained on since then."""
 
     def __init__(
         self, context: Context, data: Data, state: TrainingState, *, progress: Progress, saver: Saver,
@@ -29,13 +29,13 @@ class Rollback:
         self._progress, self._saver = progress, saver
         self._log, self._meter = log, meter
         self._count = 0
-        """Rollbacks of the run so far."""
+        """Number of rollbacks of the run so far."""
 
     def __call__(self, back: GoBack) -> int:
-        """Go back; returns the step to continue after. A collective.
+        """Roll back, and return the step to resume after. A collective.
 
         Raises:
-            TrainingStopped: there is no checkpoint, or the run has gone back as often as it may.
+            TrainingStopped: There is no checkpoint, or ``health.max_rollbacks`` is reached.
         """
         context, config = self._context, self._context.config
         if self._count >= config.health.max_rollbacks:
@@ -55,15 +55,15 @@ class Rollback:
         context.callbacks.load_state_dict(start.state)
         self._count += 1
         self._data.skip(start.step, samples)
-        context.pulse.phases.take()  # of a step that is undone
+        context.pulse.phases.take()  # discard times of the undone step
         self._log.rolled_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._progress.counts.tokens)
         return start.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's plain data that hold the number of rollbacks."""
+        """Return the number of rollbacks as an entry of a checkpoint's plain data."""
         return {"rollbacks": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; it may be empty."""
+        """Restore ``state``, which may be empty."""
         self._count = int(state.get("rollbacks", 0))

@@ -1,4 +1,4 @@
-"""A run from start to end: choose where to start, train, and record how it ended."""
+"""A run from start to end: choose the checkpoint to start from, train, and record the result."""
 
 import re
 import time
@@ -40,20 +40,25 @@ def train(
     config: RunConfig, task: RunTask, session: Session, config_yaml: str, planner: Planner | None = None,
     callbacks: Sequence[Callback | type[Callback]] = (),
 ) -> int:  # fmt: skip
-    """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
+    """Train ``task`` as configured in ``config`` on all ranks of ``session``. Returns the exit code.
 
-    Without a ``planner`` no plan is printed, and ``trainer.micro_batch`` must be a number. ``callbacks``: classes or
-    instances, in the order in which their hooks are called, after the task's.
+    Args:
+        config: The configuration of the run.
+        task: The task to train.
+        session: The processes of the run.
+        config_yaml: ``config`` as YAML, for the run folder.
+        planner: Estimates memory and time. If None, no plan is printed, and ``trainer.micro_batch`` must be a number.
+        callbacks: Classes or instances. Their hooks are called in this order, after the task's hooks.
 
     Raises:
-        UserError: something the user can fix; the same on every rank.
-        TrainingFailed: the numbers stopped being finite.
+        UserError: A problem that the user can fix. It is the same on every rank.
+        TrainingFailed: Loss or gradient was not finite in several consecutive steps, or a callback failed.
     """
     folder = _claimed_folder(config, session)
     console = Console(session.is_main, session.rank)
     if folder is not None and folder.warning:
         console.say(f"WARNING    {folder.warning}")
-    with ExitStack() as at_end:  # last in, first out
+    with ExitStack() as at_end:  # called in reverse order
         at_end.callback(console.close)
         trackers = Trackers(config.run.dir, config.track, console.say)
         at_end.callback(trackers.end)
@@ -91,7 +96,8 @@ def train(
 class _Run:
     """Start and end of a run on this rank.
 
-    It does not hold the trainer: signals and the status line refer to it after the end, when process groups must go.
+    It has no reference to the trainer: signals and the status line refer to it after the end, when the trainer's
+    process groups must be released.
     """
 
     def __init__(self, context: Context, config_yaml: str) -> None:
@@ -100,7 +106,7 @@ class _Run:
         self._data: Data | None = None
 
     def _configure(self, config: RunConfig) -> None:
-        """Replace the configuration by ``config``, in which automatic values are resolved."""
+        """Replace the configuration with ``config``, in which automatic values are resolved."""
         self.context.task.run, self._config_yaml = config, run_config.config_yaml(config)
         self.context = replace(self.context, config=config)
         self.context.callbacks.config = config
@@ -111,7 +117,7 @@ class _Run:
         return self._data
 
     def find_start(self) -> None:
-        """Choose where to start."""
+        """Choose the checkpoint or weights to start from."""
         if self.context.config.trainer.epochs is not None:
             self._configure(with_steps(self.context.config, self._open_data().training))
         if self.context.config.trainer.compile == "auto":
@@ -123,7 +129,7 @@ class _Run:
             context.console.say(note)
 
     def is_over(self) -> bool:
-        """Return whether the run ended with the checkpoint that was found. A collective."""
+        """Return whether the run already ended with the checkpoint that was found. A collective."""
         config = self.context.config
         start = self.start
         session = self.context.session
@@ -132,7 +138,7 @@ class _Run:
         return start.checkpoint is not None and (is_last or is_early)
 
     def nothing_to_do(self) -> int:
-        """Check that the checkpoint is of this run, and report that there is nothing to do. Returns the exit code."""
+        """Check that the checkpoint belongs to this run, report that it is finished, and return the exit code."""
         context, start = self.context, self.start
         assert start.checkpoint is not None
         data = self._open_data()
@@ -142,7 +148,7 @@ class _Run:
         return _nothing_to_do(context.config, start, context.console, context.folder)
 
     def build(self) -> Trainer:
-        """Choose ``trainer.micro_batch=auto``, and build the trainer."""
+        """Resolve ``trainer.micro_batch=auto``, and build the trainer."""
         if self.context.config.trainer.micro_batch == AUTO:
             self._choose_micro_batch()
         trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
@@ -153,7 +159,7 @@ class _Run:
     def _choose_compile(self) -> None:
         context, device = self.context, self.context.session.device
         if device.type != "cpu":
-            self._open_data()  # a model may depend on it
+            self._open_data()  # the model may depend on the data
         layout = resolve_layout(context.config.parallel, context.session.world_size)
         config, why_not = with_compile(context.config, context.task, layout, device.type)
         if config.trainer.compiles and (missing := missing_compiler(device.type)):
@@ -180,7 +186,7 @@ class _Run:
         return activity(context.pulse, waits_for, steps, context.console.last_step)
 
     def stop_unheard(self) -> int:
-        """Record the stop for a signal that nothing answers any more. Returns the exit code."""
+        """Record the stop if a signal arrives when no training loop responds to it. Returns the exit code."""
         context = self.context
         context.console.quiet()
         failure = context.session.cause.of(StopRequested(context.session.signals.received))
@@ -190,8 +196,10 @@ class _Run:
         return failure.exit_code
 
     def fail(self, error: BaseException, trainer: Trainer | None) -> BaseException:
-        """Record the end of the run with ``error``, and report the checkpoint to resume from. Returns the error to
-        raise, which may explain it. ``trainer``: None if it was not built yet."""
+        """Record that the run ended with ``error``, and report the checkpoint to resume from.
+
+        ``trainer``: None if it was not built yet. Returns the error to raise: ``error`` or a more helpful one.
+        """
         context = self.context
         session, folder = context.session, context.folder
         session.shield()
@@ -205,7 +213,7 @@ class _Run:
         if trainer is not None and (folder is None or folder.is_ours):
             trainer.saver.end(step)
         is_stopped = failure.exit_code == EXIT_STOPPED
-        if is_stopped:  # a step in which a run stops, because a peer left before it, is not done
+        if is_stopped:  # the current step is not complete, since a peer stopped before it
             step = steps_done
         if folder is None:
             if failure.rank == session.rank:
@@ -218,7 +226,7 @@ class _Run:
         return explained
 
     def _explained(self, error: BaseException, trainer: Trainer | None) -> BaseException:
-        """Return ``error``, or a failure that explains it."""
+        """Return ``error``, or a more helpful error."""
         context = self.context
         if isinstance(error, RuntimeError) and re.search("Double (and|but expected) Float", str(error)):
             error.add_note(
@@ -235,14 +243,14 @@ class _Run:
 
 
 def _claimed_folder(config: RunConfig, session: Session) -> RunFolder | None:
-    """Return the run folder, claimed for this run; None except on rank 0. A collective."""
+    """Return the run folder, claimed for this run. None except on rank 0. A collective."""
     claimed: list[RunFolder] = []
     session.once(lambda: claimed.append(RunFolder(config.run.dir)))
     return claimed[0] if claimed else None
 
 
 def _close_folder(config: RunConfig, folder: RunFolder, console: Console) -> None:
-    """Let go of the run folder, and write ``report.html`` if it holds records of this run."""
+    """Release the run folder, and write ``report.html`` if the folder has records of this run."""
     has_records = folder.has_begun and folder.is_ours
     folder.close()
     if has_records:
@@ -250,7 +258,7 @@ def _close_folder(config: RunConfig, folder: RunFolder, console: Console) -> Non
 
 
 def _write_page(config: RunConfig, console: Console) -> None:
-    """Leave ``report.html`` beside the records. However that goes, the run has ended as it has ended."""
+    """Write ``report.html`` into the run folder. An error only prints a warning and does not change the result."""
     path = config.run.dir / "report.html"
     try:
         write_report([config.run.dir], path)
@@ -272,14 +280,16 @@ def _last_words(console: Console, folder: RunFolder, trainer: Trainer) -> None:
 
 
 def _settled(console: Console, code: int | None) -> int | None:
-    """Answer a signal after the end was reported, while only trackers and the page are waited for. ``code`` is None if
-    the run failed and the reason is not printed yet."""
+    """Handle a signal after the end of the run was reported, while trackers finish and the report is written.
+
+    ``code``: None if the run failed and the reason is not printed yet.
+    """
     console.quiet()
     return code
 
 
 def _lacks_evaluation(config: RunConfig, start: Start) -> bool:
-    """Return whether a stop came before the evaluation after the last step, and no later start made it up."""
+    """Return whether the last step's evaluation was skipped by a stop and not completed by a later start."""
     status = read_status(config.run.dir)
     is_missed = has_missed_evaluations(start.state) and start.step == config.trainer.steps
     return is_missed and start.continues(config.run.dir) and (status is None or status.state != "finished")
@@ -299,7 +309,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
     if start.step < config.trainer.steps and early is None:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
-        if folder is not None:  # a batch script looks there whether to queue this again
+        if folder is not None:  # batch scripts read the status to decide whether to requeue the job
             folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
         console.say(
             f"{start.checkpoint} is at step {start.step}, {end}. "
@@ -307,7 +317,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             f"trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
-    if folder is not None:  # of a run that was killed after its last checkpoint
+    if folder is not None:  # the run may have been killed after its last checkpoint
         progress = Progress(Counts(skipped=saved_skipped(start.state)), early_stop=early)
         reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)

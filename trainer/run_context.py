@@ -1,4 +1,4 @@
-"""Objects that all parts of a run share on one rank."""
+"""Objects that all components of a run share on one rank."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,28 +21,28 @@ class RunPlan(NamedTuple):
     """Plan of a run."""
 
     lines: list[str]
-    """Printed before the first step."""
+    """Lines to print before the first step."""
     host_bytes: int
-    """Host memory that offloading takes, on the rank that needs the most."""
+    """Host memory for offloading, in bytes, on the rank that needs the most."""
     mix: Mix | None
-    """Activation checkpointing that meets ``trainer.activation_memory_budget``; None: there is no budget."""
+    """Activation checkpointing for ``trainer.activation_memory_budget``. None if there is no budget."""
 
 
 class Planner(Protocol):
-    """Estimates that a run needs. ``serried.planner.run_planner`` implements them for ``train.py`` and ``fit``."""
+    """Estimates for a run. ``serried.planner.run_planner`` implements this protocol for ``train.py`` and ``fit``."""
 
     def plan(self, context: "Context", model: Model, start: Start, training: Dataset) -> RunPlan:
         """Return the plan of a run that trains ``model``.
 
         Raises:
-            UserError: the model does not fit the layout.
+            UserError: The model does not fit the layout.
         """
 
     def micro_batch(self, config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
-        """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line about it. A collective.
+        """Return ``config`` with ``trainer.micro_batch=auto`` resolved, and a line to print about it. A collective.
 
         Raises:
-            UserError: no number fits.
+            UserError: No micro-batch fits into memory.
         """
 
     def explain(
@@ -54,21 +54,21 @@ class Planner(Protocol):
         pulse: Pulse,
         optimizer: torch.optim.Optimizer | None,
     ) -> BaseException:
-        """Return ``error``; if memory ran out, a failure that says what holds it and what would help. No collective."""
+        """Return ``error``, or if memory ran out an error that reports memory use and remedies. Not a collective."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The configuration, the task, this rank and its console."""
+    """Configuration, task, session, console and other objects shared by the components of a run."""
 
     config: RunConfig
     task: RunTask
     session: Session
     console: Console
     folder: RunFolder | None
-    """The run folder; None except on rank 0."""
+    """The run folder. None except on rank 0."""
     pulse: Pulse
     """Current activity of the training thread, for the watchdog."""
     callbacks: Callbacks
     planner: Planner | None = None
-    """None: the run prints no plan."""
+    """Estimates for the run. If None, no plan is printed."""

@@ -1,4 +1,4 @@
-"""The data of a run: its data sets, and which samples come next."""
+"""Data of a run: the data sets, and the position in the training data."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ from serried.trainer.task import Dataset, RunTask, fingerprint
 
 
 def check_validation(config: RunConfig, validation: Collection[str]) -> None:
-    """Raise ``UserError`` if the run has a use for evaluations and nothing to evaluate on."""
+    """Raise ``UserError`` if the configuration needs evaluations but there is no validation data."""
     if DEFAULT_VALIDATION in validation:
         return
     patience = config.trainer.early_stopping_patience
@@ -40,11 +40,13 @@ def check_validation(config: RunConfig, validation: Collection[str]) -> None:
 
 
 class Data:
-    """Data sets of a task, opened on every rank, and the place in the order of training samples."""
+    """Data sets of a task, opened on every rank, and the position in the order of training samples."""
 
     def __init__(self, task: RunTask, session: Session, console: Console) -> None:
-        """Prepare and open the data. A collective. Raises ``UserError`` if there is no training data, or the ranks see
-        different data."""
+        """Prepare and open the data. A collective.
+
+        Raises ``UserError`` if there is no training data, or if the ranks read different data.
+        """
         console.doing("preparing data")
         task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
         self.training = training_data(task)
@@ -55,50 +57,50 @@ class Data:
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.fingerprint = fingerprint(self.training)
         self.earlier_fingerprints: Mapping[str, str] = getattr(self.training, "earlier_fingerprints", {})
-        """Fingerprints of the same data by earlier versions, each with a description of the change since."""
+        """Fingerprints of the same data in earlier versions, with descriptions of the changes since then."""
         session.same_everywhere("the training data", self.fingerprint)
         seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
-        # Checked so that all ranks take the same number of batches.
+        # All ranks must evaluate the same number of batches.
         session.same_everywhere("the validation data", "\n".join(seen))
         self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
         self._stream = self.training if isinstance(self.training, Stream) else None
         self._session = session
         self.step = self._first_step = 0
-        """``step``: the last step done; ``_first_step``: the step after which this start or a rollback continued."""
+        """``step``: the last completed step. ``_first_step``: the step after which this start or a rollback resumed."""
         self._sample, self._global_batch = 0, 1
 
     def start(self, start: Start, global_batch: int) -> None:
-        """Continue after the samples of a checkpoint, if there is one; each step takes ``global_batch`` samples."""
+        """Resume after the samples of the checkpoint, if there is one. ``global_batch``: samples per step."""
         self._global_batch = global_batch
         if start.checkpoint is not None:
             with taking_from(start.checkpoint):
                 self.load_state_dict(start.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step and the samples in a checkpoint's plain data."""
+        """Restore the step and the position in the data from a checkpoint's plain data."""
         self.step = self._first_step = state["step"]
         self._sample = state["samples"]
         if self._stream is not None:
             self._stream.load(state.get("stream", {}), self._sample)
 
     def skip(self, to_step: int, samples: int) -> None:
-        """Continue after ``to_step`` with sample number ``samples``, leaving out the samples of undone steps."""
+        """Resume after ``to_step`` with sample number ``samples``, skipping the samples of undone steps."""
         if self._stream is not None:
             self._stream.rewind(samples)
         self.step = self._first_step = to_step
         self._sample = samples
 
     def samples(self, step: int) -> int:
-        """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
+        """Return the number of samples used up to and including ``step``: the position in the order of samples."""
         return self._sample + (step - self._first_step) * self._global_batch
 
     def sample_ids(self, step: int, seed: int) -> list[int]:
-        """Return the numbers of the samples of ``step``, over all ranks."""
+        """Return the indices of the samples of ``step`` over all ranks."""
         end = self.samples(step)
         return [int(number) for number in sample_order(self.training, seed)(np.arange(end - self._global_batch, end))]
 
     def loader(self, task: RunTask, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
-        """Return this rank's batches from the current position to the last step."""
+        """Return a loader of this rank's batches from the current position to the last step."""
         trainer = config.trainer
         accumulation = trainer.global_batch // (trainer.micro_batch * data_ranks)
         return BatchLoader(
@@ -112,10 +114,11 @@ class Data:
         )
 
     def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:
-        """Return a seed for each of this rank's ``count`` micro-batches of ``step``, by its place in the global batch.
+        """Return a seed for each of this rank's ``count`` micro-batches of ``step``.
 
-        With equal ``trainer.micro_batch``, a sample has the same seed on every layout. Ranks that shard a sample share
-        the seed, so a task may draw numbers for the whole sample.
+        The seed depends on the position of the micro-batch in the global batch. For the same ``trainer.micro_batch``, a
+        sample has the same seed on every layout. Ranks that shard a sample use the same seed, so a task may draw random
+        numbers for the full sample.
         """
         places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
         return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
@@ -131,7 +134,7 @@ class Data:
 
 
 def _augmentation(task: RunTask, seed: int) -> Augment | None:
-    """Return ``task.augment`` by a sample's place in the order; None if the task does not override it."""
+    """Return ``task.augment`` with seeds from the sample's position. None if the task does not override it."""
     if type(task).augment is RunTask.augment:
         return None
     return lambda sample, place: task.augment(sample, _seed_of(f"{seed}/augment/{place}"))
@@ -142,8 +145,10 @@ def _seed_of(text: str) -> int:
 
 
 def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
-    """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set. Raises
-    ``UserError`` if the data is a stream, whose length is unknown."""
+    """Return ``config`` with ``trainer.steps`` computed from ``trainer.epochs``, if set.
+
+    Raises ``UserError`` if the data is a stream, whose length is unknown.
+    """
     trainer = config.trainer
     if trainer.epochs is None:
         return config
@@ -154,7 +159,7 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
 
 
 def _refuse_table(task: RunTask, split: str, dataset: Any) -> None:
-    """Raise ``UserError`` if ``dataset`` is a pandas table, because [i] would return a column."""
+    """Raise ``UserError`` if ``dataset`` is a pandas DataFrame: indexing it would return columns."""
     if hasattr(dataset, "iloc") and getattr(dataset, "ndim", 0) == 2:
         raise UserError(
             f"{type(task).__name__}.dataset({split!r}) returned a {type(dataset).__name__}; return its rows: "

@@ -1,4 +1,4 @@
-"""Saving a run: the replica check before, the checkpoint, and its report after."""
+"""Saving a run: compare replicas, write the checkpoint, and report it."""
 
 import time
 import traceback
@@ -17,7 +17,7 @@ from serried.trainer.training_state import TrainingState
 
 
 class Saver:
-    """Writes checkpoints of a run, after comparing the replicas."""
+    """Write the checkpoints of a run, after comparing the replicas."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Saver:
     ) -> None:
         """
         Args:
-            state_dict: Returns the plain data of a checkpoint of the step just done.
-            write_files: Writes the files beside the weights.
-            saved_step: The newest checkpoint of this run; 0 if there is none.
+            state_dict: Returns the plain data of a checkpoint of the last completed step.
+            write_files: Writes the files that are stored with the weights.
+            saved_step: Step of this run's newest checkpoint. 0 if there is none.
         """
         config, layout = context.config, state.parallel.layout
         self._state_dict = state_dict
@@ -42,9 +42,9 @@ class Saver:
             config.run.dir / CHECKPOINTS, config.checkpoint, layout, context.session, state.parts, write_files
         )
         self.last_save_seconds = 0.0
-        """Duration of the latest save; 0 if there was none."""
+        """Duration of the latest save in seconds. 0 if there was none."""
         self.saved_step = saved_step
-        """Step of the newest checkpoint that is complete; 0 if there is none."""
+        """Step of the newest complete checkpoint. 0 if there is none."""
         self._begin_seconds = 0.0
         self._state = state
         self._log = log
@@ -55,28 +55,28 @@ class Saver:
         self._compared_step = -1
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the bits that replicas hold, unless that was done in this step. A collective."""
+        """Compare the replicas bitwise, unless this was already done after ``step``. A collective."""
         if self._compares and self._compared_step != step:
             self._compared_step = step
             self._replicas(step, (part for _, part in self._state.parts()))
 
     @property
     def is_begun(self) -> bool:
-        """Whether a checkpoint is begun that ``finish`` must commit."""
+        """Whether a checkpoint was started that ``finish`` must commit."""
         return self.checkpointer.is_begun
 
     def poll(self) -> None:
-        """Report a save that has ended."""
+        """Report a save that has completed or failed since the last call."""
         self._report(self.checkpointer.poll())
 
     def wait(self) -> None:
-        """Wait for the save under way, and report it."""
+        """Wait for the pending save, if any, and report it."""
         self._report(self.checkpointer.wait())
 
     def begin(self, step: int) -> None:
-        """Begin a checkpoint of ``step``, once the save under way is complete; ``finish`` commits it.
+        """Start a checkpoint of ``step`` after the pending save is complete. ``finish`` commits it.
 
-        If the run ends before that, it is committed with the state of now.
+        If the run ends before ``finish`` is called, the checkpoint is committed with the current state.
         """
         started = time.perf_counter()
         self.wait()
@@ -85,12 +85,12 @@ class Saver:
         self._begin_seconds = time.perf_counter() - started
 
     def finish(self, *, is_evaluated: bool, is_last: bool) -> None:
-        """Commit the checkpoint that was begun, and wait for that if it is the last one.
+        """Commit the started checkpoint. Wait until it is complete if it is the last one.
 
-        ``is_evaluated``: the step was evaluated in between, so the state has changed.
+        ``is_evaluated``: whether the step was evaluated after ``begin``, so that the state has changed.
 
         Raises:
-            TrainingFailed: the last one could not be saved.
+            TrainingFailed: The last checkpoint could not be saved.
         """
         started = time.perf_counter()
         self.checkpointer.finish(self._state_dict() if is_evaluated else None)
@@ -99,16 +99,16 @@ class Saver:
         self._meter.pause(SAVING, self._begin_seconds + time.perf_counter() - started)
 
     def end(self, step: int) -> None:
-        """After a failure: wait a short time for a save under way, and report the checkpoint to resume from."""
+        """After a failure, wait a short time for the pending save, and report the checkpoint to resume from."""
         try:
             self._report(self.checkpointer.close())
-        except Exception:  # most likely of the same cause, which is reported
+        except Exception:  # most likely a consequence of the failure already reported
             self._console.log(traceback.format_exc())
         if self.saved_step:
             self._log.interrupted(step, self.saved_step)
 
     def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
-        """Report a save that has ended, if one has."""
+        """Report ``saved``, the result of a save. Does nothing if it is None."""
         if saved is None:
             return
         if saved.problem is None:

@@ -1,4 +1,4 @@
-"""One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
+"""One optimizer step: a transaction that all ranks commit or none does, without synchronizing with the device."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,38 +21,39 @@ from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import GradScaler
 
 FAILURES_THAT_STOP = 3
-"""After so many failed steps in a row every later step is rejected, until the host has read this and stops."""
+"""Number of consecutive failed steps after which every step is rejected. The host then reads the count and ends the
+run."""
 
 
 class StepResult(NamedTuple):
-    """Result of a step, over the whole global batch; read from the device when the host can wait for it."""
+    """Result of a step over the global batch, read from the device when the host can wait for it."""
 
     loss: float
-    """Mean over all valid targets."""
+    """Mean loss over all valid targets."""
     tokens: float
     """Number of valid targets."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     skipped: float
-    """1.0 if the step was rejected and changed nothing."""
+    """1.0 if the step was rejected and changed nothing, else 0.0."""
     scale: float
-    """Loss scale the step ran with; 1 unless fp16."""
+    """Loss scale of the step. 1 unless the precision is fp16."""
     loss_limit: float
-    """A higher loss is a spike."""
+    """Loss above which a step is a spike."""
     norm_limit: float
     """Gradient norm above which a step is a spike."""
     failed_in_row: float
-    """Consecutive rejected steps including this one, without steps that a smaller loss scale may cure."""
+    """Number of consecutive rejected steps, including this one. Overflows of fp16 loss scaling are not counted."""
     metrics: Mapping[str, float] = MappingProxyType({})
-    """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
+    """Named metrics of the task, averaged over the global batch. NaN if the weight is 0."""
     by_source: tuple[float, ...] = ()
-    """Valid targets of each source of a mixture; empty: there is one source."""
+    """Number of valid targets from each source of a mixture. Empty if there is one source."""
     loads: tuple[tuple[int, ...], ...] = ()
-    """Tokens sent to each expert, by layer; empty: there are no experts."""
+    """Number of tokens sent to each expert, by layer. Empty if there are no experts."""
 
     @classmethod
     def read(cls, numbers: Mapping[str, Any]) -> "StepResult":
-        """Return the result in ``numbers``, the table that ``TrainStep`` returned, after it was copied to the host."""
+        """Return the result in ``numbers``, the table returned by ``TrainStep``, copied to the host."""
         pairs = section(numbers, "metrics").items()
         metrics = {name: total / weight if weight else math.nan for name, (total, weight) in pairs}
         loads = tuple(tuple(map(int, experts)) for experts in section(numbers, "experts").values())
@@ -64,22 +65,22 @@ class StepResult(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def is_overflow(self) -> bool:
-        """Whether gradients alone overflowed under a loss scale: fp16 finding its scale."""
+        """Whether only the gradients overflowed, because of the fp16 loss scale."""
         return not self.is_finite and math.isfinite(self.loss) and self.scale > 1
 
     @property
     def is_spike(self) -> bool:
-        """Whether loss or gradient jumped."""
+        """Whether loss or gradient norm exceeded its limit."""
         return self.is_finite and (self.loss > self.loss_limit or self.grad_norm > self.norm_limit)
 
 
 class TrainStep:
-    """Forward, backward, norm and vote, which prepare a step; then the update, which commits it."""
+    """Prepare a step (forward, backward, gradient norm and vote), then commit it (update)."""
 
     def __init__(
         self,
@@ -93,8 +94,9 @@ class TrainStep:
         health: HealthSection,
         average: WeightAverage | None = None,
     ) -> None:
-        """``nominal_weight``: targets of a global batch without masks. The loss is divided by this constant before
-        backward, which keeps fp16 in range on every layout, and by actual / nominal weight afterwards."""
+        """``nominal_weight``: number of targets in a global batch without masking. The loss is divided by it before
+        backward, which keeps fp16 gradients in range on every layout. The gradients are corrected by the actual weight
+        afterwards."""
         self._parallel = parallel
         self._optimizer = optimizer
         self._objective = objective
@@ -118,24 +120,24 @@ class TrainStep:
         Args:
             batches: Micro-batches on the device.
             lr: Learning rate.
-            vote: Returns this rank's vote, see ``trainer.monitor.shutdown``. Called at the last moment.
-            seeds: Seeds of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
-            before: Called before each micro-batch; None: the step cannot be dropped. See ``Runner.train``.
+            vote: Returns this rank's vote, see ``trainer.monitor.shutdown``. Called as late as possible.
+            seeds: Random seed for torch in each micro-batch, so that a resumed run draws the same dropout masks.
+            before: Called before each micro-batch. If None, the step cannot be dropped. See ``Runner.train``.
 
         Returns:
-            The result for ``StepResult.read`` on the device, with the sum of all votes under ``votes``.
+            The result on the device for ``StepResult.read``, with the sum of all votes under ``votes``.
 
         Raises:
-            StepDropped: ``before`` raised it on all ranks. The step has changed nothing.
+            StepDropped: ``before`` raised it on all ranks. The step changed nothing.
         """
         loads, scale = self._parallel.loads, self.scaler.scale / self._nominal_weight
 
         def further() -> dict[str, Number | Sequence[Number]]:
             return {**loads.take(self._parallel.device), "votes": vote()}
 
-        # All that needs other ranks: only gradients and buffers change.
+        # All communication between ranks happens here. Only gradients and buffers change.
         with self._undone_if_dropped(may_be_dropped=before is not None and len(batches) > 1):
-            loads.clear()  # what was counted outside of steps, as while text was generated
+            loads.clear()  # discard tokens counted outside of steps, for example during generation
             sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
             self._parallel.phases.enter(OPTIMIZER)
             squares = self._parallel.sum_squares()
@@ -143,13 +145,13 @@ class TrainStep:
 
     @torch.no_grad()
     def _commit(self, sums: SumTable, squares: Tensor, lr: float) -> SumTable:
-        """Decide whether the step counts, and update everything that it changes, on this rank alone.
+        """Accept or reject the step, and update the state of this rank accordingly.
 
-        Optimizers that exchange something in their update (Muon, Adafactor) still need the other ranks.
+        Optimizers that communicate in their update (Muon, Adafactor) still need the other ranks.
         """
         loads, scale = self._parallel.loads, self.scaler.scale
         loss_sum, weight = sums["loss_sum"], sums["weight"]
-        # .grad divided by this is the gradient of the mean loss.
+        # .grad divided by this divisor is the gradient of the mean loss.
         divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
         norm = squares.sqrt() / divisor
         halted = self._failed_in_row >= FAILURES_THAT_STOP
@@ -158,14 +160,14 @@ class TrainStep:
         failed = ~(has_loss & norm.isfinite()) | halted
         spike = (mean_loss > limits[0]) | (norm > limits[1])
         rejected = failed | spike if self._skips_spikes else failed
-        # fp16 finding its scale is not a failure.
+        # An overflow of fp16 loss scaling is not a failure.
         overflow = failed & has_loss & (scale > 1)
         self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
         self._window.add(mean_loss, norm, ~rejected)
         clip = (norm / self._max_grad_norm).clamp(min=1.0)
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
+        # A NaN gradient multiplied by zero is NaN, so the update of a rejected step must not be computed at all.
         take_step(self._optimizer, divisor * clip, rejected)
         loads.balance(sums, ~rejected)
         if self._average is not None:
@@ -179,10 +181,11 @@ class TrainStep:
 
     @contextmanager
     def _undone_if_dropped(self, *, may_be_dropped: bool) -> Iterator[None]:
-        """Undo what the step has changed in this context if it is dropped there, so that the state can be saved.
+        """If the step is dropped in this context, undo its changes, so that the state can be saved.
 
-        ``may_be_dropped``: in the middle, when forwards may have changed buffers, such as the statistics of BatchNorm.
-        Training must not continue afterwards: FSDP2 keeps what it has not reduced, to which it would add.
+        ``may_be_dropped``: whether the step can be dropped between micro-batches, when forward passes may have changed
+        buffers, such as BatchNorm statistics. Training must not continue afterwards: FSDP2 keeps gradients that are not
+        reduced yet and would accumulate into them.
         """
         buffers = self._parallel.buffers
         copies = buffers.copy() if may_be_dropped else None
@@ -197,7 +200,7 @@ class TrainStep:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain data of a checkpoint. Waits for the device."""
+        """Return the plain data of a checkpoint. Synchronizes with the device."""
         return {
             "scaler": self.scaler.state_dict(),
             "failed_in_row": int(self._failed_in_row.item()),
@@ -206,7 +209,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Restore ``state``."""
         self.scaler.load_state_dict(state["scaler"])
         self._failed_in_row.fill_(state["failed_in_row"])
         self._window.load_state_dict(state.get("window"))
@@ -214,10 +217,10 @@ class TrainStep:
             self._average.load_state_dict(state["average"])
 
     def rehearse(self, batch: Any) -> None:
-        """One pass on ``batch`` that changes nothing.
+        """Run one forward and backward pass on ``batch`` without changing the state.
 
-        DDP deals gradients into other buckets after its first backward, which changes the order of sums on 3 or more
-        ranks: after a rehearsal the first step, of a new run and of a resumed one, is as any other.
+        DDP rebuilds its gradient buckets after its first backward pass, which changes the order of summation on 3 or
+        more ranks. After a rehearsal, the first step of a new or resumed run uses the same order as later steps.
         """
         self._parallel.forward_backward([batch], self._objective, 0.0)
         self._optimizer.zero_grad()

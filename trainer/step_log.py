@@ -1,4 +1,4 @@
-"""Step results: reading from the device, logging, checks."""
+"""Results of steps: reading them from the device, logging and health checks."""
 
 from collections.abc import Callable
 
@@ -18,14 +18,14 @@ _READ_AT_LEAST_EVERY = 50
 
 
 class StepLog:
-    """Reads results of steps once per log interval, so that the host does not wait for the device in between."""
+    """Read results of steps once per log interval, so that the host does not wait for the device in between."""
 
     def __init__(
         self, context: Context, state: TrainingState, *, progress: Progress, log: RunLog, meter: Meter,
         samples: Callable[[int], int], sample_ids: Callable[[int, int], list[int]], sources: list[str],
     ) -> None:  # fmt: skip
-        """``samples``: number of samples trained on after a step. ``sample_ids``: sample indices of (step, seed).
-        ``sources``: names of a mixture's sources."""
+        """``samples``: returns the number of samples used up to a step. ``sample_ids``: returns the sample indices for
+        (step, seed). ``sources``: names of a mixture's sources."""
         self._context, self._state = context, state
         self._progress, self._log = progress, log
         self.meter = meter
@@ -38,21 +38,21 @@ class StepLog:
         return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
 
     def read(self, step: int, loader: BatchLoader, *, log: bool) -> None:
-        """Read the results up to ``step`` if it is time to, and log the newest if ``log``.
+        """Read the results up to ``step`` if due, and log the result of ``step`` if ``log``.
 
         Raises:
-            GoBack, TrainingStopped, TrainingFailed: a result calls for it; see ``trainer.replica_check``.
+            GoBack, TrainingStopped, TrainingFailed: A result requires it, see ``trainer.replica_check``.
         """
-        is_cpu = self._context.session.device.type == "cpu"  # which has nothing to wait for
+        is_cpu = self._context.session.device.type == "cpu"  # reading does not wait on a CPU
         if log or is_cpu or step % _READ_AT_LEAST_EVERY == 0:
             self.read_all(step, loader if log else None)
 
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
-        """Read all unread results. With ``loader``, log the result of step ``newest``."""
+        """Read all unread results. If ``loader`` is given, log the result of step ``newest``."""
         for step, result in self.meter.read():
             check_metric_names(result.metrics)
             counted = result
-            if self._context.task.unit == "samples":  # its weight may count something else
+            if self._context.task.unit == "samples":  # the weight of a loss may not be the number of samples
                 counted = result._replace(tokens=self._context.config.trainer.global_batch)
             self._progress.counts.add(counted, self._sources)
             is_logged = loader is not None and step == newest

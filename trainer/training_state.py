@@ -1,4 +1,4 @@
-"""Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
+"""Model, optimizer and step of a run: all state that training changes and a checkpoint restores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,14 +32,14 @@ from serried.trainer.task import Dataset, to_device
 
 
 class TrainingState:
-    """The sharded model with its optimizer, initialised or read from where the run starts."""
+    """The sharded model with its optimizer, initialized or loaded from a checkpoint or model folder."""
 
     def __init__(
         self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None,
         reference: ReferencePass | None = None, mix: Mix | None = None,
     ) -> None:  # fmt: skip
-        """``base``: base model of adapters. ``reference``: pass to run first with the pretrained weights. ``mix``:
-        activation checkpointing of blocks, if already chosen."""
+        """``base``: base model of the adapters. ``reference``: pass to run first with the pretrained weights. ``mix``:
+        activation checkpointing of the blocks, if already chosen."""
         config = context.config
         task = context.task
         device = context.session.device
@@ -66,7 +66,7 @@ class TrainingState:
         if reference is not None and reference.is_needed:
             held = reference.folder
             model.start(self.parallel, held, config.trainer.seed)
-            reference.run(self.parallel)  # which changes no weight
+            reference.run(self.parallel)  # does not change the weights
         if reference is None or weights not in (None, held):
             model.start(self.parallel, weights, config.trainer.seed)
         if base is not None and base.adapters is not None:
@@ -87,22 +87,25 @@ class TrainingState:
             self.load_state_dict(start.state["step_state"])
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
-        """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""
+        """Run one forward and backward pass on a micro-batch of ``dataset`` without changing the state.
+
+        See ``TrainStep.rehearse``.
+        """
         batch = Reader(dataset, self._task.collate_numbered).read([PADDING_ID] * context.config.trainer.micro_batch)
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         self.step.rehearse(to_device(batch, context.session.device))
         with torch.no_grad():
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-                buffer.copy_(before)  # BatchNorm's statistics, for one
+                buffer.copy_(before)  # such as BatchNorm statistics
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Yield every tensor that a checkpoint holds; see ``state_parts``."""
+        """Yield every tensor of a checkpoint, see ``state_parts``."""
         averages = self._average.of if self._average is not None else {}
         return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Use the average of the model's weights in this context, if the run keeps one."""
+        """Use the averaged weights in this context, if the run keeps an average."""
         with nullcontext() if self.compilation is None else self.compilation.unreported():
             if self._average is None:
                 yield
@@ -113,12 +116,12 @@ class TrainingState:
                 self.parallel.reshard()
 
     def report_compilation(self, step: int) -> None:
-        """Print what torch.compile compiled in ``step``, if blocks are compiled."""
+        """Report the compilations of ``step``, if blocks are compiled."""
         if self.compilation is not None:
             self.compilation.report(step)
 
     def learning_rates(self, lr: float) -> dict[str, float]:
-        """Return the learning rate of each parameter group of the whole model by name."""
+        """Return the learning rate of each parameter group of the full model, by name."""
         return {name: lr * scale for name, scale in self._lr_scales.items()}
 
     def _scales_of_groups(self) -> dict[str, float]:
@@ -128,27 +131,30 @@ class TrainingState:
         return {name: scale for of in self._session.gather(scales) for name, scale in of.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain data of a checkpoint: the step and optimizer state other than tensors.
+        """Return the plain data of a checkpoint: the state of the step, and the optimizer state other than tensors.
 
-        A collective; waits for the device.
+        A collective. Synchronizes with the device.
         """
         optimizer = plain_state(self.optimizer, self._named(), self._configured)
         layout = self.parallel.layout
-        if layout.pipeline > 1:  # each stage knows its own parameters and groups
+        if layout.pipeline > 1:  # each stage has only its own parameters and groups
             ranks = layout.world // layout.pipeline
             answers = gather_plain(None if self._session.rank % ranks else optimizer)
             optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
         return self.step.state_dict() | {"optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, after the tensors were read."""
+        """Restore ``state``. Call this after the tensors are loaded."""
         if "optimizer" in state:
             load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
         self.step.load_state_dict(state)
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        """Parameters by name in a checkpoint, or by their own where that divides or joins them; a tied one that this
-        rank holds twice, twice."""
+        """Return the parameters with their names in a checkpoint.
+
+        A parameter that is split or merged in a checkpoint keeps its own name. A tied parameter that this rank holds
+        twice is listed twice.
+        """
         named = []
         for held in self.parallel.parameters:
             for first in self._model.exported(held.name, held.spec.shape)[:1]:
@@ -160,7 +166,7 @@ def train_step(
     config: RunConfig, objective: Objective, weight: int, parallel: DistributedModel, optimizer: torch.optim.Optimizer,
     average: WeightAverage | None,
 ) -> TrainStep:  # fmt: skip
-    """Return the step of a run of ``config``. ``weight``: of a sample; ``average``: of its weights, if it keeps one."""
+    """Return the train step for ``config``. ``weight``: weight of a sample. ``average``: weight average, if any."""
     return TrainStep(
         parallel,
         optimizer,

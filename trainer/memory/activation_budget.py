@@ -1,5 +1,4 @@
-"""``trainer.activation_memory_budget``: choice of the blocks that recompute activations, from the memory that each
-mode keeps."""
+"""Choice of the blocks that recompute activations, for ``trainer.activation_memory_budget``."""
 
 import copy
 from collections.abc import Mapping
@@ -37,11 +36,11 @@ def chosen_mix(
     """Return the mix of activation checkpointing modes, the same on all ranks; None if there is no budget.
 
     Args:
-        module: the whole model.
-        kept: bytes that all blocks keep, by mode; None: they are measured.
+        module: the unsharded model.
+        kept: bytes of activations that all blocks keep, by mode. If None, they are measured.
 
     Raises:
-        UserError: the blocks keep more in any mode, or their memory cannot be measured.
+        UserError: the blocks exceed the budget in every mode, or their memory cannot be measured.
     """
     budget = config.trainer.activation_memory_budget
     if budget == 1:
@@ -66,7 +65,7 @@ def chosen_mix(
 def _measured(
     config: RunConfig, task: RunTask, layout: Layout, plan: ParallelPlan, module: nn.Module
 ) -> Mapping[str, float]:  # fmt: skip
-    """Return the bytes that all blocks keep, by mode, measured in a forward on tensors without data."""
+    """Return the bytes of activations that all blocks keep, by mode, measured in a forward pass on fake tensors."""
     given = f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g}"
     other = "use trainer.activation_checkpoint=selective with trainer.activation_memory_budget=1"
     for axis in ("tensor", "context", "expert"):
@@ -79,7 +78,7 @@ def _measured(
         kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in MODES}
     except UserError:
         raise
-    except Exception as error:  # a user's module may raise anything on tensors without data
+    except Exception as error:  # a user's module may raise any error on fake tensors
         raise UserError(
             f"{given}: what blocks keep cannot be measured without data ({reason_of(error)}); {other}"
         ) from error
@@ -90,7 +89,7 @@ def _measured(
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a module cannot be computed on tensors without data, as a clause."""
+    """Return a short description of ``error``, raised by a module on fake tensors, as a clause of a message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
 
 
@@ -98,7 +97,7 @@ def _held_by_blocks(config: RunConfig, task: RunTask, plan: ParallelPlan, module
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
 
     tensors = [*module.parameters(), *module.buffers()]
-    module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})  # no tensor is copied
+    module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})  # copies modules, not tensors
     low_dtype, alive = LOW_DTYPES[config.precision.name], LiveStorages()
     held: list[float] = []
     ended: list[bool] = []

@@ -1,4 +1,4 @@
-"""``F.rms_norm`` on tensors without data, with the memory use that it has on a GPU."""
+"""``F.rms_norm`` on fake tensors, with the same memory use as on a GPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +13,11 @@ from serried.runtime.accelerator import accelerator_type
 
 
 def is_for_gpus(config: RunConfig) -> bool:
-    """Return whether estimates of ``config`` are for GPUs: this machine's, the GPUs of ``plan.device``, or, in a dry
-    run of a sharded run, the GPUs that it is meant for."""
+    """Return whether memory estimates for ``config`` are for GPUs.
+
+    ``launch.device`` decides, unless it is ``auto``. Then they are for GPUs if this machine has GPUs, if
+    ``plan.device`` is set, or in a dry run of a sharded run.
+    """
     if config.launch.device != "auto":
         return config.launch.device != "cpu"
     is_planned = config.dry_run and config.parallel.strategy in ("fsdp", "hsdp")
@@ -23,8 +26,10 @@ def is_for_gpus(config: RunConfig) -> bool:
 
 @contextmanager
 def norms_of_a_gpu() -> Iterator[None]:
-    """Context manager in which ``F.rms_norm`` is one operation that keeps its input. Otherwise torch decomposes it
-    for tensors without data, as on a CPU, and the backward keeps the normalized input, too."""
+    """Context manager in which ``F.rms_norm`` is one operation that keeps its input, as on a GPU.
+
+    Otherwise torch decomposes it for fake tensors, as on a CPU, and the backward also keeps the normalized input.
+    """
     plain = F.rms_norm
 
     def fused(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

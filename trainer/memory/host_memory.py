@@ -1,4 +1,4 @@
-"""Memory of this machine that is available for tensors."""
+"""Host memory that is available for tensors."""
 
 import os
 import resource
@@ -26,7 +26,7 @@ def machine_bytes() -> tuple[int, int]:
 
 
 def limits() -> dict[str, int]:
-    """Return memory limits below the memory of this machine, in bytes, by the description of their scope."""
+    """Return the memory limits that are below the memory of this machine, in bytes, by a description of their scope."""
     found = {_OF_A_PROCESS: resource.getrlimit(resource.RLIMIT_AS)[0]}
     with suppress(OSError, ValueError):
         found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
@@ -34,8 +34,10 @@ def limits() -> dict[str, int]:
 
 
 def tensor_bytes(held: int = 0, processes: int = 1) -> int:
-    """Return the bytes that tensors of each of ``processes`` may use: the available memory plus ``held`` bytes
-    already in use."""
+    """Return the host memory in bytes that tensors may use in each of ``processes`` processes.
+
+    ``held``: bytes that are already in use for them, which count as available.
+    """
     found = limits()
     own = found.pop(_OF_A_PROCESS, None)
     shared = min([held + machine_bytes()[1], *found.values()]) // processes
@@ -43,8 +45,17 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
 
 
 def check_host_memory(config: RunConfig, needed: int, copied: int, session: Session) -> None:
-    """Raise ``UserError`` if the host cannot hold ``needed`` bytes of offloading and ``copied`` bytes of a save for
-    each rank. Both are pinned on GPUs, and the kernel kills processes that use too much. A collective."""
+    """Check that host memory suffices for offloading and saves. A collective.
+
+    With GPUs, both use pinned memory, and the kernel kills processes that use too much.
+
+    Args:
+        needed: bytes of offloaded state per rank.
+        copied: bytes per rank that a save copies to host memory.
+
+    Raises:
+        UserError: host memory does not suffice on some rank.
+    """
     if not config.offloads_state and session.device.type == "cpu":
         return  # the plan prints its memory
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))

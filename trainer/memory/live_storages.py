@@ -1,4 +1,4 @@
-"""Storages of tensors without data, tracked from their creation to their release."""
+"""Tracking of the storages of fake tensors, from their creation to their release."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,34 +15,34 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Block:
-    """A storage between its creation and its release."""
+    """Record of a storage, from its creation to its release."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.size = kind, 0
         self.freed = ""
-        """Phase in which it was freed; empty if it exists."""
+        """Phase in which the storage was freed; empty while it exists."""
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of operations' outputs that still exist.
+    """Dispatch mode that counts the bytes of all operation outputs that still exist.
 
-    If the host reads a flag from a tensor, the result is the flag of a regular step: no check fails, no mask hides
+    If the host reads a flag from a tensor, it gets the value for a regular step: no check fails, no mask hides
     everything, and no step is rejected.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        """Bytes that exist now."""
+        """Bytes of all existing storages."""
         self.phase = ""
-        """Kind of the storages that are created now."""
+        """Kind that is recorded for newly created storages."""
         self._flags: tuple[torch.dtype, ...] = (torch.bool,)
         """dtypes that count as flags."""
         self._live: dict[int, tuple[Block, Any]] = {}
-        """Existing storages by address, with a reference that reports their release."""
+        """Existing storages by address, with a weak reference whose callback records the release."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is _DEVICE:  # of a fake tensor, which torch asks for more often than it computes
+        if operation is _DEVICE:  # torch queries the device of a fake tensor more often than it computes
             device = getattr(args[0], "fake_device", None)
             return operation(*args) if device is None else device
         name = operation.overloadpacket.__name__ if hasattr(operation, "overloadpacket") else str(operation)
@@ -80,7 +80,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested sequences and dictionaries; torch's ``tree_leaves`` takes longer."""
+    """Return the tensors in nested sequences and dictionaries. Faster than torch's ``tree_leaves``."""
     if isinstance(tree, Tensor):
         return [local(tree)]
     if isinstance(tree, dict):
@@ -91,8 +91,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that hold the numbers of ``tensors``: for a subclass, such as torchao's float8, the tensors in
-    it."""
+    """Yield the tensors that store the values of ``tensors``.
+
+    For a tensor subclass, such as torchao's float8, these are its inner tensors.
+    """
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

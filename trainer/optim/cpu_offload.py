@@ -1,4 +1,4 @@
-"""An optimizer whose state lies in host memory."""
+"""Optimizer whose state is kept in host memory."""
 
 from typing import Any
 
@@ -10,24 +10,24 @@ from serried.runtime.accelerator import wait_for_stream
 
 
 class Offloaded(torch.optim.Optimizer):
-    """Steps another optimizer parameter by parameter. The state of one parameter at a time is on its device.
+    """Wrapper that steps another optimizer parameter by parameter, with the optimizer state in host memory.
 
-    Numbers without dims, such as counts of steps, stay on the device.
+    Only the state of one parameter at a time is on the device. Zero-dim tensors, such as step counts, stay there.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, takes_verdict: bool) -> None:
-        """``takes_verdict``: whether ``optimizer`` reads ``grad_scale`` and ``found_inf``."""
-        super().__init__(optimizer.param_groups, {})  # the same dicts
+        """Wrap ``optimizer``. ``takes_verdict``: whether it reads ``grad_scale`` and ``found_inf``."""
+        super().__init__(optimizer.param_groups, {})  # the same dicts as in ``optimizer``
         self.state = optimizer.state
         self.whole_state = getattr(optimizer, "whole_state", ())
         self._optimizer, self._step_supports_amp_scaling = optimizer, takes_verdict
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; waits for the device, whose last copies to the host could be read too early."""
+        """Update all parameters. Waits for the device, so that the copies to the host are complete."""
         assert closure is None
         if self._step_supports_amp_scaling:
             self._optimizer.grad_scale, self._optimizer.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ class Offloaded(torch.optim.Optimizer):
             for number, whole in enumerate(before):
                 for parameter in whole["params"]:
                     for group, values in zip(groups, before, strict=True):
-                        _set(group, values, [])  # what groups count is counted once a step
+                        _set(group, values, [])  # counters in the groups advance once per step
                     groups[number]["params"] = [parameter]
                     self._update(parameter)
                     after[number] = dict(groups[number])
@@ -47,7 +47,7 @@ class Offloaded(torch.optim.Optimizer):
         wait_for_stream()
 
     def _update(self, parameter: Tensor) -> None:
-        """Step ``parameter`` alone, with its state on its device meanwhile."""
+        """Update only ``parameter``. Its state is on its device during the update."""
         state = self.state.get(parameter, {})
         on_host = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
         for key, value in on_host.items():

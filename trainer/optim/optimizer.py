@@ -1,6 +1,6 @@
-"""The optimizer, its transactional step, and the learning rate as a pure function of the step.
+"""Construction of the optimizer, its transactional step, and the learning rate as a pure function of the step.
 
-An optimizer is any ``torch.optim.Optimizer``.
+Any ``torch.optim.Optimizer`` can be used.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,14 +27,17 @@ from serried.trainer.optim.cpu_offload import Offloaded
 from serried.trainer.optim.parameter_groups import parameter_groups
 
 Parts = Mapping[str, Callable[[], Any]]
-"""Functions that return the arguments an optimizer may ask for, by name; see ``registry.takes``."""
+"""Functions that return the optional arguments of an optimizer's build function, by argument name. See
+``registry.takes``."""
 
 
 def model_optimizer(
     model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None, seed: int
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``.
-    ``seed``: of its rounding."""
+    """Build the optimizer that ``section`` chooses for ``model``.
+
+    This is a collective on all ranks; see ``Matrices.of``. ``seed``: seed of the stochastic rounding.
+    """
     parts: Parts = {
         "matrices": partial(Matrices.of, model, blocks, low_dtype),
         "sums": partial(Sums.of, model),
@@ -48,7 +51,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for the trainable parameters among ``named``.
 
-    ``parts``: arguments for a distributed model. By default parameters are whole, and all of two dims are matrices.
+    ``parts``: functions that return the arguments for a distributed model. By default, parameters are unsharded, and
+    all two-dimensional parameters are matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]
@@ -67,28 +71,31 @@ def build_optimizer(
     if section.offload:
         optimizer = Offloaded(optimizer, takes_verdict=takes_verdict(optimizer))
     if takes_verdict(optimizer) and parameters_of(optimizer):
-        create_state(optimizer)  # changes nothing, and memory is known early
+        create_state(optimizer)  # changes no parameter, and allocates the memory of the state early
     return optimizer
 
 
 def can_offload(section: OptimSection) -> bool:
-    """Return whether the optimizer may update one parameter after the other."""
+    """Return whether the optimizer can update parameters one at a time, as offloading requires."""
     return not (takes(section, "matrices") or takes(section, "sums"))
 
 
 def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan, layout: Layout) -> str:
-    """Return for which of the trained parameters of ``model`` an optimizer of matrices is used, for the plan; "" for
-    others. ``model`` is not sharded yet.
+    """Check that the optimizer supports ``model``, which is not sharded yet, and ``layout``.
+
+    Returns:
+        A note for the plan on the share of the parameters that an optimizer for matrices updates with its own rule;
+            empty for other optimizers.
 
     Raises:
-        UserError: the optimizer is not for this model, not on this layout, or cannot be offloaded.
+        UserError: the optimizer does not support this model or this layout, or cannot be offloaded.
     """
     if section.offload and not can_offload(section):
         raise UserError(
             f"optim.offload=true updates one parameter after the other, and with optim={section.name} ranks exchange "
             "something of all of them at once; use optim.offload=false, or optim=adamw8bit optim.offload=true"
         )
-    # Here: the first to import an optimizer would decide in which order they are all registered.
+    # Imported here, so that importing this module does not change the order in which optimizers are registered.
     from serried.trainer.optim.algorithms.quantized_adamw_config import QuantizedAdamSection
 
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -113,24 +120,24 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
 
 
 def takes_verdict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``step`` reads ``grad_scale`` and ``found_inf`` on the device, and is without effect if the latter
-    is 1.
+    """Return whether ``step`` reads ``grad_scale`` and ``found_inf`` on the device.
 
-    torch's optimizers declare it to ``torch.amp.GradScaler`` by this attribute; there is no public one. Fused SGD does
-    too, but leaves its momentum uninitialised after a rejected first step.
+    Such a step has no effect if ``found_inf`` is 1. torch's optimizers declare this to ``torch.amp.GradScaler`` with
+    this private attribute; there is no public one. torch's fused SGD declares it too, but leaves its momentum
+    uninitialized after a rejected first step.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
 @torch.no_grad()
 def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tensor) -> None:
-    """Update the parameters with their gradients over ``divisor``, and free the gradients.
+    """Update the parameters with their gradients divided by ``divisor``, and free the gradients.
 
-    A ``rejected`` step, which is one on every rank, changes no bit of the parameters and of the optimizer's state, and
-    creates no state. An optimizer that does not take the verdict on the device is then not called, for which the host
-    waits for the device at every step, as it does for parameters in host memory.
+    A ``rejected`` step is rejected on every rank. It changes no bit of the parameters or the optimizer state, and
+    creates no state. An optimizer that does not read ``found_inf`` on the device is not called in a rejected step, so
+    the host waits for the device at every step. The host also waits if the parameters are in host memory.
     """
-    # Blocking copies: torch's optimizers would copy to the host and read before the copy has ended.
+    # Blocking copies: torch's optimizers copy to the host without blocking, and read before the copy is complete.
     device = next((parameter.device for parameter in parameters_of(optimizer)), rejected.device)
     divisor, rejected = divisor.to(device), rejected.to(device)
     if takes_verdict(optimizer):
@@ -147,9 +154,9 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tenso
 
 @torch.no_grad()
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create the state that its first step creates, to be filled from a checkpoint.
+    """Create the optimizer state as the first step does, so that a checkpoint can be loaded into it.
 
-    This changes parameters, state and numbers of the groups, unless the optimizer takes the verdict.
+    This changes the parameters, the state and the values of the groups, unless ``takes_verdict(optimizer)`` is true.
     """
     for parameter in parameters_of(optimizer):
         parameter.grad = zero_gradient(parameter)
@@ -165,7 +172,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def learning_rate(step: int, steps: int, peak: float, section: ScheduleSection) -> float:
     """Return the learning rate of optimizer step ``step`` (1 is the first, ``steps`` the last).
 
-    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``; what follows is up to the schedule.
+    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``. Then the schedule determines the learning rate.
     """
     if step <= section.warmup_steps:
         return peak * step / section.warmup_steps

@@ -1,6 +1,6 @@
-"""State of an optimizer between steps: its content in a checkpoint and its size in bytes.
+"""Optimizer state: its content in a checkpoint and its size in bytes.
 
-Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, numbers and text into ``state.json``.
+A checkpoint stores tensors in its optimizer files as ``<parameter>.<key>``, and numbers and text in ``state.json``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FP32_BYTES = 4
 _PROBE_ROWS = 64
 _SET_BY_THE_RUN = ("params", "name", "lr", "lr_scale")
-"""Keys of a parameter group that each step or each start sets."""
+"""Keys of a parameter group that are not saved, because each step or each start sets them."""
 
 GroupValues = dict[str, dict[str, Any]]
 
@@ -31,7 +31,8 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
     """Return the tensors that the optimizer keeps for ``parameter``, by name.
 
     Raises:
-        UserError: the parameter is sharded, and one of them is neither sharded like it nor in ``whole_state``.
+        UserError: the parameter is sharded, and a state tensor is neither sharded like it nor listed in
+            ``whole_state``.
     """
     tensors = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
     if not is_sharded(parameter):
@@ -46,12 +47,12 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
 
 
 def _whole_state(optimizer: torch.optim.Optimizer) -> Collection[str]:
-    """Return the names of the state that every rank has whole."""
+    """Return the names of unsharded state, which every rank holds in full."""
     return getattr(optimizer, "whole_state", ())
 
 
 def _is_sharded_like(parameter: "DTensor", value: Tensor) -> bool:
-    """Return whether ranks hold the same rows of both; ``value`` may have other columns."""
+    """Return whether ``value`` is sharded like ``parameter``. The last dim may differ in size if it is not sharded."""
     is_alike = is_sharded(value) and value.placements == parameter.placements
     if not is_alike or any(placement.is_shard(parameter.ndim - 1) for placement in parameter.placements):
         return is_alike and value.shape == parameter.shape
@@ -59,9 +60,9 @@ def _is_sharded_like(parameter: "DTensor", value: Tensor) -> bool:
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor], bool]) -> None:
-    """Create state for the parameters in ``has_state``, and for no others, before it is filled from a checkpoint.
+    """Create state for exactly the parameters that satisfy ``has_state``, before a checkpoint is loaded into it.
 
-    Parameters may be of no use afterwards: fill them too.
+    This may overwrite the parameters: load them too.
     """
     parameters = parameters_of(optimizer)
     if any(has_state(parameter) and not optimizer.state.get(parameter) for parameter in parameters):
@@ -72,11 +73,11 @@ def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor],
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
-    """Return the numbers of each parameter group, by its name. Some optimizers keep counters there.
+    """Return the plain values of each parameter group, by group name. Some optimizers keep counters there.
 
     Raises:
-        UserError: a group holds a tensor, or ``optimizer.state`` has a key that is no parameter. No checkpoint would
-            hold them.
+        UserError: a group contains a tensor, or a key of ``optimizer.state`` is not a parameter. Checkpoints cannot
+            store them.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters_of(optimizer)}
     groups = [(key, value) for group in optimizer.param_groups for key, value in group.items()]
@@ -102,11 +103,11 @@ def plain_state(
 ) -> dict[str, Any]:
     """Return the optimizer state other than tensors as JSON data.
 
-    It has the state of the parameters ``named``, and numbers of groups that differ from ``configured`` (their
-    ``group_values`` at the start).
+    The result contains the state of the parameters ``named``, and the group values that differ from ``configured``, the
+    result of ``group_values`` at the start.
 
     Raises:
-        UserError: something is neither a tensor nor JSON data.
+        UserError: a value is neither a tensor nor JSON data.
     """
     states: dict[str, dict[str, Any]] = {}
     for name, parameter in named:
@@ -131,7 +132,10 @@ def load_plain_state(
     configured: GroupValues,
     state: Mapping[str, Any],
 ) -> None:
-    """Set what ``plain_state`` returned for ``named``, and perhaps for parameters of other stages."""
+    """Load ``state``, a result of ``plain_state``, into the parameters ``named``.
+
+    Entries for other parameters, such as parameters of other pipeline stages, are ignored.
+    """
     for name, parameter in named:
         if name in state["parameters"]:
             optimizer.state[parameter].update(state["parameters"][name])
@@ -144,7 +148,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the optimizer's state of a parameter."""
+    """Size in bytes of the optimizer state of one parameter."""
 
     per_element: float
     """Bytes per element of state that is sharded like the parameter."""
@@ -153,9 +157,10 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(section: OptimSection, *, is_in_block: bool = True, ndim: int = 2) -> StateBytes:
-    """Return the bytes of optimizer state, measured on a small matrix, of a block or not, or on a vector.
+    """Return the size of the optimizer state of a parameter, measured on a small tensor with ``ndim`` dims.
 
-    Adam's are known: measuring would import torch._dynamo, as torch's optimizers do, which takes as long as a plan.
+    ``is_in_block``: whether the parameter is a matrix of a block. The size for Adam is a constant: a measurement would
+    import torch._dynamo, as torch's optimizers do, which takes as long as a plan.
     """
     if section.name in ("adamw", "adam"):
         return StateBytes(2 * _FP32_BYTES)
@@ -168,7 +173,7 @@ def _measured(section: OptimSection, values: Tensor, *, is_in_block: bool) -> St
         parts = {"matrices": partial(Matrices.whole, [parameter] * is_in_block)}
         optimizer = build_optimizer([("", parameter)], section.model_copy(update={"groups": {}}), parts)
         create_state(optimizer)
-    except Exception:  # it may run on another device only: as many as AdamW has
+    except Exception:  # the optimizer may not support the CPU: assume AdamW's size
         return StateBytes(2 * _FP32_BYTES)
     bytes_of = {key: value.nbytes for key, value in tensor_state(optimizer, parameter).items() if value.ndim}
     whole = sum(bytes_of.pop(key, 0) for key in _whole_state(optimizer))
@@ -178,7 +183,7 @@ def _measured(section: OptimSection, values: Tensor, *, is_in_block: bool) -> St
 def state_bytes_by_name(
     section: OptimSection, shapes: Mapping[str, Sequence[int]], blocks: Collection[str]
 ) -> dict[str, StateBytes]:
-    """Return the bytes of optimizer state of each parameter. ``blocks``: names of the model's blocks."""
+    """Return the size of the optimizer state of each parameter. ``blocks``: names of the model's blocks."""
 
     @cache
     def of(shape: tuple[int, ...], is_in_block: bool) -> StateBytes:

@@ -1,4 +1,4 @@
-"""Groups of parameters by name pattern: learning rate, weight decay, frozen."""
+"""Parameter groups by name pattern, with their own learning rate and weight decay, or frozen."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -15,8 +15,12 @@ _WHOLE = ", whole"
 
 
 def freeze(model: nn.Module, section: OptimSection) -> None:
-    """Mark the parameters of frozen groups as not trained. Call it before the model is sharded. Raises ``UserError`` if
-    the pattern of a group matches no parameter, or none that is trained, or all parameters are frozen."""
+    """Freeze the parameters of frozen groups. Call this before the model is sharded.
+
+    Raises:
+        UserError: the pattern of a group matches no parameter, no trainable parameter, or only parameters of earlier
+            groups; or all parameters are frozen.
+    """
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     names = list(is_trained)
     _refuse_unmatched(is_trained, section.groups)
@@ -30,11 +34,12 @@ def freeze(model: nn.Module, section: OptimSection) -> None:
 
 
 def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection) -> list[dict[str, Any]]:
-    """Return the trained parameters as torch's optimizers take them, each group with a name and ``lr_scale``.
+    """Return the trainable parameters as parameter groups for torch's optimizers, each with a name and ``lr_scale``.
 
-    Matrices and vectors of a group are apart: vectors (norms, biases) have no weight decay unless the group sets one.
-    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be the parameters of one
-    pipeline stage: if none is trained, there is a group without parameters.
+    Matrices and vectors are in separate groups: vectors (norms, biases) have no weight decay unless the configured
+    group sets one. Sharded and unsharded parameters are separate too, because torch's kernels do not accept both in one
+    list. If none of ``named`` is trainable, which is possible on a pipeline stage, the result is one group without
+    parameters.
     """
     everything = list(named)
     group_of = _groups_by_name([name for name, _ in everything], section.groups)
@@ -61,7 +66,7 @@ def _split(own: str, members: list[tuple[str, Tensor]], section: OptimSection) -
 
 
 def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]) -> dict[str, str]:
-    """Return a map from parameter name to its group, the first group that matches. Unmatched names are left out."""
+    """Map each parameter name to the first group whose pattern matches it. Unmatched names are left out."""
     group_of: dict[str, str] = {}
     for group, section in groups.items():
         matched = [name for name in names if fnmatchcase(name, section.parameters)]

@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights."""
+"""Exponential moving average of the trained weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from serried.parallel.layout.local_shards import HeldTensor, local
 
 
 class WeightAverage:
-    """One tensor per trained parameter, sharded as that is.
+    """Exponential moving average of the trained parameters, sharded like the parameters.
 
-    After the n-th accepted step it moves towards the weights by 1 - min(decay, (1 + n) / (10 + n)): the first steps
-    count less, since an average of few steps should not hold on to the initial weights (as in TensorFlow's
+    After the n-th accepted step it moves towards the weights by 1 - min(decay, (1 + n) / (10 + n)). It moves faster in
+    the first steps, so that an average of few steps does not retain the initial weights (as in TensorFlow's
     ``ExponentialMovingAverage``).
     """
 
     def __init__(self, decay: float, parameters: Sequence[HeldTensor], device: torch.device) -> None:
-        """It begins as the weights are now."""
+        """Initialize the average with the current weights."""
         trained = [held.tensor for held in parameters if held.tensor.requires_grad]
         self._decay = decay
         self._trained = {id(tensor): tensor for tensor in trained}
@@ -27,12 +27,15 @@ class WeightAverage:
 
     @property
     def of(self) -> Mapping[int, Tensor]:
-        """The average of a parameter, by its ``id``."""
+        """Averages by ``id`` of the parameter."""
         return self._averages
 
     @torch.no_grad()
     def update(self, accepted: Tensor) -> None:
-        """Follow a step, unless it was rejected; waits for the device only for averages in host memory, once."""
+        """Update the average after a step, unless the step was rejected.
+
+        Waits for the device only if averages are in host memory.
+        """
         self._accepted += accepted
         kept = ((1 + self._accepted) / (10 + self._accepted)).clamp(max=self._decay)
         moves: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -44,7 +47,10 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Exchange weights and average, while no parameter is gathered; afterwards all is as it was."""
+        """Context manager that swaps weights and average, and swaps them back on exit.
+
+        Use it while no parameter is all-gathered.
+        """
         self._exchange()
         try:
             yield
@@ -63,9 +69,9 @@ class WeightAverage:
             yield local(average), local(self._trained[key])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the plain data of a checkpoint. Waits for the device."""
+        """Return the plain data to save in a checkpoint. Waits for the device."""
         return {"accepted": int(self._accepted.item())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state``."""
+        """Load ``state``, a result of ``state_dict``."""
         self._accepted.fill_(state["accepted"])

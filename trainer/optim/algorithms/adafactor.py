@@ -1,4 +1,4 @@
-"""Adafactor (https://arxiv.org/abs/1804.04235) with the formulas of torch, for parameters that ranks divide."""
+"""Adafactor (https://arxiv.org/abs/1804.04235) for sharded parameters, with the same formulas as torch."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -13,11 +13,14 @@ from serried.trainer.optim.algorithms.base import Transactional
 
 _ROWS, _COLUMNS, _SQUARE = "row_var", "col_var", "variance"
 _LEAST_SCALE = 1e-3
-"""Parameters whose root mean square is less move as if it were this."""
+"""Minimum root mean square of a parameter for scaling its update."""
 
 
 class Adafactor(Transactional):
-    """Adafactor. Each rank has the running squares of all rows and columns of a matrix, one number each."""
+    """Adafactor optimizer.
+
+    Every rank holds the running squares of a matrix in full: one value per row and one per column.
+    """
 
     whole_state = (_ROWS, _COLUMNS)
 
@@ -29,7 +32,7 @@ class Adafactor(Transactional):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; their gradients are overwritten."""
+        """Update all parameters. Their gradients are overwritten."""
         assert closure is None
         group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         matrices = [parameter for parameter in group_of if parameter.ndim > 1]
@@ -48,8 +51,10 @@ class Adafactor(Transactional):
                 self._update(parameter, group, of_weights, of_update)
 
     def _normalize(self, parameter: Tensor, decay: float, *factors: Tensor) -> None:
-        """Divide the gradient by the root of its running square. ``factors``: sums of its squares over rows and over
-        columns, of a matrix."""
+        """Divide the gradient by the root of its running square.
+
+        ``factors``: for a matrix, the sums of the squared gradient per row and per column.
+        """
         state, gradient, held = self.state[parameter], _gradient(parameter), self._sums.held(parameter)
         if not state:
             self._begin(parameter, state)
@@ -80,7 +85,10 @@ class Adafactor(Transactional):
             state[_SQUARE] = torch.zeros_like(parameter)
 
     def _update(self, parameter: Tensor, group: dict[str, Any], of_weights: Tensor, of_update: Tensor) -> None:
-        """Move the weights. ``of_weights``, ``of_update``: sums of squares over the whole parameter."""
+        """Update the weights.
+
+        ``of_weights``, ``of_update``: sums of squares of the weights and the update over the full parameter.
+        """
         weights, lr, count = local(parameter), group["lr"], prod(self._sums.held(parameter).spec.shape)
         rate = self.state[parameter]["step"].rsqrt().clamp(max=lr)
         scale = (of_weights / count).sqrt().clamp(min=_LEAST_SCALE)
@@ -90,7 +98,8 @@ class Adafactor(Transactional):
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's part of the gradient; zeros for a parameter without one, which other ranks count on."""
+    """Return this rank's shard of the gradient, or zeros if there is none, because the other ranks sum over all
+    shards."""
     return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
 
 

@@ -1,4 +1,4 @@
-"""Adafactor (https://arxiv.org/abs/1804.04235): a row and a column of running squares for each matrix."""
+"""Config section of Adafactor (https://arxiv.org/abs/1804.04235), with factored running squares for each matrix."""
 
 from typing import Any
 
@@ -10,14 +10,15 @@ from serried.configs.schema.sections import OptimSection
 
 
 class AdafactorSection(OptimSection):
-    """Adafactor. ``lr`` is relative to the size of the parameters."""
+    """Adafactor. ``lr`` is relative to the root mean square of each parameter."""
 
     weight_decay: Number = Field(default=0.0, ge=0)
-    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    """Weight decay, multiplied by the learning rate. Applied to matrices only, not to vectors such as norms and
+    biases."""
     beta2_decay: Number = Field(default=-0.8, le=0)
-    """The running square decays by 1 - step to this power."""
+    """Exponent of the step count in the decay rate of the running square, 1 - step ** beta2_decay."""
     clip_threshold: Number = Field(default=1.0, ge=1)
-    """Updates with a larger root mean square are scaled down to it."""
+    """Maximum root mean square of an update. Larger updates are scaled down to it."""
 
 
 @register_optimizer("adafactor", section=AdafactorSection)

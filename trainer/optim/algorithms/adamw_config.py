@@ -13,9 +13,9 @@ class AdamSection(OptimSection):
     """Adam and AdamW."""
 
     betas: tuple[Number, Number] = (0.9, 0.95)
-    """Decay of the running mean and the running square of the gradient."""
+    """Decay rates of the running averages of the gradient and its square."""
     eps: Number = Field(default=1e-8, gt=0)
-    """Added to the root of the running square."""
+    """Term added to the denominator for numerical stability."""
 
 
 @register_optimizer("adamw", section=AdamSection)

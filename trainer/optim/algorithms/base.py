@@ -1,4 +1,4 @@
-"""Bases of the optimizers written here."""
+"""Base classes of the optimizers in this package."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,15 +11,17 @@ _IS_ADAMW = "is_adamw"
 
 
 class Transactional(torch.optim.Optimizer):
-    """The base of one whose steps are accepted or rejected on the device: as a fused one of torch does, ``step`` reads
-    ``grad_scale`` and ``found_inf``."""
+    """Base class of optimizers whose steps are accepted or rejected on the device.
+
+    Like torch's fused optimizers, ``step`` reads ``grad_scale`` and ``found_inf``.
+    """
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
     def set(self, tensor: Tensor, value: Tensor) -> None:
-        """Set ``tensor``, unless the step is rejected."""
+        """Copy ``value`` to ``tensor``, unless the step is rejected."""
         tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, value))
 
 
@@ -30,7 +32,13 @@ class BesideAdamW(Transactional):
         self, groups: list[dict[str, Any]], is_own: Callable[[Tensor], bool], defaults: dict[str, Any],
         betas: tuple[float, float], eps: float,
     ) -> None:  # fmt: skip
-        """``is_own`` says which parameters are not for AdamW, which has ``betas`` and ``eps``."""
+        """Split ``groups`` by update rule.
+
+        Args:
+            is_own: Returns whether a parameter uses the update rule of the subclass instead of AdamW.
+            betas: Betas of AdamW.
+            eps: Epsilon of AdamW.
+        """
         super().__init__([part for group in groups for part in _split(group, is_own)], defaults)
         others = [group for group in self.param_groups if group[_IS_ADAMW]]
         self._adamw = AdamW(others, lr=defaults["lr"], betas=betas, eps=eps, fused=True) if others else None
@@ -39,7 +47,7 @@ class BesideAdamW(Transactional):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; their gradients may be overwritten."""
+        """Update all parameters. Their gradients may be overwritten."""
         assert closure is None
         if self._adamw is not None:
             self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
@@ -48,7 +56,7 @@ class BesideAdamW(Transactional):
         self.update(own)
 
     def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Update these parameters, each with its group."""
+        """Update parameters by the update rule of the subclass. ``own``: pairs of a parameter and its group."""
         raise NotImplementedError
 
 

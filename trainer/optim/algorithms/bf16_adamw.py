@@ -1,4 +1,4 @@
-"""AdamW (https://arxiv.org/abs/1711.05101) for weights held in bf16: updates in fp32, stochastically rounded."""
+"""AdamW (https://arxiv.org/abs/1711.05101) for bf16 weights, with fp32 updates and stochastic rounding."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from serried.trainer.optim.algorithms.base import Transactional
 
 
 class Bf16AdamW(Transactional):
-    """AdamW without fp32 copies of its bf16 weights. Its running means are fp32."""
+    """AdamW for bf16 weights, without fp32 master weights. The running averages are fp32."""
 
     def __init__(
         self, groups: list[dict[str, Any]], rounding: Rounding, *, lr: float, betas: tuple[float, float], eps: float
@@ -21,7 +21,7 @@ class Bf16AdamW(Transactional):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters, a piece at a time."""
+        """Update all parameters, in pieces that limit the working memory."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -38,7 +38,7 @@ class Bf16AdamW(Transactional):
         tensors = [local(tensor) for tensor in (parameter, gradients, state["exp_avg"], state["exp_avg_sq"])]
         for place in self._rounding.pieces(parameter):
             weights, gradient, mean, square = (tensor[place] for tensor in tensors)
-            gradient = gradient.bfloat16().float()  # as FSDP2 gives it, so that all layouts do the same
+            gradient = gradient.bfloat16().float()  # FSDP2's gradients are bf16: round on every layout
             if self.grad_scale is not None:
                 gradient /= self.grad_scale
             new_mean = mean.lerp(gradient, 1 - beta1)

@@ -1,4 +1,4 @@
-"""Lion (https://arxiv.org/abs/2302.06675): the sign of a running mean of the gradient."""
+"""Lion optimizer (https://arxiv.org/abs/2302.06675): updates by the sign of a running mean of the gradient."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion. Its state is the running mean of the gradient."""
+    """Lion optimizer. Its state is a running mean of the gradient."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Section of Lion."""
+"""Config section of the Lion optimizer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from serried.configs.schema.sections import OptimSection
 
 
 class LionSection(OptimSection):
-    """Lion. A third to a tenth of AdamW's learning rate suits it, with three to ten times its weight decay."""
+    """Lion. Use a third to a tenth of AdamW's learning rate, with three to ten times AdamW's weight decay."""
 
     betas: tuple[Number, Number] = (0.9, 0.99)
     """Weight of the running mean in the update, and decay of the running mean."""

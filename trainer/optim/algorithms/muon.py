@@ -1,4 +1,4 @@
-"""Muon (https://kellerjordan.github.io/posts/muon/): the momentum of a matrix, orthogonalized."""
+"""Muon optimizer (https://kellerjordan.github.io/posts/muon/): updates matrices by their orthogonalized momentum."""
 
 import math
 from typing import Any
@@ -12,7 +12,8 @@ from serried.trainer.optim.algorithms.base import BesideAdamW
 
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-"""Coefficients of Keller Jordan, also torch's: singular values come between 0.7 and 1.2 in five steps."""
+"""Newton-Schulz coefficients of Keller Jordan, also used by torch. Five steps bring singular values between 0.7 and
+1.2."""
 _LEAST_NORM = 1e-7
 
 
@@ -38,7 +39,7 @@ class Muon(BesideAdamW):
         self._matrices = matrices
 
     def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Update the matrices; their gradients are overwritten."""
+        """Update the matrices. Their gradients are overwritten."""
         updates = {parameter: self._momentum(parameter, group["momentum"]) for parameter, group in own}
         self._matrices.replace(updates, orthogonalized)
         for parameter, group in own:
@@ -49,9 +50,9 @@ class Muon(BesideAdamW):
                 self.set(weights, updated.add_(updates[parameter], alpha=-lr * factor))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Return this rank's shard of the momentum, to orthogonalize instead of the gradient."""
+        """Update the momentum, and return this rank's shard of the matrix to orthogonalize."""
         state = self.state[parameter]
-        if parameter.grad is None:  # unused: other ranks count on a part all the same
+        if parameter.grad is None:  # unused, but the other ranks still need a shard
             return torch.zeros_like(local(parameter))
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -59,7 +60,7 @@ class Muon(BesideAdamW):
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale)
         following = mean.lerp(gradient, 1 - momentum)
-        gradient.lerp_(following, momentum)  # Nesterov's look ahead
+        gradient.lerp_(following, momentum)  # Nesterov momentum
         self.set(mean, following)
         return gradient
 

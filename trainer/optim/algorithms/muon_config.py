@@ -13,14 +13,14 @@ class MuonSection(OptimSection):
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases."""
 
     momentum: Number = Field(default=0.95, ge=0, lt=1)
-    """Weight of earlier gradients in the next update."""
+    """Momentum factor: the weight of earlier gradients in the next update."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor on the learning rate of a matrix: ``match_rms_adamw`` 0.2 sqrt(larger dim), for rates that suit AdamW
-    (arXiv 2502.16982); ``original`` sqrt(max(1, outputs / inputs))."""
+    """Scaling of the learning rate of a matrix. ``match_rms_adamw``: 0.2 sqrt(larger dim), for learning rates tuned
+    for AdamW (arXiv 2502.16982). ``original``: sqrt(max(1, outputs / inputs))."""
     betas: tuple[Number, Number] = (0.9, 0.95)
-    """AdamW's."""
+    """Decay rates of AdamW's running averages."""
     eps: Number = Field(default=1e-8, gt=0)
-    """AdamW's."""
+    """Term added to AdamW's denominator for numerical stability."""
 
 
 @register_optimizer("muon", section=MuonSection)

@@ -1,8 +1,9 @@
-"""AdamW whose running means of matrices are held in 8 or 4 bits (https://arxiv.org/abs/2110.02861, 2309.01507).
+"""AdamW with 8-bit or 4-bit running averages for matrices (https://arxiv.org/abs/2110.02861, 2309.01507).
 
-A number is a code, for a fraction of the largest of 16 neighbours in its row, for which there is a scale in bf16.
-Blocks lie within rows, so that ranks which divide a matrix hold whole ones: the codes do not depend on the layout. In
-place of the mean square its root is held, whose range is half as many octaves.
+Rows are quantized in blocks of 16 elements. Each block has a bf16 scale, its largest magnitude; an element is stored as
+the code of a fraction of that scale. Blocks lie within rows, so ranks that shard a matrix hold complete blocks, and the
+codes do not depend on the layout. The root of the running square is stored instead of the square, because its range has
+half as many octaves.
 """
 
 from collections.abc import Iterable
@@ -19,12 +20,15 @@ from serried.trainer.optim.algorithms.base import BesideAdamW
 
 _BLOCK = 16
 _ELEMENTS_AT_ONCE = 2**24
-"""Largest number of elements of a matrix that are in fp32 at a time, to limit working memory."""
+"""Maximum number of elements of a matrix that are in fp32 at a time, to limit working memory."""
 _MEAN, _ROOT = "exp_avg", "exp_avg_root"
 
 
 class QuantizedAdamW(BesideAdamW):
-    """AdamW with ``bits`` 8 or 4 for matrices whose columns are whole blocks, plain AdamW for all other parameters."""
+    """AdamW with 8-bit or 4-bit state for matrices with complete blocks, and plain AdamW for all other parameters.
+
+    A matrix has complete blocks if its number of columns is a multiple of the block size.
+    """
 
     def __init__(
         self, groups: list[dict[str, Any]], *, bits: int, lr: float, betas: tuple[float, float], eps: float
@@ -87,7 +91,7 @@ class QuantizedAdamW(BesideAdamW):
         self.set(rows[f"{key}_scale"], scale)
 
     def _values(self, key: str, device: torch.device) -> Tensor:
-        """Return the values of the codes of ``key``, in order."""
+        """Return the values of all codes of state ``key``, in code order."""
         which = (key == _MEAN, device)
         if which not in self._tables:
             self._tables[which] = torch.tensor(_numbers(self._bits, signed=key == _MEAN), device=device)
@@ -95,7 +99,7 @@ class QuantizedAdamW(BesideAdamW):
 
 
 def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> None:
-    """Raise ``UserError`` where tensor ranks would not hold the blocks that a whole matrix has."""
+    """Raise ``UserError`` if tensor-parallel shards would not consist of the same blocks as the full matrix."""
     for spec in specs:
         columns = [box.sizes[-1] for box, _ in spec.sources(layout)] if len(spec.shape) > 1 else []
         odd = [count for count in columns if (count % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
@@ -107,18 +111,22 @@ def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> Non
 
 
 def _is_in_blocks(parameter: Tensor) -> bool:
-    is_plain = parameter.dtype == torch.float32 and local(parameter).is_contiguous()  # others have no rows to write to
+    # flatten() would copy a tensor that is not contiguous
+    is_plain = parameter.dtype == torch.float32 and local(parameter).is_contiguous()
     return is_plain and parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros divided as ``parameter`` is and on its device, but for the number of columns."""
+    """Return zeros with ``columns`` columns, otherwise with the shape, sharding and device of ``parameter``."""
     some = parameter.detach().narrow(-1, 0, columns)
     return torch.zeros_like(some, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _numbers(bits: int, *, signed: bool) -> list[float]:
-    """Return the values of the codes in order: floats of few bits, at most 1. Signed codes include zero."""
+    """Return the values of all codes in ascending order.
+
+    They are low-bit floats of magnitude at most 1. Signed codes include zero.
+    """
     per_octave = 2 ** (bits // 2 - signed)
     codes = range(2 ** (bits - signed))
     magnitudes = [(1 - code % per_octave / (2 * per_octave)) * 2.0 ** -(code // per_octave) for code in codes]

@@ -1,4 +1,4 @@
-"""AdamW whose optimizer state is held in 8 or 4 bits."""
+"""Config section of AdamW with 8-bit or 4-bit optimizer state."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from serried.trainer.optim.algorithms.adamw_config import AdamSection
 
 
 class QuantizedAdamSection(AdamSection):
-    """AdamW with optimizer state of few bits."""
+    """AdamW with 8-bit or 4-bit optimizer state."""
 
 
 @register_optimizer("adamw8bit", section=QuantizedAdamSection)
 def adamw8bit(groups: list[dict[str, Any]], section: QuantizedAdamSection) -> Any:
-    """Build AdamW with 8 bits."""
+    """Build AdamW with 8-bit optimizer state."""
     return _build(groups, section, 8)
 
 
 @register_optimizer("adamw4bit", section=QuantizedAdamSection)
 def adamw4bit(groups: list[dict[str, Any]], section: QuantizedAdamSection) -> Any:
-    """Build AdamW with 4 bits."""
+    """Build AdamW with 4-bit optimizer state."""
     return _build(groups, section, 4)
 
 

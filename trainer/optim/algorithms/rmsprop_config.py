@@ -13,13 +13,14 @@ class RMSpropSection(OptimSection):
     """RMSprop. Weight decay is added to the gradient."""
 
     weight_decay: Number = Field(default=0.0, ge=0)
-    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    """Weight decay, multiplied by the learning rate. Applied to matrices only, not to vectors such as norms and
+    biases."""
     alpha: Number = Field(default=0.99, ge=0, lt=1)
-    """Decay of the running square of the gradient."""
+    """Decay rate of the running average of the squared gradient."""
     eps: Number = Field(default=1e-8, gt=0)
-    """Added to the root of the running square."""
+    """Term added to the denominator for numerical stability."""
     momentum: Number = Field(default=0.0, ge=0, lt=1)
-    """Share of the last update in the next one."""
+    """Momentum factor."""
 
 
 @register_optimizer("rmsprop", section=RMSpropSection)

@@ -13,9 +13,10 @@ class SGDSection(OptimSection):
     """SGD. Weight decay is added to the gradient."""
 
     weight_decay: Number = Field(default=0.0, ge=0)
-    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    """Weight decay, multiplied by the learning rate. Applied to matrices only, not to vectors such as norms and
+    biases."""
     momentum: Number = Field(default=0.9, ge=0, lt=1)
-    """Share of the last update in the next one; 0: no momentum and no optimizer state."""
+    """Momentum factor. With 0 there is no momentum and no optimizer state."""
     dampening: Number = Field(default=0.0, ge=0, lt=1)
     """Dampening of the momentum."""
     nesterov: bool = False
@@ -34,7 +35,7 @@ class SGDSection(OptimSection):
 @register_optimizer("sgd", section=SGDSection)
 def build(groups: list[dict[str, Any]], section: SGDSection) -> Any:
     """Build torch's SGD."""
-    # Not fused: a rejected first step would leave torch's fused kernel with a momentum that was never written.
+    # Not fused: after a rejected first step, torch's fused kernel would have an uninitialized momentum.
     from torch.optim import SGD
 
     return SGD(groups, lr=section.lr, momentum=section.momentum, dampening=section.dampening, nesterov=section.nesterov)

@@ -1,13 +1,12 @@
 """Activation checkpointing: which tensors a block's forward keeps for its backward.
 
 - ``full``: the inputs of the block. The backward computes the block again (https://arxiv.org/abs/1604.06174).
-- ``selective``: also every second matrix product, attention, tensors that other ranks sent, and the experts that
-  routers chose.
+- ``selective``: also the results of every second matrix product, of attention, of collectives and of expert routing.
 - ``offload``: everything, in host memory.
 
-The numbers are the same as with ``none``, bit for bit: the second forward draws the same random numbers under the same
-autocast, starts from the same buffers and changes none, and routers do not count it (``plan.Router.is_counting`` is
-false outside of a forward).
+Results are bitwise the same as with ``none``. The second forward draws the same random numbers under the same autocast.
+It starts from the same buffers and does not change them. Routers do not count its tokens (``plan.Router.is_counting``
+is false outside of a forward).
 """
 
 from collections import Counter
@@ -35,7 +34,7 @@ from serried.parallel.plan import ParallelPlan
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten._scaled_mm.default}
-"""Matrix products of linear layers, also in float8, and of ``F.grouped_mm``. Every second one is kept."""
+"""Matrix products of linear layers (including float8) and ``F.grouped_mm``. Every second result is kept."""
 _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -55,16 +54,16 @@ class Mix(NamedTuple):
     """Two checkpointing modes and the share of blocks in each, chosen to stay within a memory budget."""
 
     first: str
-    """The mode of the first blocks of a stage: the backward frees the others before it computes these again."""
+    """Mode of the first blocks of a stage. The backward frees the other blocks before it recomputes these."""
     rest: str
-    """The mode of the other blocks, which keep more."""
+    """Mode of the other blocks, which keep more."""
     share: float
-    """Share of the blocks that have the mode ``first``, rounded up to whole blocks."""
+    """Share of the blocks with mode ``first``. The number of blocks is rounded up."""
     kept: tuple[float, float]
     """Bytes that a block keeps in the two modes, relative to the mode ``none``."""
 
     def firsts(self, blocks: int) -> int:
-        """Return how many of the ``blocks`` of a stage are the first."""
+        """Return the number of blocks with mode ``first`` in a stage of ``blocks`` blocks."""
         return ceil(self.share * blocks - _ROUNDING)
 
 
@@ -112,7 +111,7 @@ def _keep(block: Any, mode: str) -> None:
         return
     wrapped = {"full": _computed_again, "selective": _partly_computed_again, "offload": _offloaded}[mode]
     block.plain_forward = block.forward
-    block.forward = MethodType(wrapped, block)  # of one function: torch.compile makes one graph for all blocks
+    block.forward = MethodType(wrapped, block)  # one function for all blocks, so torch.compile makes one graph
 
 
 def _computed_again(block: nn.Module, *args: Any, **named: Any) -> Any:
@@ -127,7 +126,7 @@ def _checkpointed(is_selective: bool, block: nn.Module, args: tuple[Any, ...], n
     forward: Any = block.plain_forward
     if not torch.is_grad_enabled():
         return forward(*args, **named)
-    if torch.compiler.is_compiling():  # where torch chooses what to compute again, of what it has traced once
+    if torch.compiler.is_compiling():  # traced once; the compiler chooses what to recompute
         options: dict[str, Any] = {"context_fn": _compiled_contexts} if is_selective else {}
         return checkpoint(forward, *args, use_reentrant=False, **options, **named)
     contexts = partial(_contexts, block, is_selective)
@@ -135,7 +134,7 @@ def _checkpointed(is_selective: bool, block: nn.Module, args: tuple[Any, ...], n
 
 
 def _contexts(block: nn.Module, is_selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of the forward and of computing it again."""
+    """Return the context managers of the forward and of its recomputation."""
     before = [
         (module, name, buffer.clone())
         for module in block.modules()
@@ -159,31 +158,37 @@ def _compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], products: int) -> bool:
-    """Whether to keep the result of ``operation``; ``products`` is the number of matrix products so far, with it."""
+    """Return whether to keep the result of ``operation``; ``products`` counts the matrix products up to this one."""
     if operation in _PRODUCTS:
         return products % 2 == 1
     namespace = getattr(operation, "namespace", "")
     if namespace == "_c10d_functional":
         return operation is not torch.ops._c10d_functional.wait_tensor.default
-    if namespace in ("serried", "torch_attn"):  # attention of our own, and ``varlen_attn``
+    if namespace in ("serried", "torch_attn"):  # this project's attention, and ``varlen_attn``
         return True
     return operation in _KEPT and not _draws(operation, args, named)
 
 
 def _draws(operation: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether attention drops weights. What draws random numbers must run again, for what draws after it."""
+    """Return whether attention applies dropout.
+
+    Such an operation is recomputed, so that later operations draw the same random numbers.
+    """
     names = [argument.name for argument in operation._schema.arguments] if hasattr(operation, "_schema") else []
     return bool((dict(zip(names, args, strict=False)) | named).get("dropout_p"))
 
 
 class _Keep(TorchDispatchMode):
-    """The first forward under ``selective``. torch's own (``create_selective_checkpoint_contexts``) takes no FSDP2
-    units within a block."""
+    """Dispatch mode of the first forward under ``selective``.
+
+    ``create_selective_checkpoint_contexts`` of torch does not support FSDP2 units inside a block.
+    """
 
     current: "_Keep | None" = None
 
     def __init__(self, results: list[Any]) -> None:
-        """``results``: list for the results of ``kept`` and of the operations that ``_keeps`` names, in order."""
+        """``results``: list that receives, in order, the results of ``kept`` and of the operations chosen by
+        ``_keeps``."""
         super().__init__()
         self._results, self._products = results, 0
 
@@ -206,13 +211,14 @@ class _Keep(TorchDispatchMode):
         return self.take(compute) if _keeps(operation, args, kwargs or {}, self._products) else compute()
 
     def take(self, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, and keep it. Detached: autograd gives a result its history, which leads here."""
+        """Return ``compute()`` and keep it, both detached: autograd attaches a history to the result, which would
+        otherwise refer back to this object."""
         self._results.append(tree_map_only(Tensor, Tensor.detach, compute()))
         return tree_map_only(Tensor, Tensor.detach, self._results[-1])
 
 
 class _Repeat(_Keep):
-    """The second forward."""
+    """Dispatch mode of the recomputation under ``selective``."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__(results)
@@ -229,7 +235,11 @@ class _Again:
     """Context manager for the recomputation of a block."""
 
     def __init__(self, buffers: list[tuple[nn.Module, str, Tensor]], results: list[Any] | None = None) -> None:
-        """``buffers`` as the first forward found them. ``results`` of ``_Keep``; None: none are kept."""
+        """
+        Args:
+            buffers: Owner, name and value of each buffer before the first forward.
+            results: Results kept by ``_Keep``. None recomputes everything.
+        """
         self._before, self._results = buffers, results
         self._own: list[tuple[nn.Module, str, Tensor]] = []
         self._mode: AbstractContextManager[Any] = nullcontext()
@@ -250,8 +260,8 @@ class _Again:
 def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Return ``compute()``, or under ``selective`` its result from the first forward.
 
-    For code that exchanges messages or chooses itself which results to keep, and so is not an operation of ``_keeps``.
-    Call it where autograd does not record.
+    For code that communicates or chooses for itself which results to keep, so that ``_keeps`` does not apply. Call it
+    with autograd recording disabled.
     """
     return compute() if _Keep.current is None else _Keep.current.take(compute)
 
@@ -272,12 +282,13 @@ class _Offload:
 
     def __init__(self) -> None:
         self.copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        """Tensors of this forward, which keep their memory until it ends, and their copies."""
+        """Tensors saved by this forward and their copies on the host. Holding the tensors until the forward ends
+        prevents reuse of their memory."""
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what to keep in place of ``tensor``."""
+        """Return the device and host copy of ``tensor``, or ``tensor`` if it is a parameter."""
         if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            return tensor  # it is held anyway, and under FSDP2 freed and gathered again
+            return tensor  # stays in memory anyway; under FSDP2 it is freed and gathered again
         key = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
         if key not in self.copies:
             copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
@@ -286,7 +297,7 @@ class _Offload:
         return tensor.device, self.copies[key][1]
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor again."""
+        """Return the tensor on its original device."""
         if isinstance(packed, Tensor):
             return packed
         device, copy = packed

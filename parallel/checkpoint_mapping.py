@@ -1,4 +1,4 @@
-"""Mapping of parameters to the tensors of a checkpoint, whose names and shapes other software expects."""
+"""Mapping of parameters to the tensors of a checkpoint, with the names and shapes that other software expects."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,38 +8,39 @@ from serried.parallel.layout.shard_specs import Box
 
 
 class Fragment(NamedTuple):
-    """A box of a parameter, and the box of a tensor in a checkpoint that holds the same elements in the same order."""
+    """A box of a parameter, and the box of a checkpoint tensor with the same elements in the same order."""
 
     name: str
     """Name of the tensor in the checkpoint."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in the checkpoint."""
+    """Shape of the full tensor in the checkpoint."""
     ours: Box
     theirs: Box
-    """Box in the tensor of the checkpoint. Leading dims of size 1 may be left out or added."""
+    """Box in the checkpoint tensor. Leading dims of size 1 may be left out or added."""
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "Fragment":
-        """A tensor of a checkpoint that is one parameter: the usual case."""
+        """Return the fragment for a checkpoint tensor that equals the parameter (the usual case)."""
         box = _all_of(shape)
         return cls(name, tuple(shape), box, box)
 
     @classmethod
     def entry(cls, name: str, shape: Sequence[int], index: int) -> "Fragment":
-        """A tensor of a checkpoint that is entry ``index`` along the first dim of a parameter of ``shape``."""
+        """Return the fragment for a checkpoint tensor that is entry ``index`` of the first dim of a parameter."""
         rest = tuple(shape[1:])
         return cls(name, rest, Box((index, *(0,) * len(rest)), (1, *rest)), _all_of(rest))
 
     @classmethod
     def within(cls, name: str, whole: Sequence[int], dim: int, start: int, shape: Sequence[int]) -> "Fragment":
-        """A tensor of shape ``whole``, whose ``dim`` holds a parameter of ``shape`` from ``start`` on."""
+        """Return the fragment for a checkpoint tensor of shape ``whole`` that contains the parameter, from index
+        ``start`` of ``dim``."""
         starts = tuple(start if index == dim else 0 for index in range(len(whole)))
         return cls(name, tuple(whole), _all_of(shape), Box(starts, tuple(shape)))
 
     @classmethod
     def view(cls, name: str, part: Sequence[int], offset: int, shape: Sequence[int]) -> "Fragment":
-        """A tensor of a checkpoint of shape ``part`` that is a view, from element ``offset`` on, of a parameter of
-        ``shape``."""
+        """Return the fragment for a checkpoint tensor of shape ``part`` that is a view of the parameter, starting at
+        element ``offset``."""
         starts = []
         for dim in range(len(shape)):
             start, offset = divmod(offset, prod(shape[dim + 1 :]))
@@ -49,11 +50,11 @@ class Fragment(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor in the checkpoint is the parameter, under another name perhaps."""
+        """Whether the checkpoint tensor equals the parameter, apart from the name."""
         return self.ours == self.theirs == _all_of(self.shape)
 
     def there(self, ours: Box) -> Box:
-        """Map a box of the parameter, which ``self.ours`` contains, to the tensor of the checkpoint."""
+        """Map a box of the parameter, inside ``self.ours``, to the checkpoint tensor."""
         extra = len(self.ours.sizes) - len(self.theirs.sizes)
         left_out, added = max(extra, 0), max(-extra, 0)
         ends = zip(self.theirs.starts[added:], self.ours.starts[left_out:], ours.starts[left_out:], strict=True)
@@ -61,12 +62,12 @@ class Fragment(NamedTuple):
         return Box((*self.theirs.starts[:added], *starts), (*(1,) * added, *ours.sizes[left_out:]))
 
     def here(self, theirs: Box) -> Box:
-        """Map a box of the tensor of the checkpoint to the parameter: the reverse of ``there``."""
+        """Map a box of the checkpoint tensor to the parameter. Inverse of ``there``."""
         return self._replace(ours=self.theirs, theirs=self.ours).there(theirs)
 
 
 def unchanged(name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-    """A checkpoint that holds a parameter as one tensor under its own name."""
+    """Return the mapping of a parameter that is stored unchanged, under its own name."""
     return (Fragment.whole(name, shape),)
 
 

@@ -1,10 +1,11 @@
-"""Collectives with gradients on plain tensors; all ranks of a group must call them in the same order.
+"""Differentiable collectives on plain tensors. All ranks of a group must call them in the same order.
 
-The only file that exchanges tensors which autograd follows: a collective of torch without a gradient passes silently.
-Each function says what backward does. Parts of equal size unless it says otherwise. Sums run in the tensor's dtype.
+Only this file exchanges tensors that require gradients: autograd silently ignores the other collectives of torch. Each
+function documents its backward. All ranks have shards of equal size unless stated otherwise. Sums use the tensor's
+dtype.
 
-They use torch's functional operations, for which it has no public name: each returns a new tensor, so that activation
-checkpointing can keep the result in place of a second exchange, and torch.compile can trace it.
+The implementation uses torch's functional collectives, which have no public name. Each returns a new tensor, so that
+activation checkpointing can keep the result instead of repeating the exchange, and torch.compile can trace it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,24 +27,25 @@ def _all_gather_on_cpu(x: Tensor, ranks: int, group_name: str) -> Tensor:
     return gathered
 
 
-# On Gloo, torch's own kernel may crash the process. Two threads run a group's collectives, and after each they store
-# its name in the same std::string without a lock (ProcessGroupGloo::runLoop: pgStatus_->lastCompletedWorkName, in torch
-# 2.11 and 2.13). The name of that kernel's collective, ALLGATHER_COALESCED, is too long to lie within the string: both
-# threads may free the old one. ALLGATHER, which FSDP2 uses and which sends the same bytes, fits.
+# With Gloo, torch's kernel may crash the process. Two threads run the collectives of a group. After each collective
+# they store its name in the same std::string without a lock (ProcessGroupGloo::runLoop:
+# pgStatus_->lastCompletedWorkName, in torch 2.11 and 2.13). The name ALLGATHER_COALESCED is too long for the string's
+# inline buffer, so both threads may free the old value. ALLGATHER, which FSDP2 uses and which sends the same bytes,
+# fits.
 _gloo = torch.library.Library("_c10d_functional", "IMPL", "CPU")
 _gloo.impl("all_gather_into_tensor", _all_gather_on_cpu)
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the parts of all ranks, joined along ``dim`` in rank order.
+    """Return the shards of all ranks, concatenated along ``dim`` in rank order (all-gather).
 
-    Backward: gradients of all ranks are summed, and each rank gets the sum for its own part (``scatter_sum``).
+    Backward: reduce-scatter (``scatter_sum``).
     """
     return _Exchange.apply(x, partial(_gathered, dim=dim, group=group), partial(_scattered_sum, dim=dim, group=group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's part, along ``dim``, of the sum over all ranks. Backward: ``gather``."""
+    """Return this rank's shard, along ``dim``, of the sum over all ranks (reduce-scatter). Backward: ``gather``."""
     return _Exchange.apply(x, partial(_scattered_sum, dim=dim, group=group), partial(_gathered, dim=dim, group=group))
 
 
@@ -53,23 +55,23 @@ def copy(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over all ranks. Backward: the gradient as it is, which must be equal on all ranks."""
+    """Return the sum over all ranks (all-reduce). Backward: the unchanged gradient, which must be equal on all
+    ranks."""
     return _Exchange.apply(x, partial(_summed, group=group), _same)
 
 
 def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return the parts of all ranks, of ``sizes`` along ``dim``, which may differ.
+    """Return the shards of all ranks, concatenated along ``dim``. Their ``sizes`` may differ.
 
-    Backward: this rank's part of the gradient, which must be equal on all ranks.
+    Backward: this rank's shard of the gradient, which must be equal on all ranks.
     """
     return _Join.apply(x, dim % x.ndim, sizes, group)
 
 
 def start_shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send ``x`` to the next rank of the ring; call the result to wait for the tensor of the previous
-    rank.
+    """Start sending ``x`` to the next rank of the ring. Call the result to wait for the previous rank's tensor.
 
-    Without a gradient.
+    Not differentiable.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent, received = [0] * ranks, [0] * ranks
@@ -86,13 +88,16 @@ def start_shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send ``sent[i]`` rows of ``x`` to rank i, in order; return ``received[i]`` rows of each. Backward reverses."""
+    """Send ``sent[i]`` rows of ``x`` to rank i, in order, and return ``received[i]`` rows from it.
+
+    Backward: the reverse exchange.
+    """
     there, back = (partial(exchange, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent)))
     return _Exchange.apply(x, there, back)
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
-    """``all_to_all`` without a gradient."""
+    """``all_to_all`` that is not differentiable."""
     return _done(_functional.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name))
 
 
@@ -118,12 +123,12 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _done(result: Tensor) -> Tensor:
-    """Wait for ``result``: on a GPU its stream does, not the host."""
+    """Wait for ``result``. On a GPU the stream waits, not the host."""
     return _functional.wait_tensor(result)
 
 
 class _Exchange(torch.autograd.Function):
-    """``there`` of a tensor; backward is ``back`` of the gradient."""
+    """Apply ``there`` to a tensor, and ``back`` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
-"""torch.compile, block by block and in place: names of parameters, and hence checkpoints, stay as they are.
+"""torch.compile, applied to each block in place, so that parameter names and checkpoints do not change.
 
-What autograd records is compiled, and nothing else: evaluations and generated text, whose shapes vary, run as without
-it. Blocks of one form share their graphs, if what replaces a forward in them is one function for all.
+Only forwards with gradients are compiled. Evaluation and generation, whose shapes vary, run uncompiled. Blocks of the
+same structure share their graphs, provided that replaced forwards use one function for all blocks.
 """
 
 import logging
@@ -22,9 +22,14 @@ from serried.parallel.plan import ParallelPlan
 def check_blocks(
     module: nn.Module, plan: ParallelPlan, keeps_less: tuple[str, str] | None = None
 ) -> Sequence[str]:  # fmt: skip
-    """Return the names of the blocks of ``module``. ``keeps_less``: of the trainer's section. Raises ``UserError`` if
-    there are none, or they cannot be compiled."""
-    if keeps_less and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
+    """Return the names of the blocks of ``module``.
+
+    ``keeps_less`` is the property of the trainer section.
+
+    Raises:
+        UserError: There are no blocks, or they cannot be compiled.
+    """
+    if keeps_less and plan.mixtures:  # graphs break at a mixture, but recomputation needs a single graph
         raise UserError(
             f"trainer.compile=true with {keeps_less[0]} and a mixture of experts cannot be compiled; use "
             f"{keeps_less[1]}, or trainer.compile=false"
@@ -36,7 +41,7 @@ def check_blocks(
             "parallel_plan(), or use trainer.compile=false"
         )
     buffers = [f"{name}.{buffer}" for name in names for buffer, _ in module.get_submodule(name).named_buffers()]
-    if keeps_less and buffers:  # the second forward would change them again
+    if keeps_less and buffers:  # the recomputation would change them again
         raise UserError(
             f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}): a forward may "
             f"change them; use {keeps_less[1]}, or trainer.compile=false"
@@ -45,24 +50,24 @@ def check_blocks(
 
 
 def compile_blocks(module: nn.Module, plan: ParallelPlan, mode: str | None = None) -> int:
-    """Let the blocks of ``module``, the model or a stage of it, be compiled when they first run. Returns their number.
-    ``mode``: of ``torch.compile``.
+    """Compile the blocks of ``module``, the model or a stage of it, when they first run. Return their number.
 
-    A module may define ``compile_parts`` to compile parts of itself. Call it after ``checkpoint_blocks``.
+    Call it after ``checkpoint_blocks``. A module may define ``compile_parts`` to compile parts of itself. ``mode`` is
+    passed to ``torch.compile``.
     """
-    # Of selective checkpointing: that operations in place might be wrong. A test has them.
+    # Selective checkpointing warns that in-place operations might be wrong. A test covers them.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    # On GPUs torch advises TF32 for products in fp32, which is for the user to choose.
+    # On GPUs torch recommends TF32 for fp32 matrix products. That is the user's choice.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     import torch._dynamo.config
-    import torch._inductor.config  # both take long to import
+    import torch._inductor.config  # both are slow to import
 
-    torch._inductor.config.fallback_random = True  # torch's own random numbers: dropout is as without compiling
-    torch._dynamo.config.optimize_ddp = False  # it would divide the graph of a block at DDP's buckets
-    for mixture in mixtures(module, plan).values():  # how many tokens an expert gets is known when the router ran
+    torch._inductor.config.fallback_random = True  # the random numbers of eager mode, so dropout is the same
+    torch._dynamo.config.optimize_ddp = False  # it would split a block's graph at DDP's buckets
+    for mixture in mixtures(module, plan).values():  # tokens per expert are known only after the router ran
         mixture.forward = torch.compiler.disable(mixture.forward)
     for point in context_points(module, plan):
-        if isinstance(point.context, Ring):  # its messages travel while something else is computed
+        if isinstance(point.context, Ring):  # its communication overlaps with computation
             point.context.attend = torch.compiler.disable(point.context.attend)  # type: ignore[method-assign]
     blocks: list[Any] = [module.get_submodule(name) for name in check_blocks(module, plan)]
     here = [block for block in blocks if any(True for _ in block.parameters())]  # others are in another stage

@@ -1,4 +1,4 @@
-"""The trainer's interface to a model on any layout: forward, backward, sums over all ranks."""
+"""The trainer's interface to a model on any layout: forward, backward and sums over all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,9 +30,9 @@ _TRAINING, _EVALUATION = "training", "evaluation"
 
 
 class DistributedModel:
-    """A model on this rank: its runner, and the shards that this rank holds.
+    """A model on this rank: its runner and this rank's shards.
 
-    ``modules`` hold the parameters: the model, or this rank's stages of it. Call ``model`` in their place.
+    ``modules`` contain the parameters, for reading only: call ``model`` to run the model.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class DistributedModel:
         """
         Args:
             modules: The model, or this rank's stages of it.
-            runner: Runs them.
-            specs: How each parameter of the whole model is sharded.
+            runner: Runs forward and backward of the modules.
+            specs: Shard specs of all parameters of the model, by name.
             groups: Process groups of this rank.
-            device: Where this rank computes.
-            loads: Tokens sent to the experts of the model.
-            buffers: Names of the buffers that belong to the model's state; whether every stage has a copy.
-            gather: Weights that are gathered in float8.
+            device: Device of this rank.
+            loads: Counts of the tokens sent to experts.
+            buffers: For each persistent buffer of the model, by name, whether every stage has a copy.
+            gather: Weights that are all-gathered in float8.
         """
         self.modules, self.runner = modules, runner
         self.specs, self.groups = specs, groups
@@ -71,7 +71,7 @@ class DistributedModel:
             self._by_copies[held.spec.copies(self.layout)].append(held.tensor)
         self.buffers = Buffers(modules, buffers, groups, equal=lambda: loads.buffers)
         self._shapes: dict[str, Shapes] = {}
-        """Entries of the sums of a loss that all ranks have agreed on, in training and in evaluation."""
+        """Names and shapes of the loss sums that all ranks agreed on, for training and for evaluation."""
 
     @property
     def layout(self) -> Layout:
@@ -80,44 +80,45 @@ class DistributedModel:
 
     @property
     def phases(self) -> Phases:
-        """Phases of the step under way."""
+        """Phases of the current step."""
         return self.runner.phases
 
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[Any]]:
-        """The context forwards run in."""
+        """Factory of the context manager for forwards."""
         return self.runner.autocast
 
     @property
     def gradient_divisor(self) -> int:
-        """``.grad`` times this is the sum over ranks."""
+        """Factor by which to multiply ``.grad`` to get the sum over ranks."""
         return self.runner.divisor
 
     @property
     def module(self) -> nn.Module:
-        """The model, or the first of this rank's stages of it."""
+        """The model, or the first of this rank's stages."""
         return self.modules[0]
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
-        """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole."""
+        """Return ``value``, optimizer state of ``parameter``, as a held tensor: sharded like the parameter, or
+        replicated."""
         if value.shape == parameter.tensor.shape:
             return parameter._replace(tensor=value)
         if len(value.shape) == len(parameter.spec.shape):
             sizes = zip(value.shape, parameter.tensor.shape, parameter.spec.shape, strict=True)
-            # Tensor ranks divide what has fewer columns as they do the parameter.
+            # State with fewer columns is sharded over tensor ranks like the parameter.
             whole = (of if each == ours else each * of // ours for each, ours, of in sizes)
             spec = replace(parameter.spec, shape=tuple(whole))
             box = spec.box(self.layout, self.place)
-            if tuple(local(value).shape) == box.sizes:  # such as running means of rows, or codes of fewer bits
+            if tuple(local(value).shape) == box.sizes:  # such as running means of rows, or quantized state
                 return HeldTensor(parameter.name, value, spec, box)
         assert local(value) is value, f"{parameter.name}: state of {list(value.shape)} is divided in another way"
         return HeldTensor.whole(parameter.name, value, parameter.spec.holders)
 
     @property
     def model(self) -> Any:
-        """Return a function to call in place of the module's forward until weights change.
+        """A callable to use instead of the module's forward, valid until the weights change.
 
-        With several ranks, a collective: all of them must get it and call it together.
+        With several ranks this is a collective: all ranks must get it and call it together.
         """
         self._set_scales()
         if not self.layout.is_sharded:
@@ -136,21 +137,21 @@ class DistributedModel:
         seeds: Sequence[int] = (),
         before: Callable[[int], None] | None = None,
     ) -> SumTable:
-        """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
+        """Run forward and backward for ``scale`` x the loss summed over all ``batches`` of all ranks.
 
-        ``.grad`` is that sum's gradient over ``gradient_divisor``. Ranks exchange gradients once, after the last
-        micro-batch, unless asked to do so after each.
+        ``.grad`` is the gradient of this sum, divided by ``gradient_divisor``. Gradients are reduced once, after the
+        last micro-batch, unless ``parallel.sync_every_micro_batch`` is set.
 
         Args:
             batches: This rank's micro-batches.
-            objective: Computes their loss.
+            objective: Computes the loss.
             scale: Factor of the loss before the backward.
-            further: Returns other sums of this rank to add up, by name. Called at the last moment.
-            seeds: Seeds of torch's random numbers, one per micro-batch or none.
+            further: Returns additional sums of this rank, by name. Called just before the exchange.
+            seeds: Seeds of torch's generators, one per micro-batch, or empty.
             before: See ``Runner.train``.
 
         Returns:
-            The sums of all ranks: the entries of ``LossTerms.table``, then ``further``. One exchange adds them up
+            The sums over all ranks: the entries of ``LossTerms.table``, then ``further``. One all-reduce computes them
             while the last backward runs.
         """
         assert batches, "a step has a micro-batch at least"
@@ -163,7 +164,7 @@ class DistributedModel:
             sums = terms.table() if sums is None else sums + terms.table()
             if index == len(batches) - 1:
                 total = self._start_adding(sums, further())
-        if total is None:  # another stage of the pipeline has the loss
+        if total is None:  # the loss is on another pipeline stage
             total = self._start_adding(SumTable.zeros(self._agreed(_TRAINING, None), self.device), further())
         if self.layout.pipeline > 1:
             sum_tied_gradients(self.parameters, self.groups)
@@ -173,15 +174,15 @@ class DistributedModel:
         return total.wait()
 
     def _start_adding(self, sums: SumTable, further: Mapping[str, Number | Sequence[Number]]) -> SumTable:
-        """Begin to add up ``sums`` of a loss, and the ``further`` ones, over all ranks."""
-        # 0 x NaN is NaN: a bad number on any rank reaches all.
+        """Start the all-reduce of the loss ``sums`` and the ``further`` sums."""
+        # 0 x NaN is NaN, so a NaN on any rank reaches all ranks.
         own = SumTable(sums.shapes, sums.vector * self.place.owns_loss)
         return own.joined(SumTable.pack(further, self.device)).start_adding()
 
     def _agreed(self, use: str, terms: LossTerms | None) -> Shapes:
-        """Return the entries of the sums of a loss. The first call agrees on them and is a collective of all ranks.
+        """Return the names and shapes of the loss sums. The first call for each ``use`` is a collective.
 
-        ``terms``: a loss of this rank; None if other stages of the pipeline have it.
+        ``terms`` is a loss of this rank, or None if the loss is on another pipeline stage.
         """
         if use not in self._shapes:
             self._shapes[use] = agreed_shapes(None if terms is None else terms.table().shapes, self.groups.gather)
@@ -191,7 +192,7 @@ class DistributedModel:
     def evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> SumTable:
         """Return the sums of ``batches`` over all ranks, without gradients.
 
-        Every rank must bring the same number of batches, each with whether it counts.
+        Every rank must pass the same number of batches, each with a flag whether it counts.
         """
         sums: SumTable | None = None
         self._set_scales()
@@ -211,7 +212,8 @@ class DistributedModel:
 
     @torch.no_grad()
     def predict(self, batches: Iterable[Any], objective: Objective) -> None:
-        """Run ``batches`` forward, for what ``objective`` keeps of them. Every rank must bring the same number."""
+        """Run the forward on ``batches``, whose results ``objective`` collects. Every rank must pass the same
+        number."""
         self._set_scales()
         with evaluating(self.modules):
             for batch in batches:
@@ -219,7 +221,8 @@ class DistributedModel:
         self.reshard()
 
     def sum_squares(self) -> Tensor:
-        """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
+        """Return the sum of squares of the full reduced gradient (``.grad``), an fp64 scalar bitwise equal on all
+        ranks."""
         return global_sum_of_squares(self._by_copies, self.layout, self.device)
 
     def reshard(self) -> None:
@@ -227,7 +230,7 @@ class DistributedModel:
         self.runner.reshard()
 
     def _set_scales(self, phase: str | None = None) -> None:
-        """Update the scales of weights that are gathered in float8 to their current values."""
+        """Update the scales of weights that are all-gathered in float8 from their current values."""
         if self._gather is None:
             return
         if phase is not None:
@@ -235,7 +238,7 @@ class DistributedModel:
         self._gather.set_scales()
 
     def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
-        """Return ``batch`` with this rank's part of each sequence."""
+        """Return ``batch`` with this rank's shard of each sequence."""
         parts, index = self.layout.context, self.place.context
         if parts == 1:
             return batch

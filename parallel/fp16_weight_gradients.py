@@ -1,7 +1,7 @@
-"""Weight gradients of fp16 products in fp32, so that the same steps overflow on every layout.
+"""Weight gradients in fp32 under fp16 autocast, so that the same steps overflow on every layout.
 
-The gradient of a linear layer's weight sums over all tokens of a micro-batch. Its fp16 sum leaves the range earlier if
-a rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
+The weight gradient of a linear layer is a sum over all tokens of a micro-batch. In fp16 this sum overflows earlier if a
+rank processes more tokens at a time. Gradients of activations do not depend on the layout: each belongs to one token.
 """
 
 from types import MethodType
@@ -18,13 +18,13 @@ from serried.parallel.plan import ParallelPlan
 def widen_gradients(model: nn.Module, plan: ParallelPlan) -> None:
     """Make linear layers of ``model`` sum weight gradients in fp32 under fp16 autocast.
 
-    These are every ``nn.Linear`` and the modules with a role of ``Conv1D``.
+    These are all ``nn.Linear`` layers and the modules with a ``conv1d`` role.
     """
     for name, module in model.named_modules():
         is_conv1d = (plan.role(name) or "").startswith("conv1d")
         if is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
             if "forward" in vars(module):
-                continue  # a quantized weight, which has no gradient
+                continue  # its weight is quantized and has no gradient
             module.forward = MethodType(_conv1d if is_conv1d else _linear, module)
 
 
@@ -37,7 +37,7 @@ def _conv1d(module: Any, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` whose gradients of ``weight`` and ``bias`` are fp32 sums under fp16 autocast."""
+    """``F.linear`` that computes the gradients of ``weight`` and ``bias`` in fp32 under fp16 autocast."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.float16:
         return F.linear(x, weight, bias)
@@ -46,7 +46,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """x [..., I] fp16, weight [O, I] and bias [O] fp32 -> [..., O] fp16. Keeps no fp16 copy of the weight."""
+    """Linear function of x [..., I] fp16 with weight [O, I] and bias [O] in fp32. Returns [..., O] fp16.
+
+    No fp16 copy of the weight is saved for the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,5 +70,5 @@ class _WideLinear(torch.autograd.Function):
 
 
 def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of fp16 matrices with an fp32 result."""
+    """Return ``a @ b`` in fp32 for fp16 matrices."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,4 +1,4 @@
-"""FSDP2 units of a module without a plan: the parameters that are gathered together."""
+"""FSDP2 units of a module without a plan: groups of parameters that are gathered together."""
 
 from collections import defaultdict
 
@@ -9,10 +9,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def units_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """One unit per repeated block, and one per embedding or linear layer larger than half a block.
+    """Return one unit per repeated block, and one per embedding or linear layer larger than half a block.
 
-    Blocks are the children, all of one class, of the outermost containers. Modules that hold a tied parameter are in no
-    unit, so that FSDP2 keeps its holders together. Without repeated blocks there are no units.
+    Blocks are the children of the outermost containers whose children all have the same class. Modules with a tied
+    parameter belong to no unit, so that FSDP2 keeps them together. Without repeated blocks there are no units.
     """
     tied = _holders_of_tied_parameters(model)
     blocks = [name for name in blocks_of(model) if not any(_is_inside(holder, name) for holder in tied)]
@@ -22,7 +22,7 @@ def units_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     large = [
         name
         for name, module in model.named_modules()
-        # Exactly these classes: what derives from them may be read by its parent without being called.
+        # Not subclasses: their parent may read the weight without calling them.
         if type(module) in (nn.Embedding, nn.Linear)
         and _size(module) > mean / 2
         and name not in tied
@@ -33,7 +33,7 @@ def units_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def blocks_of(module: nn.Module, name: str = "") -> list[str]:
-    """Return the names of the repeated blocks of ``module``, which is called ``name``, in order."""
+    """Return the names of the repeated blocks of ``module``, in order. ``name`` is the name of ``module``."""
     found: list[str] = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name

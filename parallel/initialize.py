@@ -1,11 +1,11 @@
-"""Initial values: the same bits on every parallel layout, on every device, with every numpy that keeps its stream.
+"""Initial weights: bitwise the same on every parallel layout and device.
 
-Each parameter is drawn in blocks of rows, each block from its own stream keyed by (seed, parameter name, block), so a
-rank draws just the blocks that touch its shard and no two layouts can differ. Numbers come from numpy's Philox
-(https://www.thesalmons.org/john/random123/papers/random123sc11.pdf) on the CPU: CPU and GPU generators of torch differ.
-NEP 19 (https://numpy.org/neps/nep-0019-rng-policy.html) lets numpy change the stream between versions;
-tests/unit/models/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C library's, which may round
-differently.
+Each parameter is drawn in blocks of rows. Each block has its own random stream, keyed by (seed, parameter name, block),
+so a rank draws only the blocks that overlap its shard. The generator is numpy's Philox
+(https://www.thesalmons.org/john/random123/papers/random123sc11.pdf) on the CPU, because the CPU and GPU generators of
+torch differ. NEP 19 (https://numpy.org/neps/nep-0019-rng-policy.html) allows numpy to change the stream between
+versions; tests/unit/models/test_model.py would detect that. Values beyond 3.65 use the logarithm of the C library,
+which may round differently.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _BLOCK_NUMBERS = 2**20
 
 @torch.no_grad()
 def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None], seed: int) -> None:
-    """Fill this rank's part of every parameter, in place.
+    """Fill this rank's shard of every parameter, in place.
 
-    ``std_of(name)`` is the standard deviation of a normal around zero, or None for ones.
+    ``std_of(name)`` returns the standard deviation of a normal distribution with mean 0, or None to fill with ones.
     """
     for shard in held:
         std, box = std_of(shard.name), shard.box
@@ -38,14 +38,14 @@ def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None]
 
 
 def padding_rows(module: nn.Module) -> dict[str, int]:
-    """Return the row that each embedding of ``module`` has for padding, by the name of its weight."""
+    """Return the padding row of each embedding of ``module`` that has one, by the name of its weight."""
     named = {f"{name}.weight": getattr(child, "padding_idx", None) for name, child in module.named_modules()}
     return {name: row for name, row in named.items() if row is not None}
 
 
 @torch.no_grad()
 def clear_rows(held: Iterable[HeldTensor], rows: Mapping[str, int]) -> None:
-    """Fill one of the ``rows``, by name, of each parameter with zeros where this rank holds it."""
+    """Set one row of each parameter to zero, on the ranks that hold it. ``rows`` maps parameter names to rows."""
     for shard in held:
         row = rows[shard.name] - shard.box.starts[0] if shard.name in rows else -1
         if 0 <= row < shard.box.sizes[0]:
@@ -54,7 +54,7 @@ def clear_rows(held: Iterable[HeldTensor], rows: Mapping[str, int]) -> None:
 
 @torch.no_grad()
 def initialize_uniform(held: HeldTensor, bound: float, seed: int) -> None:
-    """Fill this rank's part of a matrix from a uniform distribution over [-bound, bound), in place."""
+    """Fill this rank's shard of a matrix from a uniform distribution over [-bound, bound), in place."""
     box = held.box
     if box.numel:
         rows = _rows(seed, held.name, held.spec.shape, box.starts[0], box.sizes[0], np.random.Generator.random)
@@ -62,7 +62,7 @@ def initialize_uniform(held: HeldTensor, bound: float, seed: int) -> None:
 
 
 def normal_rows(seed: int, name: str, shape: tuple[int, ...], first_row: int, rows: int) -> Tensor:
-    """Rows [first_row, first_row + rows) of the standard-normal tensor that (seed, name, shape) stand for, fp32."""
+    """Return rows [first_row, first_row + rows) of the standard-normal fp32 tensor given by (seed, name, shape)."""
     return _rows(seed, name, shape, first_row, rows, np.random.Generator.standard_normal)
 
 
@@ -86,7 +86,7 @@ def _rows(
 
     blocks = range(first_row // block_rows, -(-(first_row + rows) // block_rows))
     threads = min(torch.get_num_threads(), len(blocks))
-    if threads > 1:  # numpy lets go of the interpreter while it draws
+    if threads > 1:  # numpy releases the GIL while it draws
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, blocks))
     else:

@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers: LoRA (https://arxiv.org/abs/2106.09685), DoRA (https://arxiv.org/abs/2402.09353).
 
-An adapter is parameters of the layer itself, beside its weight, and a hook that adds to its output. So the
-names of all weights stay, and what replaces a layer's forward, as the tensor axis does, need not know of adapters.
+An adapter consists of additional parameters of the layer and a forward hook that adds to its output. The names of the
+other weights do not change, and code that replaces a layer's forward, such as the tensor axis, works unchanged.
 
 Shapes: I inputs, O outputs of the layer, R rank.
 """
@@ -19,32 +19,32 @@ from serried.parallel.fp16_weight_gradients import linear
 from serried.parallel.layout.local_shards import evaluating
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
-"""Names of the parameters: [R, I], [O, R] and, with DoRA, [O]."""
+"""Names of the adapter parameters, of shapes [R, I], [O, R] and, with DoRA, [O]."""
 
 
 @dataclass
 class Adapter:
-    """How the adapter of a layer computes; the attribute ``adapter`` of the layer."""
+    """Settings of the adapter of a layer, stored as the layer's attribute ``adapter``."""
 
     scale: float
     dropout: float
     is_conv1d: bool
-    """Whether the layer's weight is [I, O], like in transformers' ``Conv1D``, instead of [O, I]."""
+    """Whether the layer's weight is [I, O], as in ``Conv1D`` of transformers, instead of [O, I]."""
     is_on: bool = True
-    """Whether the layer computes with it; see ``without_adapters``."""
+    """Whether the adapter is active; see ``without_adapters``."""
     sum: Callable[[Tensor], Tensor] | None = None
-    """Adds up what ranks have of the product with A, if they divide the layer's inputs: set by the tensor axis."""
+    """Sums the product with A over ranks if the layer's inputs are sharded. Set by the tensor axis."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether adapters can be attached: to an ``nn.Linear`` that is called, and to a class named ``Conv1D``."""
+    """Return whether an adapter can be attached: to an ``nn.Linear`` whose forward is called, or to a ``Conv1D``."""
     # MultiheadAttention reads the weight of its last layer without calling it.
     is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return (isinstance(module, nn.Linear) and is_called) or type(module).__name__ == "Conv1D"
 
 
 def attach(module: Any, rank: int, adapter: Adapter, *, is_dora: bool, shared: nn.Parameter | None) -> nn.Parameter:
-    """Add an adapter without values to a linear layer. Returns its A, which is ``shared`` if that is given."""
+    """Add an adapter filled with zeros to a linear layer. Return its parameter A, which is ``shared`` if given."""
     weight = module.weight
     outputs, inputs = reversed(weight.shape) if adapter.is_conv1d else weight.shape
 
@@ -63,7 +63,7 @@ def attach(module: Any, rank: int, adapter: Adapter, *, is_dora: bool, shared: n
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The base model of ``model``, in evaluation mode and without gradients; afterwards it is as it was."""
+    """Context manager that disables the adapters of ``model``, in evaluation mode and without gradients."""
     adapters = [each for module in model.modules() if isinstance(each := getattr(module, "adapter", None), Adapter)]
     for adapter in adapters:
         adapter.is_on = False
@@ -83,18 +83,18 @@ def _add(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
 
 
 def _add_scaled(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """DoRA: (W + B A) x, with each row of the matrix scaled to the length that is trained."""
+    """DoRA: (W + B A) x, with each row of the matrix scaled to a trained norm."""
     adapter: Adapter = module.adapter
     if not adapter.is_on:
         return output
     x, weight = _dropped(module, arguments[0]), module.weight.T if adapter.is_conv1d else module.weight
     bias = 0 if module.bias is None else module.bias.to(output.dtype)
     plain = output - bias if x is arguments[0] else linear(x, weight)
-    with torch.no_grad():  # as the authors and PEFT do: the gradient through the length is left out
+    with torch.no_grad():  # no gradient through the norm, as in the paper and in PEFT
         both = weight + adapter.scale * (getattr(module, B) @ getattr(module, A)).to(weight.dtype)
         length = torch.linalg.vector_norm(both.float(), dim=1)
-    # Both in the type of the products, in which sharded parameters are gathered: the numbers are then the same if they
-    # are not sharded.
+    # Both in the compute dtype, in which sharded parameters are gathered, so that results are the same with and without
+    # sharding.
     factor = getattr(module, MAGNITUDE).to(output.dtype) / length.to(output.dtype)
     return factor * (plain + _product(module, x)) + bias
 

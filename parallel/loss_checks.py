@@ -1,4 +1,4 @@
-"""Checks of the values that a user's ``loss`` returns: each mistake gets one clear message."""
+"""Checks of the values returned by a user's ``loss``, with one clear message per mistake."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from serried.parallel.plan import LossTerms
 from serried.parallel.sum_table import Shapes, section
 
 LOSS_ALONE: Shapes = {"loss_sum": (), "weight": ()}
-"""Entries of a loss without named metrics, and of none."""
+"""Table entries of a loss without named metrics and counts. Also used if no rank has a loss."""
 
 
 def refuse_own_backward(root: nn.Module) -> None:
-    """Raise ``UserError`` if the first loss of a run left gradients. Its task may step another optimizer."""
+    """Raise ``UserError`` if the first loss of a run left gradients, since the task may run its own optimizer."""
     if any(parameter.grad is not None for parameter in root.parameters()):
         raise UserError(
             "loss() called backward(); return all losses added up in serried.LossTerms: backward and the update of "
@@ -33,7 +33,7 @@ def refuse_no_gradient(loss: Tensor) -> None:
 
 
 def check_terms(terms: LossTerms) -> LossTerms:
-    """Return ``terms``. Raises ``UserError`` if they are not sums in the form of ``LossTerms``."""
+    """Return ``terms``. Raises ``UserError`` if they are not valid ``LossTerms``."""
     returned = terms.loss_sum if isinstance(terms, LossTerms) else terms
     if not isinstance(terms, LossTerms) or getattr(returned, "shape", None) != ():
         shape = f" of shape {[*returned.shape]}" if isinstance(returned, Tensor) else ""
@@ -62,9 +62,9 @@ def check_terms(terms: LossTerms) -> LossTerms:
 
 
 def check_names(terms: LossTerms, known: Shapes) -> None:
-    """Raise ``UserError`` if ``terms`` have other metrics or counts than ``known``, the sums of earlier batches.
+    """Raise ``UserError`` if the metrics or counts of ``terms`` differ from ``known``, the entries of earlier batches.
 
-    Different quantities would be added up.
+    Otherwise different quantities would be added up.
     """
     found, names = tuple(terms.metrics), tuple(section(known, "metrics"))
     if found != names:
@@ -73,7 +73,7 @@ def check_names(terms: LossTerms, known: Shapes) -> None:
             "same names from every batch, with (0, 0) for none"
         )
     counts, known_counts = {name: tuple(count.shape) for name, count in terms.counts.items()}, section(known, "counts")
-    if [*counts.items()] != [*known_counts.items()]:  # their order counts too
+    if [*counts.items()] != [*known_counts.items()]:  # the order must be the same too
         raise UserError(
             f"loss() returned the counts {counts or 'none'} (name: shape) for one batch and {known_counts or 'none'} "
             "for another; return the same names and shapes from every batch"
@@ -81,16 +81,16 @@ def check_names(terms: LossTerms, known: Shapes) -> None:
 
 
 def agreed_shapes(mine: Shapes | None, gather: Callable[[Any], list[Any]]) -> Shapes:
-    """Return the entries of the table of sums that all ranks are about to add up.
+    """Return the names and shapes of the loss sums, after checking that all ranks agree.
 
-    A collective, on the host.
+    A collective on the host.
 
     Args:
-        mine: The entries of a loss of this rank; None on ranks that a pipeline gives no loss.
-        gather: Returns a value of each rank, by rank.
+        mine: The entries of this rank's loss; None on ranks without a loss in a pipeline.
+        gather: Returns the value of every rank, in rank order.
 
     Raises:
-        UserError: ``loss`` returned other names on another rank.
+        UserError: ``loss`` returned different names on another rank.
     """
     answers = gather(None if mine is None else list(mine.items()))
     known = {rank: [(name, tuple(shape)) for name, shape in answer] for rank, answer in enumerate(answers) if answer}

@@ -1,4 +1,4 @@
-"""Logits for the next token, from a model that is divided over ranks."""
+"""Logits for the next token, from a model sharded over ranks."""
 
 import math
 
@@ -11,7 +11,7 @@ from serried.parallel.layout.process_groups import Groups
 from serried.parallel.runner import Runner
 
 _GPU_LENGTHS = 128
-"""On a GPU, ``last_logits`` pads sequences to a multiple of this length."""
+"""Multiple to which ``last_logits`` pads sequences on a GPU."""
 
 
 def last_logits(runner: Runner, groups: Groups, place: Coordinates, ids: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def last_logits(runner: Runner, groups: Groups, place: Coordinates, ids: Tensor)
     parts = layout.context
     multiple = 2 * parts * layout.tensor
     if parts > 1 and ids.device.type == "cuda":
-        # There attention is FlexAttention, which is compiled for each length, and torch gives up after eight.
+        # Attention is FlexAttention there, which is compiled for each length. torch stops compiling after eight.
         multiple = math.lcm(multiple, _GPU_LENGTHS)
     padding = -length % multiple  # at the end, where no token attends to it
     ids = nn.functional.pad(ids, (0, padding))

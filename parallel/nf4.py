@@ -1,8 +1,8 @@
-"""Frozen weights of linear layers in 4 bits: NF4 of QLoRA (https://arxiv.org/abs/2305.14314), its scales in fp32.
+"""Frozen weights of linear layers in 4 bits: NF4 of QLoRA (https://arxiv.org/abs/2305.14314), with fp32 scales.
 
-Each row of a weight is divided into blocks of 64 numbers. A block is divided by its largest absolute value, and each
-number becomes the nearest of 16 levels. The levels, two in a byte, and behind them the fp32 scales of the blocks are
-one parameter, whose bytes are called bf16: FSDP2 shards and gathers it by rows as any other, and has nothing to cast.
+Each row of a weight is split into blocks of 64 values. A block is divided by its largest absolute value, and each value
+is rounded to the nearest of 16 levels. One parameter stores the levels, two per byte, followed by the fp32 scales of
+the blocks. Its dtype is nominally bf16, so that FSDP2 shards and gathers its rows without a cast.
 """
 
 import functools
@@ -21,18 +21,18 @@ _LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Quantiles of a normal distribution, as the authors' code has them."""
+"""Quantiles of a normal distribution, with the values of the authors' code."""
 
 
 def can_quantize(module: nn.Module) -> bool:
-    """Return whether ``module`` has the forward of ``nn.Linear`` and a weight of whole blocks."""
+    """Return whether ``module`` uses the forward of ``nn.Linear`` and its inputs are a multiple of the block size."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return module.in_features % BLOCK == 0
 
 
 def quantize(module: nn.Linear) -> None:
-    """Replace the weight of ``module`` by a quantized one, on meta without values."""
+    """Replace the weight of ``module`` by a quantized one. A weight on meta stays on meta."""
     weight = module.weight.detach()
     columns = module.in_features // 4 + 2 * module.in_features // BLOCK  # two bytes each
     packed = torch.empty(len(weight), columns, dtype=torch.bfloat16, device="meta") if weight.is_meta else pack(weight)
@@ -42,17 +42,17 @@ def quantize(module: nn.Linear) -> None:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Whether ``parameter`` is a quantized weight. Ask before the model is sharded."""
+    """Return whether ``parameter`` is a quantized weight. Call this before sharding."""
     return hasattr(parameter, "whole_shape")
 
 
 def whole_numel(parameter: Tensor) -> int:
-    """Number of weights that ``parameter`` stands for. Ask before the model is sharded."""
+    """Return the number of weights that ``parameter`` represents. Call this before sharding."""
     return math.prod(getattr(parameter, "whole_shape", parameter.shape))
 
 
 def pack(rows: Tensor) -> Tensor:
-    """[R, I] -> the rows quantized, [R, I / 4 + I / 32] of bf16."""
+    """Quantize rows [R, I] to [R, I / 4 + I / 32] of dtype bf16."""
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2)
     levels = _levels(rows.device)
@@ -90,8 +90,10 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x [..., I], weight as ``pack`` returns it, bias [O]; neither gets a gradient. Weights are unpacked for each use:
-    kept for the backward, they would take the memory that is saved."""
+    """Linear function of x [..., I] with a weight packed by ``pack`` and a bias [O], both without gradients.
+
+    The weight is unpacked again in the backward: keeping it would use the memory that quantization saves.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

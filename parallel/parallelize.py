@@ -1,4 +1,4 @@
-"""The order in which a model is sharded, put on its device and given its first weights."""
+"""Shard a model, move it to its device and initialize it, in this order."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
-    """Raise ``UserError`` if ``plan`` lacks what ``layout`` needs, before anything is divided."""
+    """Raise ``UserError`` if ``plan`` lacks a declaration that ``layout`` needs, before sharding."""
     if layout.tensor > 1:
         check_roles(model, plan, layout)
     if layout.stages > len(plan.blocks):
-        split(model, plan, layout, 0)  # refuses, and copies nothing
+        split(model, plan, layout, 0)  # raises before copying
 
 
 def check_offloadable(model: nn.Module) -> None:
-    """Raise ``UserError`` if a parameter cannot be in host memory with ``parallel.offload=true``."""
+    """Raise ``UserError`` if a parameter cannot be offloaded with ``parallel.offload=true``."""
     if name := next(iter(unshardable(model)), None):
         raise UserError(
             f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {name}: it has no dims or "
@@ -67,14 +67,25 @@ def parallelize(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     groups: Groups | None = None,
 ) -> DistributedModel:
-    """Shard ``model`` by ``plan``, allocate this rank's part on ``device`` and initialise it.
+    """Shard ``model`` by ``plan``, allocate this rank's shards on ``device`` and initialize them.
 
-    A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
-    checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
-    dtype of matrix products, None for fp32; ``trained_dtype`` and ``frozen_dtype`` are the dtypes of trained and frozen
-    parameters, None for fp32 or more. ``prepare`` is called with the model, or with each stage of it here, when its
-    axes are in place and before it is sharded: for what changes how blocks run and not their parameters. ``groups``:
-    existing process groups. Build the optimizer after this: sharding replaces parameters.
+    Build the optimizer afterwards, because sharding replaces parameters.
+
+    Args:
+        model: The model. If it has values, it keeps them, and they must be the same on all ranks.
+        plan: How the model may be sharded.
+        std_of: Initializes a model on meta; see ``initialize``. None leaves it uninitialized, to load a checkpoint.
+        seed: Seed of the initialization.
+        layout: The parallel layout.
+        section: The configuration section ``parallel``.
+        low_dtype: Dtype of matrix products. None means fp32.
+        device: Device of this rank.
+        phases: Phases of a step, to record time.
+        trained_dtype: Dtype of trained parameters. None means fp32 or wider.
+        frozen_dtype: Dtype of frozen parameters. None means fp32 or wider.
+        prepare: Called with the model, or each of this rank's stages, after the mesh axes were applied and before FSDP2
+            or DDP. It may change how blocks run, but not their parameters.
+        groups: Existing process groups.
     """
     model.zero_grad()  # a model that was trained elsewhere before may still have gradients
     set_types(model, trained_dtype, frozen_dtype)
@@ -144,14 +155,16 @@ def parallelize(
 
 @contextmanager
 def _forward_context(device: torch.device, dtype: torch.dtype | None, loads: Loads) -> Iterator[None]:
-    """The context that forwards run in."""
+    """Context manager for forwards: autocast and counting of expert loads."""
     with torch.autocast(device.type, dtype, enabled=dtype is not None), loads.counting():
         yield
 
 
 def _units_of_stage(stage: nn.Module, plan: ParallelPlan) -> tuple[tuple[str, ...], ...]:
-    """Return the units of ``plan`` that have parameters in ``stage``; a tied end belongs to none, as its head reads
-    it."""
+    """Return the units of ``plan`` that have parameters in ``stage``.
+
+    The placeholder of a tied module belongs to no unit, since the head reads its parameter.
+    """
 
     def is_here(name: str) -> bool:
         module = stage.get_submodule(name)
@@ -162,10 +175,10 @@ def _units_of_stage(stage: nn.Module, plan: ParallelPlan) -> tuple[tuple[str, ..
 
 
 def gathered_type(plan: ParallelPlan, low_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the type in which FSDP2 gathers parameters; None: fp32, and autocast decides, as on one process.
+    """Return the dtype in which FSDP2 gathers parameters. None means fp32 with autocast, as on one process.
 
-    It decides for a module that declares no plan, which may compute in several types, and for fp16, in which FSDP2's
-    gradients of a micro-batch would overflow.
+    None is used for a model without declared units, which may compute in several dtypes, and for fp16, in which the
+    micro-batch gradients of FSDP2 would overflow.
     """
     return low_dtype if plan.units and low_dtype != torch.float16 else None
 
@@ -174,24 +187,24 @@ def _allocate(
     root: nn.Module, model: nn.Module, tied: Mapping[str, str], device: torch.device, *, is_meta: bool,
     on_host: bool = False,
 ) -> None:  # fmt: skip
-    """``on_host``: parameters are in host memory, and buffers on ``device``."""
+    """Allocate parameters and buffers on ``device``. With ``on_host``, parameters are in host memory."""
     if not is_meta:
-        # FSDP2 puts what it offloads into its place itself.
+        # FSDP2 moves offloaded parameters itself.
         if not on_host and any(tensor.device != device for tensor in (*root.parameters(), *root.buffers())):
-            root.to(device)  # which refuses tensors without data, as of a plan
+            root.to(device)  # raises for tensors without data
         return
     buffers = {name: each for name, each in model.named_buffers() if not each.is_meta}
     root.to_empty(device="cpu" if on_host else device)
     for module in model.modules() if on_host else ():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    tie(model, tied)  # to_empty gives each name memory of its own
+    tie(model, tied)  # to_empty allocates separate memory for each name
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
 
 
 def _refuse_tied_units(model: nn.Module, plan: ParallelPlan, tied: Mapping[str, str]) -> None:
-    """Raise ``UserError`` where modules that share a parameter are in different units: FSDP2 would separate them."""
+    """Raise ``UserError`` if modules with a shared parameter are in different units: FSDP2 would untie them."""
     unit_of = {
         f"{name}.{parameter}": number
         for number, unit in enumerate(plan.units)

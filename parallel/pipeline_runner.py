@@ -1,7 +1,7 @@
-"""The runner of a pipeline: each rank computes its stages of every micro-batch.
+"""The pipeline runner: each rank runs its stages for every micro-batch.
 
-The schedules come from torch.distributed.pipelining, through its public interface and with static shapes: nothing is
-inferred or pickled. Evaluation does not use them; it passes one batch after another from stage to stage.
+The schedules come from torch.distributed.pipelining. They use its public interface with static shapes, so no shapes are
+inferred or pickled. Evaluation does not use schedules: it passes one batch at a time from stage to stage.
 """
 
 import logging
@@ -34,11 +34,11 @@ _SCHEDULES: Mapping[str, Any] = {
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
 
-logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it prints the schedule at every error
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # torch logs the schedule at every error
 
 
 class Pipeline:
-    """A runner: this rank's stages of a model, one of many."""
+    """Runner of this rank's pipeline stages."""
 
     divisor = 1
 
@@ -56,28 +56,27 @@ class Pipeline:
         self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1
         self.borders: dict[tuple[int, torch.Size], Tensor] = {}
-        """Inputs of stages, on meta, by stage and shape of the first stage's input; after the last stage, its output.
+        """Stage inputs on meta, by stage and shape of the first stage's input. The last entry is the model's output.
 
-        Known ones are not exchanged again.
+        Known shapes are not exchanged again.
         """
         self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
-        """Schedules by number and shape of the micro-batches."""
+        """Schedules by number and shape of micro-batches."""
         self._shapes: dict[torch.Size, None] = {}
-        """Shapes of the micro-batches of the last step."""
+        """Shapes of the micro-batches in the last step."""
 
     def train(
         self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int],
         before: Callable[[int], None] | None = None,
     ) -> Iterator[LossTerms]:  # fmt: skip
-        """Forward and backward of all ``batches``. Yields their losses after that, on the ranks of the last stage.
+        """Run forward and backward of all ``batches``, then yield their losses on the ranks of the last stage.
 
-        Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
-        one.
+        Stage i draws the random numbers of a micro-batch from the micro-batch's seed + i.
         """
         if before is not None:
-            before(0)  # a schedule that has begun cannot be left
+            before(0)  # a running schedule cannot be interrupted
         inputs = [objective.inputs(batch) for batch in batches]
-        # On other data ranks the shapes may change at other steps, and to learn those of the borders takes all of them.
+        # Data ranks may meet a new shape at different steps, but determining the shapes between stages needs all ranks.
         known = self._shapes if self._layout.data_ranks > 1 else {}
         shapes = known | {micro_batch.stream.shape: None for micro_batch in inputs}
         if len(shapes) > 1:
@@ -109,7 +108,7 @@ class Pipeline:
         yield from losses
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
-        """Forward only. Returns the loss on the ranks of the last stage, None on others."""
+        """Run the forward only. Return the loss on the ranks of the last stage, None on others."""
         output = self._forward(objective.inputs(batch))
         return None if output is None else check_terms(objective.terms(output, batch))
 
@@ -130,7 +129,7 @@ class Pipeline:
             sync.reshard()
 
     def _forward(self, inputs: Inputs) -> Tensor | None:
-        """Pass ``inputs`` through all stages; the last one's output, where this rank holds it."""
+        """Pass ``inputs`` through all stages. Return the output on the ranks of the last stage, None on others."""
         output: Tensor | None = None
         for stage, sync in self._stages.items():
             if stage == 0:
@@ -147,7 +146,8 @@ class Pipeline:
         return output if self._last in self._stages else None
 
     def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
-        """Send ``hidden`` to ``stage``; before the first one for a ``stream`` of this shape, its shape and dtype."""
+        """Send ``hidden`` to ``stage``, preceded by its shape and dtype if the shape ``stream`` of the model input is
+        new."""
         is_new = (stage, stream) not in self.borders
         self.borders[stage, stream] = torch.empty_like(hidden, device="meta")
         if stage in self._stages:
@@ -175,11 +175,14 @@ class Pipeline:
         self.phases.peers = ()
 
     def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
-        """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
+        """Create the schedule for micro-batches shaped like ``inputs``.
+
+        One forward of ``inputs`` determines the shapes between stages.
+        """
         with torch.no_grad(), evaluating(sync.root for sync in self._stages.values()):
             self._forward(inputs)
         self.reshard()
-        # NCCL may only make the communicator of a group when all its ranks are in a call.
+        # NCCL may create the communicator of a group only in a call of all its ranks.
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.pipeline)
         stages, marks = [], _Marks(self.phases)
         for number, sync in self._stages.items():
@@ -193,38 +196,38 @@ class Pipeline:
         return _Schedule(self._layout.schedule, stages, marks, micro_batches)
 
     def _border(self, stage: int, inputs: Inputs) -> Tensor:
-        """Return what enters ``stage``, on meta."""
+        """Return an input of ``stage`` on meta."""
         if stage == 0:
-            stream = inputs.stream  # torch 2.11 compares strides too, which empty_like changes for a slice
+            stream = inputs.stream  # torch 2.11 also compares strides, which empty_like changes for a slice
             return torch.empty_strided(stream.shape, stream.stride(), dtype=stream.dtype, device="meta")
         return torch.empty_like(self.borders[stage, inputs.stream.shape], requires_grad=True)
 
 
 class _Marks:
-    """Phases of the stages of this rank. Time between the phases of their work is counted as waiting."""
+    """Recorder of the phases of this rank's stages. Time between forwards and backwards counts as waiting."""
 
     def __init__(self, phases: Phases) -> None:
         self.phases = phases
         self._awaited: dict[tuple[str, int, int], int] = {}
-        """Kind, stage and micro-batch of messages that are to come -> the rank that sends them."""
+        """Sending rank of each awaited message, by kind, stage and micro-batch."""
         self._sent_to: tuple[int, ...] = ()
 
     def expect(self, kind: str, stage: int, index: int, receives: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Record the messages that a forward or backward waits for; return them."""
+        """Record the messages that a forward or backward waits for, and return them."""
         for message in receives:
             self._awaited[kind, stage, index] = message.peer
         self._wait()
         return receives
 
     def send(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Record the receivers of this rank's messages; return the messages."""
+        """Record the receivers of this rank's messages, and return the messages."""
         self._sent_to = tuple(message.peer for message in sends) or self._sent_to
         self._wait()
         return sends
 
     @contextmanager
     def work(self, phase: str, stage: int, index: int = -1) -> Iterator[None]:
-        """Mark a forward or backward."""
+        """Record a forward or backward."""
         self._awaited.pop((phase, stage, index), None)
         self.phases.peers = ()
         self.phases.enter(phase)
@@ -233,17 +236,17 @@ class _Marks:
         self._wait()
 
     def _wait(self) -> None:
-        """Note which ranks this one waits for, from now until its next work."""
+        """Record the ranks that this rank waits for until its next forward or backward."""
         self.phases.peers = tuple(dict.fromkeys(self._awaited.values())) or self._sent_to
 
     def end(self) -> None:
-        """The step is done."""
+        """End the step."""
         self._awaited.clear()
         self._sent_to = self.phases.peers = ()
 
 
 class _Stage(pipelining.PipelineStage):
-    """A pipeline stage that requests its inputs and records its work."""
+    """A pipeline stage that gets its inputs from ``begin`` and records its phases."""
 
     marks: _Marks
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -253,7 +256,7 @@ class _Stage(pipelining.PipelineStage):
     _named: Mapping[str, Any]
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **more: Any) -> Any:
-        del args, kwargs  # the schedule was given none
+        del args, kwargs  # empty: the schedule gets no inputs
         with self.marks.work(FORWARD, self.stage_index, fwd_chunk_id):
             self.current = fwd_chunk_id
             inputs = self.begin(fwd_chunk_id, self.stage_index)
@@ -261,10 +264,10 @@ class _Stage(pipelining.PipelineStage):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), {}, *rest, **more)
             except RuntimeError as error:
-                raise error.__cause__ or error from None  # as the model raised it
+                raise error.__cause__ or error from None  # the error of the model
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
-        # The named inputs come from here: among those of the schedule torch looks for gradients.
+        # Named inputs are not passed through the schedule, since torch would look for their gradients.
         with self.autocast():
             return self.submod(nn.Module.__call__, *args, **self._named)
 
@@ -294,7 +297,7 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _Schedule:
-    """One of torch's schedules, for a number of micro-batches."""
+    """A schedule of torch for a fixed number of micro-batches."""
 
     def __init__(self, name: str, stages: Sequence[_Stage], marks: _Marks, micro_batches: int) -> None:
         self._stages, self._marks, self._micro_batches = stages, marks, micro_batches
@@ -310,13 +313,13 @@ class _Schedule:
         """Run forward and backward of all micro-batches.
 
         Args:
-            begin: Number of a micro-batch and of a stage -> the inputs.
-            scaled_loss: Number of a micro-batch and output of the model -> what its backward starts from.
+            begin: Returns the inputs, given the indices of a micro-batch and of a stage.
+            scaled_loss: Returns the loss to run backward on, given the index of a micro-batch and the model's output.
         """
         self._scaled_loss = scaled_loss
         for stage in self._stages:
             stage.begin = begin
-        # The target of a micro-batch is not used. Outputs would be concatenated, and a loss has no dim.
+        # Targets are not used. Returned outputs would be concatenated, which fails for a scalar loss.
         self._schedule.step(target=torch.empty(self._micro_batches), return_outputs=False)
         self._marks.end()
 

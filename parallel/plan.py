@@ -1,4 +1,5 @@
-"""Types that a task returns: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
+"""Types returned by a task: the sums of its loss, and how its model may be sharded. Independent of ranks and
+devices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from serried.parallel.sum_table import Number, SumTable
 
 
 class LossTerms(NamedTuple):
-    """Sums over this rank's part of a batch, not means: the library divides once, by the weight of the global batch.
+    """Sums, not means, over this rank's shard of a batch. The trainer divides once, by the weight of the global batch.
 
     Example::
 
@@ -33,16 +34,16 @@ class LossTerms(NamedTuple):
     weight: Number
     """Number of valid targets."""
     metrics: Mapping[str, tuple[Number, Number]] = MappingProxyType({})
-    """Named metrics as (sum, weight). Reduced over micro-batches and ranks like the loss, then divided and logged.
+    """Named metrics as (sum, weight), reduced over micro-batches and ranks like the loss, then divided and logged.
 
-    Every batch must give the same names in the same order.
+    Every batch must have the same names in the same order.
     """
     counts: Mapping[str, Tensor] = MappingProxyType({})
-    """Named vectors that are added up like the loss, such as the targets of each source of a mixture. Every batch must
-    give the same names and lengths. Training only."""
+    """Named vectors that are summed like the loss, such as the targets of each source of a mixture. Every batch must
+    have the same names and lengths. Training only."""
 
     def zeroed(self) -> "LossTerms":
-        """Return the same names with all sums 0, for a batch that only keeps ranks in step."""
+        """Return the same names with all sums zero, for a batch that only keeps ranks in step."""
         zero = torch.zeros_like(self.loss_sum)
         counts = {name: torch.zeros_like(count) for name, count in self.counts.items()}
         return LossTerms(zero, zero, dict.fromkeys(self.metrics, (zero, zero)), counts)
@@ -57,7 +58,7 @@ class LossTerms(NamedTuple):
         return LossTerms(self.loss_sum.detach(), detached(self.weight), metrics, self.counts)
 
     def table(self) -> SumTable:
-        """Return all sums by name, without gradients: ``loss_sum``, ``weight``, ``metrics/NAME`` as (sum, weight) and
+        """Return all sums without gradients: ``loss_sum``, ``weight``, ``metrics/NAME`` as (sum, weight),
         ``counts/NAME``."""
         metrics = {f"metrics/{name}": metric for name, metric in self.metrics.items()}
         counts = {f"counts/{name}": count for name, count in self.counts.items()}
@@ -75,35 +76,35 @@ class Inputs(NamedTuple):
     """
 
     stream: Tensor
-    """Tensor that passes through the blocks one after the other, at first the token ids [samples, tokens]."""
+    """Tensor that passes through the blocks in sequence. The model's input is the token ids [samples, tokens]."""
     named: Mapping[str, Any] = MappingProxyType({})
-    """Further arguments that any part of the model may read, such as positions or targets."""
+    """Further arguments that any module may read, such as positions or targets."""
 
 
 class Objective(Protocol):
-    """The function that is optimized. A task is one."""
+    """The training objective. Tasks implement it."""
 
     def loss(self, model: nn.Module, batch: Any) -> LossTerms:
-        """Run ``model`` on ``batch``."""
+        """Run ``model`` on ``batch`` and return the loss."""
 
     def inputs(self, batch: Any) -> Inputs:
-        """Return the arguments of the model. Only a pipeline, which calls the model itself, needs it."""
+        """Return the arguments of the model. Only used by a pipeline, which calls the model itself."""
 
     def terms(self, output: Any, batch: Any) -> LossTerms:
-        """Return the loss, given the output of the model. Only a pipeline needs it."""
+        """Return the loss, given the output of the model. Only used by a pipeline."""
 
     def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
         """Return ``batch`` with each tensor that has the sequence along ``dim`` replaced by ``part(tensor, dim)``.
 
-        Only the context axis needs it.
+        Only used by the context axis.
         """
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model may be sharded. A model or task declares it, and the library shards.
+    """How a model may be sharded. Declared by a model or task.
 
-    Globs match names of modules with as many dots: ``layers.*.mlp`` is one module in each layer.
+    Globs match module names with the same number of dots: ``layers.*.mlp`` is one module in each layer.
 
     Example::
 
@@ -113,30 +114,34 @@ class ParallelPlan:
     """
 
     units: tuple[tuple[str, ...], ...] = ()
-    """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
+    """Groups of module names whose parameters FSDP2 gathers and frees together, in forward order.
 
-    Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
-    forward, since backward starts there. None: one unit per repeated block, see ``parallel.fsdp_units``.
+    Parameters in no unit stay gathered for the entire forward and backward. The last unit is not freed after its
+    forward, since the backward starts there. If empty, there is one unit per repeated block; see
+    ``parallel.fsdp_units``.
     """
     blocks: tuple[str, ...] = ()
-    """Names of the modules between which a pipeline may split the model, in forward order, or globs."""
+    """Names or globs of the modules between which a pipeline may split the model, in forward order."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Role of modules on the tensor axis, by glob; see ``parallel.axes.tensor``."""
+    """Roles of modules on the tensor axis, by glob; see ``parallel.axes.tensor``."""
     tied: tuple[str, ...] = ()
-    """Names of parameters at the beginning of the model that its end reads too, such as tied embeddings."""
+    """Names of parameters shared by the beginning and the end of the model, such as tied embeddings."""
     context: tuple[str, ...] = ()
-    """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
+    """Names or globs of the modules whose attribute ``context`` is a ``Context``. The name of the model is ""."""
 
     mixtures: tuple[str, ...] = ()
-    """Names of the mixtures of experts: modules with ``experts``, whose parameters have the experts along their first
-    dim, a ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
+    """Names of the mixtures of experts. Each module has ``experts``, with parameters stacked along dim 0, a
+    ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
     is_one_unit: bool = False
-    """Whether FSDP2 gathers all parameters at once, and keeps them for the step, even if ``units`` names several. The
-    trainer sets it."""
+    """Whether FSDP2 gathers all parameters at once and keeps them for the step, regardless of ``units``. Set by the
+    trainer."""
 
     def for_model(self, model: nn.Module) -> "ParallelPlan":
-        """Return the plan with the names of modules of ``model`` in place of the globs in ``blocks``. Raises
-        ``UserError`` if one matches no module."""
+        """Return the plan with the globs in ``blocks`` replaced by module names of ``model``.
+
+        Raises:
+            UserError: A glob matches no module, or a list of modules.
+        """
         known = {name: module for name, module in model.named_modules() if name}
         blocks: dict[str, None] = {}
         for glob in (self.blocks,) if isinstance(self.blocks, str) else self.blocks:
@@ -154,84 +159,88 @@ class ParallelPlan:
         return replace(self, blocks=tuple(blocks))
 
     def blocks_in(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names of the repeated blocks of ``model``: those declared, or found. Ask before the model is
-        sharded, which changes the classes by which they are found."""
+        """Return the names of the repeated blocks of ``model``, declared or detected.
+
+        Call this before sharding, which changes the module classes used for detection.
+        """
         return self.blocks or tuple(blocks_of(model))
 
     def is_expert(self, parameter: str) -> bool:
-        """Return whether the parameter of this name has the experts of a mixture along its first dim."""
+        """Return whether the named parameter contains the stacked experts of a mixture."""
         return parameter.rpartition(".experts.")[0] in self.mixtures
 
     def role(self, module: str) -> str | None:
-        """Return the role of the module of this name."""
+        """Return the role of the named module."""
         return next((role for glob, role in self.roles.items() if matches(module, glob)), None)
 
 
 def matches(name: str, glob: str) -> bool:
-    """Return whether ``glob`` matches the module name ``name``, which has as many dots."""
+    """Return whether ``glob`` matches the module name ``name`` and has the same number of dots."""
     return name.count(".") == glob.count(".") and fnmatchcase(name, glob)
 
 
 class Vocabulary:
-    """Extension point of the module that ends a language model: which tokens and which rows of the vocabulary are here.
+    """Extension point of the head of a language model: the tokens and vocabulary rows on this rank.
 
-    The default holds all of both. If ranks shard the vocabulary, the tensor axis replaces it: each rank then sees the
-    tokens of all ranks and holds some of the rows. V: the whole vocabulary; T: tokens of all ranks.
+    The default has the full vocabulary and only local tokens. If the vocabulary is sharded, the tensor axis replaces
+    this object: each rank then sees the tokens of all ranks and holds some of the rows.
+
+    Shapes: V vocabulary size, T tokens of all ranks.
     """
 
     first_row = 0
-    """Number, within the vocabulary, of the first row that is here."""
+    """Index of the first vocabulary row on this rank."""
 
     def most_rows(self, rows: int) -> int:
-        """Return the largest number of rows that a rank has; here are ``rows``."""
+        """Return the largest number of rows on any rank. ``rows`` is the number on this rank."""
         return rows
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Return ``targets``, known whole to every rank, as [ranks, tokens of each]."""
+        """Return ``targets``, which every rank has in full, as [ranks, tokens per rank]."""
         return targets.reshape(1, -1)
 
     def tokens(self, hidden: Tensor) -> Tensor:
-        """Gather the tokens of all ranks [T, D]. The result has no gradient."""
+        """Gather the hidden states of all ranks [T, D]. The result has no gradient."""
         return hidden
 
     def sum_tokens(self, gradient: Tensor) -> Tensor:
-        """Sum the ranks' contributions ``gradient`` [T, D] and return the part for this rank's tokens."""
+        """Sum ``gradient`` [T, D] over ranks and return the shard for this rank's tokens."""
         return gradient
 
     def all_rows(self, rows: int) -> int:
-        """Return the rows of the whole vocabulary, of which ``rows`` are here."""
+        """Return the size of the full vocabulary. ``rows`` is the number of rows on this rank."""
         return rows
 
     def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """Combine the ranks' values for their rows into values for the whole vocabulary.
+        """Combine values for the rows of each rank into values for the full vocabulary.
 
         Args:
-            normalizer: Log of the sum of exponentials of the logits of the rows here, [T].
-            picked: Sum over the rows here of the logits that are picked, [T].
+            normalizer: Logsumexp of the logits of this rank's rows, [T].
+            picked: Sum of the picked logits over this rank's rows, [T].
         """
         return normalizer, picked
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the whole logits [B, S, V] of ``hidden`` [B, S, D], with gradients."""
+        """Return the full logits [B, S, V] of ``hidden`` [B, S, D], with gradients."""
         return F.linear(hidden, weight)
 
 
 class Width:
-    """Extension point of a norm over a width that ranks may shard. The default holds all of it.
+    """Extension point of a norm over a width that may be sharded. The default is unsharded.
 
-    If ranks shard it, the tensor axis replaces this object. All parts have the same size.
+    If the width is sharded, the tensor axis replaces this object. All shards have the same size.
     """
 
     def mean(self, part: Tensor) -> Tensor:
-        """Return the mean over the whole width, given ``part``, the mean over this rank's part."""
+        """Return the mean over the full width, given ``part``, the mean over this rank's shard."""
         return part
 
 
 class Context:
-    """The part of each sequence that this rank computes: all of it.
+    """Extension point of attention: this rank's shard of each sequence. The default is the full sequence.
 
-    A model calls these methods, and context parallelism puts another ``Context`` in place of this one. Attention is the
-    only place where tokens of a sequence meet; the model states how it computes it.
+    The model calls these methods. Context parallelism replaces this object. Only attention mixes the tokens of a
+    sequence; the model provides the attention functions.
     """
 
     def __init__(
@@ -239,57 +248,60 @@ class Context:
         attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
         attend_with_logsumexp: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]],
     ) -> None:
-        """Both attend from q [B, H, Q, E] to k, v [B, K, S, E] where a mask of the model allows it.
+        """Both functions compute attention of q [B, H, Q, E] to k, v [B, K, S, E] under a mask of the model.
 
-        The second also returns the log of the sum of exp(score) of each query, [B, H, Q] fp32.
+        The second also returns the logsumexp of the scores of each query, [B, H, Q] fp32.
         """
         self.attend_locally, self.attend_with_logsumexp = attend, attend_with_logsumexp
         self.hidden_parts = 1
-        """Ranks over which tensor parallelism divides the hidden states of this rank's tokens."""
+        """Number of ranks over which tensor parallelism shards the hidden states of this rank's tokens."""
 
     def whole_length(self, stream: Tensor) -> int:
-        """Return the length of the whole sequences, of which ``stream`` is this rank's part.
+        """Return the length of the full sequences, given ``stream``, this rank's shard.
 
-        ``stream``: token ids [B, S], or hidden states [B, S, D] if an earlier pipeline stage has embedded them.
+        ``stream`` is token ids [B, S], or hidden states [B, S, D] on later pipeline stages.
         """
         return stream.shape[1] * (self.hidden_parts if stream.is_floating_point() else 1)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of ``whole``, whose dim ``dim`` is the sequence."""
+        """Return this rank's shard of ``whole``, whose dim ``dim`` is the sequence."""
         del dim
         return whole
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """Return the mask that ``attend`` takes, for sequences of ``length`` tokens.
+        """Return the mask for ``attend``, for sequences of ``length`` tokens.
 
-        ``make`` returns the model's mask for queries and keys at these places of the sequence; None: at all, in order.
+        ``make`` returns the model's mask for the given positions of queries and keys. None means all positions in
+        order.
         """
         del length, device
         return make(None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attention of this rank's queries on the keys and values of all ranks; k and v are this rank's."""
+        """Return the attention of this rank's queries to the keys and values of all ranks. ``k`` and ``v`` are this
+        rank's."""
         return self.attend_locally(q, k, v, mask)
 
 
 class Dispatch:
-    """Extension point of a mixture of experts: brings tokens to the experts and their results back.
+    """Extension point of a mixture of experts: sends tokens to the experts and returns the results.
 
-    The default holds all experts. If ranks shard the experts, the expert axis replaces it.
+    The default has all experts. If experts are sharded, the expert axis replaces this object.
     """
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the experts on ``rows`` [N, D], sorted by expert, ``counts`` [E] rows each. Returns results in order."""
+        """Run the experts on ``rows`` [N, D], sorted by expert, with ``counts`` [E] rows per expert. Keeps the
+        order."""
         return experts(rows, counts)
 
 
 class Router(Protocol):
-    """Chooses the experts of tokens, in a mixture."""
+    """Chooses the experts of each token in a mixture."""
 
     is_counting: bool
-    """Whether to add to ``loads``."""
+    """Whether to count tokens in ``loads``."""
     loads: Tensor | None
-    """Tokens sent to each expert, int64 [E]; None: 0."""
+    """Number of tokens sent to each expert, int64 [E]. None means none so far."""
 
     def balance(self, loads: Tensor, accepted: Tensor) -> None:
-        """Prefer experts with fewer tokens than the mean of ``loads`` [E], if ``accepted``, a flag on the device."""
+        """Prefer experts with fewer tokens than the mean of ``loads`` [E] if the device flag ``accepted`` is true."""

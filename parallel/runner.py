@@ -15,32 +15,38 @@ from serried.parallel.sync.gradient_sync import GradientSync
 
 
 class StepDropped(Exception):
-    """All ranks have agreed to drop the step under way. It has changed gradients and buffers, and nothing else."""
+    """Raised when all ranks have agreed to drop the current step. Only gradients and buffers have changed."""
 
 
 class Runner(Protocol):
-    """Runs the modules of a model that are on this rank."""
+    """Runs forward and backward of the modules on this rank."""
 
     divisor: int
-    """``.grad`` times this is the sum over ranks."""
+    """Factor by which to multiply ``.grad`` to get the sum over ranks."""
     phases: Phases
     autocast: Callable[[], AbstractContextManager[Any]]
-    """The context forwards run in."""
+    """Factory of the context manager for forwards."""
 
     def train(
         self, batches: Sequence[Any], objective: Objective, scale: float | Tensor, seeds: Sequence[int],
         before: Callable[[int], None] | None = None,
     ) -> Iterator[LossTerms]:  # fmt: skip
-        """Forward and backward of all ``batches``, with gradients of ``scale`` x the summed loss.
+        """Run forward and backward of all ``batches`` for ``scale`` x the summed loss.
 
-        Yields the loss of each micro-batch in order: before its backward, or after all backwards of a pipeline, and
-        only on ranks that have a loss. ``seeds``, one per micro-batch or none, seed torch's random numbers. ``before``
-        is called with the number of each micro-batch before it begins, in a pipeline with that of the first alone, and
-        may raise ``StepDropped``.
+        Yields the loss of each micro-batch in order, before its backward. A pipeline yields the losses after all
+        backwards, and only on ranks that have a loss.
+
+        Args:
+            batches: This rank's micro-batches.
+            objective: Computes the loss.
+            scale: Factor of the loss before the backward.
+            seeds: Seeds of torch's generators, one per micro-batch, or empty.
+            before: Called with the index of each micro-batch before it starts; in a pipeline only with 0. It may raise
+                ``StepDropped``.
         """
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
-        """Forward only; None if another rank has the loss."""
+        """Run the forward only. Return the loss, or None if it is on another rank."""
 
     def logits(self, ids: Tensor, index: int) -> Tensor:
         """Return the logits of token ``index`` of ``ids`` [B, S], on all ranks of a pipeline: [B, 1, V]."""
@@ -50,7 +56,7 @@ class Runner(Protocol):
 
 
 class Direct:
-    """A runner: the whole model on this rank, each micro-batch forward and then backward."""
+    """Runner without a pipeline: the forward and backward of one micro-batch after the other."""
 
     def __init__(self, sync: GradientSync, phases: Phases, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         self._sync, self.divisor = sync, sync.divisor
@@ -86,7 +92,7 @@ class Direct:
 
     @property
     def model(self) -> Any:
-        """The module to call; under FSDP2 it has only shards of its parameters."""
+        """A callable that runs the model; under FSDP2 the module itself has only shards of its parameters."""
         return partial(self._sync.root, nn.Module.__call__)
 
     def logits(self, ids: Tensor, index: int) -> Tensor:

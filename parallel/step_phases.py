@@ -1,7 +1,7 @@
-"""The phase that the training thread is in, and in some steps how long each phase took.
+"""The current phase of the training thread and, for some steps, the duration of each phase.
 
-On a GPU a mark is an event in the stream that computes, so phases are times of the device, and nothing is waited for
-until the step is read. On a CPU it is the clock. Each moment of a marked step belongs to one phase: the phases add up.
+On a GPU a mark is an event in the compute stream, so durations are device times, and nothing is synchronized until they
+are read. On a CPU a mark is a clock reading. The phases of a marked step add up to the duration of the step.
 """
 
 import time
@@ -22,26 +22,26 @@ _Mark = float | torch.Event
 
 
 class Phases:
-    """One phase at a time. Entering one is an attribute write, unless there is a listener or the step is marked."""
+    """The current phase. Entering a phase only sets an attribute, unless there is a listener or the step is marked."""
 
     def __init__(self) -> None:
         self.now = ""
-        """The phase entered last; waiting for other ranks is part of it."""
+        """The current phase. Time spent waiting for other ranks is part of it."""
         self.peers: tuple[int, ...] = ()
-        """Ranks from which a message is awaited, in a pipeline."""
+        """Ranks that this rank waits for, in a pipeline."""
         self.listener: Callable[[str], None] | None = None
-        """Called with the name of each phase that is entered."""
+        """Called with the name of each new phase."""
         self._device = torch.device("cpu")
         self._marks: list[tuple[str, _Mark]] | None = None
         self._marked: list[tuple[str, _Mark]] = []
 
     def begin(self, device: torch.device) -> None:
-        """Mark the step that begins now, on ``device``, in phase ``data``."""
+        """Start a marked step on ``device``, in phase ``data``."""
         self._device, self._marks = device, []
         self._mark(DATA)
 
     def enter(self, name: str) -> None:
-        """Begin phase ``name``."""
+        """Enter phase ``name``."""
         self.now = name
         if self.listener is not None:
             self.listener(name)
@@ -49,7 +49,7 @@ class Phases:
             self._mark(name if name in PHASES else HOST)
 
     def end(self) -> None:
-        """End the step; if it was marked, ``take`` returns it."""
+        """End the step. If it was marked, ``take`` returns its durations."""
         if self._marks is not None:
             self._mark(HOST)
             self._marked, self._marks = self._marks, None
@@ -57,7 +57,7 @@ class Phases:
     def take(self) -> dict[str, float] | None:
         """Return the seconds of each phase of the step marked since the last call; None if there was none.
 
-        On a GPU, call it after the results of that step have been read: the events come before them.
+        On a GPU, call it after reading the results of that step, so that its events have completed.
         """
         if not self._marked:
             return None

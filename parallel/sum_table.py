@@ -1,4 +1,4 @@
-"""Named sums of a step in one vector, which ranks add up in one exchange and the host reads in one copy."""
+"""Named sums of a step in one vector, for a single all-reduce and a single copy to the host."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor
 
 Number = Tensor | float
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape of each entry of a table by name, in order: () or (numbers,)."""
+"""Shape of each entry of a table by name, in order: () or (length,)."""
 
 
 class SumTable:
-    """Sums by name, as parts of one vector in fp64.
+    """Named sums, stored in one fp64 vector.
 
     Names may have sections: ``metrics/accuracy`` is an entry of section ``metrics``.
 
@@ -24,7 +24,7 @@ class SumTable:
     """
 
     def __init__(self, shapes: Shapes, vector: Tensor) -> None:
-        """``vector``: fp64, the entries one after the other."""
+        """``vector`` contains the entries in order, in fp64."""
         self.shapes, self.vector = shapes, vector
         self._entries: dict[str, Tensor] = {}
         self._adding: dist.Work | None = None
@@ -36,7 +36,8 @@ class SumTable:
 
     @classmethod
     def pack(cls, values: Mapping[str, Number | Sequence[Number]], device: torch.device) -> "SumTable":
-        """Return a table of ``values`` on ``device``: numbers, tensors of at most one dim, sequences of numbers."""
+        """Return a table of ``values`` on ``device``. Values are numbers, tensors of at most one dim, or sequences of
+        numbers."""
         shapes: dict[str, tuple[int, ...]] = {}
         parts: list[Tensor] = []
         for name, value in values.items():
@@ -49,40 +50,40 @@ class SumTable:
         return cls(shapes, torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device))
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return an entry, a view of the vector."""
+        """Return an entry as a view of the vector."""
         if not self._entries:
             parts = self.vector.split([_numbers(shape) for shape in self.shapes.values()])
             self._entries = dict(zip(self.shapes, parts, strict=True))
         return self._entries[name].view(self.shapes[name])
 
     def __add__(self, other: "SumTable") -> "SumTable":
-        """Return the sums of two tables with the same entries."""
+        """Return the sum of two tables with the same entries."""
         return SumTable(self.shapes, self.vector + other.vector)
 
     def joined(self, other: "SumTable") -> "SumTable":
-        """Return a table of the entries of both, which have no name in common."""
+        """Return a table with the entries of both. Names must be distinct."""
         assert not self.shapes.keys() & other.shapes.keys(), "entries of a table have one name each"
         return SumTable({**self.shapes, **other.shapes}, torch.cat((self.vector, other.vector)))
 
     def start_adding(self) -> "SumTable":
-        """Begin to add up the tables of all ranks, in place, and return this one. Call ``wait`` before reading it."""
+        """Start an in-place all-reduce of the table, and return it. Call ``wait`` before reading it."""
         if dist.is_initialized():
             self._adding = dist.all_reduce(self.vector, async_op=True)
         return self
 
     def wait(self) -> "SumTable":
-        """Return this table when it holds the sums of all ranks."""
+        """Wait for the all-reduce, and return this table."""
         if self._adding is not None:
             self._adding.wait()
             self._adding = None
         return self
 
     def read(self) -> dict[str, Any]:
-        """Return the entries on the host: floats and lists of floats. Waits for the device."""
+        """Return the entries on the host, as floats and lists of floats. Waits for the device."""
         return self.named(self.vector.tolist())
 
     def named(self, numbers: list[float]) -> dict[str, Any]:
-        """Return the entries of ``numbers``, a vector of this form on the host, as ``read`` does."""
+        """Return the entries of ``numbers``, a vector with this table's entries on the host, like ``read``."""
         rest = iter(numbers)
         return {
             name: [next(rest) for _ in range(shape[0])] if shape else next(rest) for name, shape in self.shapes.items()
@@ -90,7 +91,7 @@ class SumTable:
 
 
 def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the entries of a section, without the section's name."""
+    """Return the entries of a section, without the section prefix."""
     start = f"{name}/"
     return {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
 
@@ -102,5 +103,5 @@ def _numbers(shape: tuple[int, ...]) -> int:
 def _as_vector(value: Number, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64).reshape(-1)
-    # A Python number is filled in on the device: copying it to a GPU would block the host.
+    # Filled on the device, because copying a Python number to a GPU would block the host.
     return torch.full((1,), float(value), dtype=torch.float64, device=device)

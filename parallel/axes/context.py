@@ -1,9 +1,9 @@
-"""Context parallelism: each rank computes a part of every sequence.
+"""Context parallelism: every sequence is sharded over ranks.
 
 Only attention needs the tokens of other ranks. ``Gather`` collects all keys and values on every rank; ``Ring`` passes
-them from rank to rank and never holds more than two parts (Ring Attention, https://arxiv.org/abs/2310.01889). A
-sequence is divided into 2 x ranks chunks, of which a rank has one from the front and one from the back: later tokens
-attend to more keys, so consecutive parts would leave the first rank with far less to compute than the last.
+them from rank to rank and never holds more than two shards (Ring Attention, https://arxiv.org/abs/2310.01889). A
+sequence is split into 2 x ranks chunks. Each rank has one chunk from the front and one from the back: later tokens
+attend to more keys, so with contiguous shards the first rank would have far less to compute than the last.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,11 @@ from serried.parallel.plan import Context, ParallelPlan, matches
 
 
 def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
-    """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts.
-    Raises ``UserError`` if the length of a task's own sequences is not a multiple of 2 x parts."""
+    """Return shard ``index`` of ``whole``: chunks ``index`` and 2 x parts - 1 - ``index`` of 2 x parts along ``dim``.
+
+    Raises:
+        UserError: The sequence length is not a multiple of 2 x parts.
+    """
     length = whole.shape[dim]
     if length % (2 * parts):
         raise UserError(
@@ -38,17 +41,18 @@ def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def holder_of(place: int, length: int, parts: int) -> tuple[int, int]:
-    """Return the part that has token ``place`` of ``length``, and the index of the token there."""
+    """Return the shard that contains token ``place`` of a sequence of ``length``, and the token's index in the
+    shard."""
     size = length // (2 * parts)
     chunk, index = divmod(place, size)
     return (chunk, index) if chunk < parts else (2 * parts - 1 - chunk, size + index)
 
 
 class _Part(Context):
-    """One part of several."""
+    """Context of a rank that has one of several shards of each sequence."""
 
     def __init__(self, whole: Context, group: dist.ProcessGroup) -> None:
-        """``whole``: the model's own, which knows how it attends."""
+        """``whole``: the context of the unsharded model, which provides the attention functions."""
         super().__init__(whole.attend_locally, whole.attend_with_logsumexp)
         self._group, self._parts, self._index = group, group.size(), group.rank()
 
@@ -59,16 +63,19 @@ class _Part(Context):
         return head_tail(whole, dim, self._parts, self._index)
 
     def _places(self, length: int, device: torch.device) -> list[Tensor]:
-        """Return the places in the sequence of each rank's tokens."""
+        """Return, for each rank, the positions of its tokens in the sequence."""
         places = torch.arange(length, device=device)
         return [head_tail(places, 0, self._parts, index) for index in range(self._parts)]
 
 
 class Gather(_Part):
-    """Keys and values of all ranks are gathered; their gradients are summed and scattered."""
+    """All-gather keys and values; reduce-scatter their gradients."""
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """Return the mask. Keys are in the order of the ranks; reordering them by sequence would be a needless copy."""
+        """Return the attention mask.
+
+        Keys are in rank order. Sorting them by position would need a copy.
+        """
         places = self._places(length, device)
         return make((places[self._index], torch.cat(places)))
 
@@ -78,18 +85,19 @@ class Gather(_Part):
 
 
 class Ring(_Part):
-    """Keys and values travel around the ring of ranks, once in the forward and, with their gradients, in the backward.
+    """Pass keys and values around a ring of ranks, in the forward and, with their gradients, in the backward.
 
-    A forward keeps only this rank's part. The backward computes the attention to each part again: its kernels
+    The forward keeps only this rank's shard. The backward recomputes the attention to each shard, because the kernels
     return gradients only together with a forward.
     """
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """A mask for each hop, the first for this rank's own keys; None: no query attends to any key of that rank."""
+        """Return one mask per hop, the first for this rank's own keys. None means that no query attends to these
+        keys."""
         places = self._places(length, device)
         sources = [(self._index - hop) % self._parts for hop in range(self._parts)]
         masks = [make((places[self._index], places[source])) for source in sources]
-        # A mask in blocks is its own list of what to compute, and looking at it would make the host wait.
+        # A block mask already lists the blocks to compute, and checking it would synchronize with the device.
         return [None if isinstance(mask, Tensor) and not mask.any() else mask for mask in masks]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -97,7 +105,10 @@ class Ring(_Part):
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention over the keys of all ranks from that over each rank's, weighted by their sums of exp(score)."""
+    """Attention over the keys of all ranks.
+
+    Combines the attention over each rank's keys, weighted by its sum of exp(score).
+    """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -112,7 +123,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, mixed, logsumexp = ctx.saved_tensors
         pair = torch.stack((k, v))
-        # A part's gradients set out with the first rank that it visits, gather at each, and reach home after the last.
+        # The gradients of a shard start at the first rank that receives it, are added up along the ring, and return to
+        # the owner after the last hop.
         grad_q, home = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, pair))
         travelling: Callable[[], Tensor] | None = None
         along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
@@ -123,7 +135,7 @@ class _RingAttention(torch.autograd.Function):
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, *pair.unbind())]
                 with torch.enable_grad():
                     out, sums = ctx.kernel(*leaves, mask)
-                weight = (sums.detach() - logsumexp).exp()  # of this hop in the merged result
+                weight = (sums.detach() - logsumexp).exp()  # weight of this hop in the merged result
                 grad_out = grad.float() * weight.unsqueeze(-1)
                 grad_sums = weight * ((grad.float() * out.detach().float()).sum(-1) - along)
                 found = torch.autograd.grad((out, sums), leaves, (grad_out.to(out.dtype), grad_sums))
@@ -143,11 +155,11 @@ class _RingAttention(torch.autograd.Function):
 def _around_the_ring(
     q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of all ranks, and the log of its sums of exp(score)."""
+    """Return the attention over the keys of all ranks, and the log of the sums of exp(score)."""
     pair = torch.stack((k, v))
     mixed, logsumexp = torch.empty(0), torch.empty(0)
     for hop, mask in enumerate(masks):
-        received = start_shift(pair, group) if hop + 1 < len(masks) else None  # travels while this hop is computed
+        received = start_shift(pair, group) if hop + 1 < len(masks) else None  # overlaps with this hop's attention
         if mask is not None:
             out, sums = kernel(q, *pair.unbind(), mask)
             if hop == 0:  # every query attends to itself
@@ -162,12 +174,16 @@ def _around_the_ring(
 
 
 class ContextAxis:
-    """Every rank has all parameters whole, as far as this axis goes."""
+    """The context axis. It does not shard parameters."""
 
     axis = "context"
 
     def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
-        """Nothing is divided."""
+        """Return (): parameters are not sharded along this axis.
+
+        Raises:
+            UserError: The plan does not declare ``context``.
+        """
         del name, shape
         if not plan.context:
             raise UserError(
@@ -182,7 +198,7 @@ class ContextAxis:
         return False
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
-        """Let attention reach the tokens of other ranks."""
+        """Replace the ``Context`` of attention modules, so that they attend to the tokens of all ranks."""
         del place
         assert groups.context is not None
         kind = Ring if layout.context_method == "ring" else Gather

@@ -1,9 +1,9 @@
-"""The expert axis: the experts of a mixture divided over ranks, to which tokens are sent and from which they return.
+"""Expert parallelism: the experts of a mixture are sharded over ranks, and tokens are sent to their experts and back.
 
-The ranks of a block, which divide samples, sequences and matrices for the rest of the model, divide the experts in
-another way: each group of ``expert`` consecutive ranks holds all of them, and FSDP2 shards each rank's experts over the
-ranks of the other groups. As tokens travel, every rank's experts see tokens of all ranks of the group (GShard,
-https://arxiv.org/abs/2006.16668). No token is dropped: the exchange has the sizes that the routers chose.
+The rest of the model shards samples, sequences and matrices over the ranks of a block. Experts are sharded differently:
+each group of ``expert`` consecutive ranks holds all experts, and FSDP2 shards each rank's experts over the ranks of the
+other groups. An all-to-all sends tokens to their experts within a group (GShard, https://arxiv.org/abs/2006.16668). No
+token is dropped: the routers determine the sizes of the exchange.
 
 A model declares its ``mixtures`` (see ``plan.ParallelPlan``).
 """
@@ -28,17 +28,17 @@ from serried.parallel.sum_table import SumTable
 
 
 class ExpertAxis:
-    """See the module."""
+    """The expert axis."""
 
     axis = "expert"
 
     def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
-        """Stacked experts, by expert."""
+        """Return the slice of stacked experts; () for other parameters."""
         del layout, shape
         return (Slice(0, ("expert",)),) if plan.is_expert(name) else ()
 
     def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
-        """Never: FSDP2 sums the gradients of experts over all ranks that hold them."""
+        """Return False: FSDP2 sums the gradients of experts over all ranks that hold them."""
         del plan, layout, name
         return False
 
@@ -57,8 +57,7 @@ EXPERT = ExpertAxis()
 
 
 def refuse_misfits(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
-    """Raise ``UserError`` where ``layout`` does not fit the experts of ``model``, which its task may have built
-    itself."""
+    """Raise ``UserError`` if ``layout`` does not fit the experts of ``model``, which may come from a custom task."""
     if layout.expert > 1 and not plan.mixtures:
         raise UserError(
             f"parallel.expert={layout.expert}: the model declares no experts in its parallel plan; use "
@@ -74,26 +73,26 @@ def refuse_misfits(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None
 
 
 def mixtures(module: nn.Module, plan: ParallelPlan) -> dict[int, Any]:
-    """Return the mixtures of ``module``, which may be a stage of the model, by their number in ``plan``."""
+    """Return the mixtures of ``module``, the model or a stage of it, by their index in ``plan.mixtures``."""
     found = dict(module.named_modules())
     return {number: found[name] for number, name in enumerate(plan.mixtures) if name in found}
 
 
 class Exchange(Dispatch):
-    """Sends each row to the rank that holds its expert, and its result back."""
+    """Send each row to the rank that holds its expert, and return the result."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the experts, see ``Dispatch.run``. A collective: a rank without rows takes part too."""
+        """Run the experts; see ``Dispatch.run``. A collective, also for ranks without rows."""
         experts_here = [len(counts) // self._ranks] * self._ranks
-        # [ranks x experts here]: rows from each rank for each expert here
+        # [ranks x local experts]: number of rows from each rank for each local expert
         received = collectives.exchange(counts, experts_here, experts_here, self._group)
         table = received.view(self._ranks, -1)
         sent, taken = self.sizes(len(rows), counts, table)
         arrived = collectives.all_to_all(rows, sent, taken, self._group)
-        # By rank and then by expert, as they arrived; by expert and then by rank, as the experts take them.
+        # Rows arrive sorted by rank, then expert. The experts need them sorted by expert, then rank.
         expert = torch.arange(table.shape[1], device=rows.device).repeat(self._ranks)
         order = expert.repeat_interleave(received, output_size=len(arrived)).argsort(stable=True)
         back = torch.empty_like(order)
@@ -102,9 +101,9 @@ class Exchange(Dispatch):
         return collectives.all_to_all(_Reordered.apply(results, back, order), taken, sent, self._group)
 
     def sizes(self, rows: int, counts: Tensor, table: Tensor) -> tuple[list[int], list[int]]:
-        """Return how many of the ``rows`` to send to each rank, and how many to take from each.
+        """Return how many of the ``rows`` to send to each rank, and how many to receive from each.
 
-        The only time that the host waits for the device here, before anything else is exchanged.
+        The host waits for the device only here, before the rows are exchanged.
         """
         del rows
         sent, taken = torch.stack((counts.view(self._ranks, -1).sum(1), table.sum(1))).tolist()
@@ -112,7 +111,10 @@ class Exchange(Dispatch):
 
 
 class _Reordered(torch.autograd.Function):
-    """``rows[order]`` with a backward that gathers. Indexing's own backward adds: slower, and varying on a GPU."""
+    """``rows[order]`` whose backward gathers.
+
+    The backward of torch's indexing adds, which is slower and not deterministic on a GPU.
+    """
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -126,26 +128,31 @@ class _Reordered(torch.autograd.Function):
 
 
 class Loads:
-    """Tokens that the routers of a model sent to each expert in a step, and the balance that follows from them."""
+    """Number of tokens sent to each expert in a step, and load balancing of the routers."""
 
     def __init__(self, modules: Sequence[nn.Module], plan: ParallelPlan, specs: Mapping[str, ShardSpec]) -> None:
-        """``modules`` hold this rank's stages of a model; ``specs``: of all its parameters."""
+        """
+        Args:
+            modules: The model, or this rank's stages of it.
+            plan: The model's parallel plan.
+            specs: Shard specs of all parameters of the model, by name.
+        """
         held = {number: mixture for module in modules for number, mixture in mixtures(module, plan).items()}
         self._routers: dict[int, Any] = {number: mixture.gate for number, mixture in sorted(held.items())}
         self.experts = [
             next(spec.shape[0] for name, spec in specs.items() if name.startswith(f"{mixture}.experts."))
             for mixture in plan.mixtures
         ]
-        """Number of experts of each mixture of the whole model."""
+        """Number of experts of each mixture of the model, over all stages."""
 
     @property
     def buffers(self) -> set[Tensor]:
-        """Buffers of the routers, which are equal on all ranks as they are."""
+        """Buffers of the routers, which are equal on all ranks without synchronization."""
         return {buffer for router in self._routers.values() for buffer in router.buffers()}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in the forwards within, unless in evaluation mode."""
+        """Count tokens in the forwards inside this context, except in evaluation mode."""
         for router in self._routers.values():
             router.is_counting = router.training
         yield
@@ -153,8 +160,10 @@ class Loads:
             router.is_counting = False
 
     def take(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tokens that this rank's routers counted since the last call: ``experts/NUMBER`` of each mixture of
-        the whole model, fp64 [experts]."""
+        """Return the tokens that this rank's routers counted since the last call.
+
+        The keys are ``experts/NUMBER`` for each mixture of the model, the values fp64 [experts].
+        """
         counts = [torch.zeros(experts, dtype=torch.float64, device=device) for experts in self.experts]
         for number, router in self._routers.items():
             if router.loads is not None:
@@ -163,16 +172,19 @@ class Loads:
         return {f"experts/{number}": count for number, count in enumerate(counts)}
 
     def clear(self) -> None:
-        """Forget the tokens counted so far."""
+        """Reset the counts."""
         for router in self._routers.values():
             router.loads = None
 
     @torch.no_grad()
     def balance(self, sums: SumTable, accepted: Tensor) -> None:
-        """Let routers move tokens towards experts with fewer of them than the mean; ``sums`` has the counts of ``take``
-        over all ranks.
+        """Let routers shift tokens towards experts with fewer tokens than the mean.
 
-        Nothing changes unless ``accepted``, a flag on the device. The host does not wait.
+        The host does not wait.
+
+        Args:
+            sums: The counts of ``take``, summed over all ranks.
+            accepted: Flag on the device. Nothing changes if it is false.
         """
         for number, router in self._routers.items():
             router.balance(sums[f"experts/{number}"], accepted)

@@ -1,5 +1,7 @@
-"""Mesh axes along which ranks divide the work on one sample. A new one is a file with a ``ModelAxis`` and an entry in
-``AXES``."""
+"""Mesh axes along which ranks share the work on one sample.
+
+To add an axis, write a file with a ``ModelAxis`` and add it to ``AXES``.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,16 +19,16 @@ from serried.parallel.plan import ParallelPlan
 
 
 class ModelAxis(Protocol):
-    """How a model is divided along one axis, from what its plan declares."""
+    """Sharding of a model along one mesh axis, derived from its plan."""
 
     axis: str
     """Name of the mesh axis."""
 
     def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
-        """Return how the parameter ``name`` is divided along the axis; () if each of its ranks holds all of it."""
+        """Return how parameter ``name`` is sharded along the axis; () if it is replicated."""
 
     def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
-        """Return whether a rank's gradient of the parameter ``name`` is one of the terms of a sum over the axis."""
+        """Return whether the gradients of parameter ``name`` must be summed over the axis."""
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
         """Replace the parameters of ``module`` by the slices of the rank at ``place``; add collectives to its forward.
@@ -42,13 +44,16 @@ AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
 
 
 def active_axes(layout: Layout) -> list[ModelAxis]:
-    """Return the axes of more than one rank."""
+    """Return the axes with a degree above 1."""
     return [axis for axis in AXES if getattr(layout, axis.axis) > 1]
 
 
 def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, ShardSpec]:
-    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name. Raises
-    ``UserError`` if the plan does not declare what an axis needs, or the layout does not fit its experts."""
+    """Return the shard spec of every parameter of the full ``model``, which may be on meta, by name.
+
+    Raises:
+        UserError: The plan lacks a declaration that an axis needs, or the layout does not fit the experts.
+    """
     refuse_misfits(model, plan, layout)
     whole, axes = unshardable(model), active_axes(layout)
     stages = stages_of([name for name, _ in model.named_parameters()], plan, layout)

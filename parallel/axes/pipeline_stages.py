@@ -1,4 +1,4 @@
-"""Pipeline stages: a model of which the modules of other stages are left out."""
+"""Pipeline stages: copies of a model without the modules of other stages."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,21 +15,26 @@ from serried.parallel.plan import ParallelPlan
 
 
 class SkippedModule(nn.Module):
-    """Placeholder of a module that another stage holds. Returns its first argument."""
+    """Placeholder for a module of another stage. Returns its first argument."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_parameter("weight", None)  # what a tied head reads of an embedding
+        self.register_parameter("weight", None)  # read by a head that is tied to an embedding
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
 class TiedEnd(SkippedModule):
-    """Placeholder, in the last stage, of a module with tied parameters. The first stage computes its forward."""
+    """Placeholder with the tied parameters of a module whose forward runs on the first stage."""
 
     def __init__(self, module: nn.Module, tied: Iterable[str], *, is_last: bool) -> None:
-        """``tied``: names within ``module``, such as ``table.weight``; None on the stages between."""
+        """
+        Args:
+            module: The module with tied parameters.
+            tied: Names of the parameters within ``module``, such as ``table.weight``.
+            is_last: Whether this is the last stage. On the stages between, the parameters are None.
+        """
         super().__init__()
         for name in tied:
             path, _, last = name.rpartition(".")
@@ -42,14 +47,15 @@ class TiedEnd(SkippedModule):
 
 
 def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -> dict[int, nn.Module]:
-    """Return the stages of the ranks at coordinate ``pipeline``, by number; the whole model if there is one stage.
+    """Return the stages at pipeline rank ``pipeline``, by number; the full model if there is only one stage.
 
-    A stage is of the model's class, and all names stay. Modules that are registered before the first block belong to
-    the first stage, those after it that are not blocks to the last. Each stage runs the whole forward of the model, so
-    it may only pass the stream from module to module: every stage would repeat any other operation. The first forward
-    of a stage raises a ``UserError`` if there is one.
+    A stage has the class of the model, and parameter names do not change. Modules registered before the first block
+    belong to the first stage. Modules registered after it that are not blocks belong to the last stage. Each stage runs
+    the full forward of the model, which may therefore only pass the residual stream from module to module: every stage
+    would repeat any other operation. The first forward of a stage raises a ``UserError`` if it finds such an operation.
 
-    Raises ``UserError`` if the plan names no blocks, or too few, or lacks a parameter that stages share.
+    Raises:
+        UserError: The plan names no blocks or too few, or does not declare a parameter shared by stages.
     """
     if layout.stages == 1:
         return {0: model}
@@ -83,9 +89,9 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
 
 
 def shared_buffers(names: Iterable[str], plan: ParallelPlan) -> dict[str, bool]:
-    """Return for each of ``names``, buffers of the model, whether every stage has a copy.
+    """Return whether every stage has a copy of the buffer, for each buffer in ``names``.
 
-    Every stage has a copy of the buffers of modules around the blocks.
+    That is the case for buffers of the modules that contain the blocks.
     """
     around = _around(plan)
     return {name: name.rpartition(".")[0] in around for name in names}
@@ -109,8 +115,10 @@ def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout
 
 
 class _Border:
-    """Watches the first forward of a stage: what arrives must reach its first block as it is, and what its last block
-    returns must leave."""
+    """Check of the first forward of a stage.
+
+    The stage's input must reach its first block unchanged, and its last block's output must be the stage's output.
+    """
 
     def __init__(self, model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:
         held = [plan.blocks[number] for number in layout.block_range(stage, len(plan.blocks))]
@@ -160,7 +168,8 @@ def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
 
 
 def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield the blocks, the modules around them and those beside them, each with its stage if it is not a block."""
+    """Yield path, module and stage of the blocks, their parents and their siblings. The stage is not valid for
+    blocks."""
     around, is_behind = _around(plan), False
     for path, module in model.named_modules():
         if path in around or path.rpartition(".")[0] in around:
@@ -169,6 +178,6 @@ def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[st
 
 
 def _around(plan: ParallelPlan) -> set[str]:
-    """Names of the modules that contain blocks: the model itself, and its list of layers."""
+    """Return the names of the modules that contain blocks: the model and, for example, its list of layers."""
     parts = [block.split(".") for block in plan.blocks]
     return {".".join(part[:length]) for part in parts for length in range(len(part))}

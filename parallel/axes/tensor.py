@@ -1,19 +1,19 @@
 """Tensor parallelism: matrices, the vocabulary and the residual stream are sharded over ranks.
 
-A parameter is a plain local tensor, this rank's slice, and modules exchange at their borders by explicit collectives
-(Megatron-LM, https://arxiv.org/abs/1909.08053). With ``parallel.sequence`` the stream between the matrices is divided
-along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the roles of its modules:
+A parameter is a plain local tensor with this rank's slice. Explicit collectives run at the borders of modules
+(Megatron-LM, https://arxiv.org/abs/1909.08053). With ``parallel.sequence`` the stream between the matrices is also
+sharded along the sequence (https://arxiv.org/abs/2205.05198). A model declares the roles of its modules:
 
-- ``vocabulary``: an embedding, divided by rows. Its output is the stream.
-- ``source``: adds to the stream from elsewhere, such as learned positions. Whole on every rank.
-- ``region``: contains the divided matrices of an attention or feed-forward. Its first argument is the stream.
-- ``column``: a linear layer in a region, divided by outputs.
-- ``row``: a linear layer that ends a region, divided by inputs. Its bias is added after the sum.
-- ``norm``: in a region, a norm over the whole divided width, with the extension point ``width`` (``plan.Width``).
-- ``conv1d_column``, ``conv1d_row``: the same for weights that are [inputs, outputs], transformers' ``Conv1D``.
+- ``vocabulary``: an embedding, sharded by rows. Its output is the stream.
+- ``source``: another input of the stream, such as learned positions. Replicated.
+- ``region``: contains the sharded matrices of an attention or feed-forward. Its first argument is the stream.
+- ``column``: a linear layer in a region, sharded by outputs.
+- ``row``: a linear layer that ends a region, sharded by inputs. Its bias is added after the sum.
+- ``norm``: a norm in a region, over the full width that is sharded, with the extension point ``width``
+  (``plan.Width``).
+- ``conv1d_column``, ``conv1d_row``: the same for ``Conv1D`` of transformers, whose weights are [inputs, outputs].
 - ``head``: ends the model. It has the extension point ``vocabulary`` (``plan.Vocabulary``), or is a linear layer
-  without a bias, whose logits are whole on every rank. A weight of its own is divided by rows, as the embedding's is if
-  they are tied.
+  without a bias, which returns the full logits on every rank. Its weight is sharded by rows, tied or not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +45,11 @@ _SLICED_DIMS = {
     "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
     "conv1d_row": {"weight": 0, "lora_A": 1},
 }
-"""Dim that is divided of each parameter of a module, by role; others are whole."""
+"""Sharded dim of each parameter of a module, by role. Other parameters are replicated."""
 
 
 class Tensors:
-    """See the module."""
+    """The tensor axis."""
 
     axis = "tensor"
 
@@ -61,7 +61,7 @@ class Tensors:
         return () if dim is None else (Slice(dim, ("tensor",)),)
 
     def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
-        """Whole parameters that read a part of the stream, or that stand within a region."""
+        """Return True for replicated parameters that see a shard of the stream, or are inside a region."""
         if self.slices(plan, layout, name, ()):
             return False
         if layout.sequence:
@@ -83,7 +83,7 @@ class Tensors:
         for name, role in roles.items():
             each: Any = module.get_submodule(name)
             if isinstance(each, SkippedModule):
-                continue  # its work is done on another stage of the pipeline
+                continue  # runs on another pipeline stage
             if role == "vocabulary":
                 each.forward = partial(_embed, each, stream, _rows(rows[name], layout, place)[0])
             elif role == "source":
@@ -119,13 +119,13 @@ TENSOR = Tensors()
 
 
 class _Stream:
-    """The residual stream [B, S, D], divided along the sequence or whole on every rank."""
+    """The residual stream [B, S, D], sharded along the sequence or replicated."""
 
     def __init__(self, group: ProcessGroup, is_divided: bool) -> None:
         self._group, self._is_divided = group, is_divided
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather the whole stream, the input of a region."""
+        """Return the full stream, the input of a region."""
         return collectives.gather(x, 1, self._group) if self._is_divided else collectives.copy(x, self._group)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class _Stream:
         return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor [B, S, D] or [S, D] that all ranks hold."""
+        """Return this rank's shard of a replicated tensor [B, S, D] or [S, D]."""
         if not self._is_divided:
             return x
         self._check_length(x)
@@ -150,7 +150,7 @@ class _Stream:
 
 
 class ShardedVocabulary(Vocabulary):
-    """Each rank has some rows of the vocabulary and, while a chunk of tokens is worked through, the tokens of all."""
+    """A vocabulary sharded by rows. While a chunk of tokens is processed, each rank has the tokens of all ranks."""
 
     def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup) -> None:
         self.first_row = _rows(size, layout, place)[0]
@@ -179,7 +179,7 @@ class ShardedVocabulary(Vocabulary):
         return collectives.all_sum(gradient, self._group)
 
     def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        # One exchange for both. Added up in the order of ranks, so all have the same bits.
+        # One all-gather for both. Summed in rank order, so that the result is bitwise equal on all ranks.
         both = collectives.gather(torch.stack((normalizer, picked)).unsqueeze(0), 0, self._group)
         return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
@@ -189,18 +189,18 @@ class ShardedVocabulary(Vocabulary):
 
 
 class DividedWidth(Width):
-    """Each rank has a part of the width."""
+    """A width sharded over ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def mean(self, part: Tensor) -> Tensor:
-        # Each rank uses the mean for its own part, so the gradients of it are summed as well.
+        # Each rank uses the mean for its own shard, so the gradients of the mean are summed as well.
         return collectives.copy(collectives.all_sum(part, self._group), self._group) / self._group.size()
 
 
 def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, str]:
-    """Return the roles of the modules by name. Raises ``UserError`` if tensor ranks cannot divide the model by them."""
+    """Return the roles of the modules by name. Raises ``UserError`` if they do not allow tensor parallelism."""
     roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
     if not roles:
         raise UserError(
@@ -215,7 +215,7 @@ def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[s
 
 
 def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
-    """Raise ``UserError`` where nothing would divide the stream, or nothing would join it again."""
+    """Raise ``UserError`` if no module would shard the stream along the sequence, or none would gather it again."""
     declared = set(plan.roles.values())  # of all stages
     if layout.sequence and not ("head" in declared and declared & {"vocabulary", "source"}):
         raise UserError(
@@ -247,7 +247,7 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         return
     else:
         fits = role != "row" or forward is nn.Linear.forward
-        # By name: that of transformers must not be imported for it.
+        # Compared by name, to avoid importing transformers.
         fits = fits and (role != "conv1d_row" or forward.__qualname__ == "Conv1D.forward")
         options = []
     if not fits or options:
@@ -268,7 +268,11 @@ def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[s
 
 
 def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
-    """First row of the vocabulary here, and number of rows. Raises ``UserError`` if there are none."""
+    """Return the first row of this rank's shard of the vocabulary, and its number of rows.
+
+    Raises:
+        UserError: A rank would have no rows.
+    """
     if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
         raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
     return chunk(size, layout.tensor, place.tensor)
@@ -277,7 +281,7 @@ def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
 def _enter(
     stream: _Stream, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let a region read all of the stream, its first argument."""
+    """Forward pre-hook of a region: gather the stream, the first argument."""
     del module
     if arguments:
         return (stream.enter(arguments[0]), *arguments[1:]), named
@@ -286,23 +290,23 @@ def _enter(
 
 
 def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -> Tensor:
-    """Each token's row from the rank that has it."""
+    """Embed ``ids``: each row comes from the rank that has it."""
     index = ids - first_row
     is_here = (index >= 0) & (index < len(module.weight))
     padding = None if module.padding_idx is None else module.padding_idx - first_row
     if padding is not None and not 0 <= padding < len(module.weight):
-        padding = None  # of another rank
+        padding = None  # on another rank
     rows = F.embedding(index.where(is_here, 0), module.weight, padding)
     return stream.sum(rows * is_here.unsqueeze(-1))
 
 
 def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
-    """Return the whole logits, like the module's own forward."""
+    """Return the full logits, like the module's original forward."""
     return vocabulary.logits(hidden, module.weight)
 
 
 def _multiply_and_sum(stream: _Stream, *, is_conv1d: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
-    """Return a forward as the module's own, with the bias added once."""
+    """Return a forward that sums the product over ranks and then adds the bias."""
 
     def forward(module: nn.Linear, x: Tensor) -> Tensor:
         multiply = getattr(module, "product", linear)

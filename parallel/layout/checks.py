@@ -1,4 +1,4 @@
-"""Checks of a layout against the model and the batch, before torch is imported. Each names values that work."""
+"""Checks of a layout against the model and the batch, before torch is imported. Errors name values that work."""
 
 import math
 from collections import defaultdict
@@ -24,12 +24,15 @@ from serried.runtime.process import is_started
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
-_version_of = cache(version)  # a search checks thousands of layouts
+_version_of = cache(version)  # cached, because a search checks thousands of layouts
 
 
 def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
-    """Return the layout of ``config`` on ``world_size`` processes, and the number of micro-batches that a rank
-    accumulates. Raises ``UserError`` if they are inconsistent."""
+    """Return the layout of ``config`` on ``world_size`` processes, and the number of gradient accumulation steps.
+
+    Raises:
+        UserError: The configuration is inconsistent.
+    """
     layout = resolve_layout(config.parallel, world_size)
     accumulation = gradient_accumulation(config.trainer, layout)
     check_layout(config, layout, accumulation)
@@ -39,7 +42,7 @@ def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
 def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     """Check the layout against the configuration.
 
-    A task without the sections ``model`` and ``data`` is checked when its model is sharded.
+    Tasks without the sections ``model`` and ``data`` are checked later, when the model is sharded.
 
     Raises:
         UserError: The layout does not fit the model, the sequences or the batch.
@@ -86,7 +89,7 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     keeps_less = config.trainer.keeps_less
     is_split = layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
     if is_split and keeps_less and config.trainer.activation_checkpoint != "offload":
-        raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; traced: 5 times, and 7 % more memory
+        raise UserError(  # https://github.com/pytorch/pytorch/issues/136766; a trace shows 5 recomputations
             f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: a block would be recomputed for each "
             f"group of its weights and held whole, so memory use would grow; use {keeps_less[1]}, or "
             "parallel.pipeline_schedule=1f1b or interleaved"
@@ -115,8 +118,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
 
 
 def check_zero_bubble(schedule: str, torch_version: str) -> None:
-    """Raise ``UserError`` if this torch cannot run a schedule that divides backwards in two."""
-    # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
+    """Raise ``UserError`` if this torch version cannot run a schedule that splits the backward."""
+    # torch 2.11 fails with "_input_metadata is invalid" on autograd functions, which heads and collectives use.
     if tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
         raise UserError(
             f"parallel.pipeline_schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
@@ -125,8 +128,11 @@ def check_zero_bubble(schedule: str, torch_version: str) -> None:
 
 
 def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
-    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, the largest first. Raises
-    ``UserError`` if there is none."""
+    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, largest first.
+
+    Raises:
+        UserError: There is no such value.
+    """
     most, allowed = gradient_accumulation(with_micro_batch(config, 1).trainer, layout), []
     refused: UserError | None = None
     for samples in reversed(divisors(most)):
@@ -146,7 +152,7 @@ def with_micro_batch(config: Config, samples: int) -> Config:
 
 
 def with_values(config: Config, values: Mapping[str, object]) -> Config:
-    """Return ``config`` with other ``values`` of keys, such as ``trainer.micro_batch``, which are not checked."""
+    """Return ``config`` with the ``values`` of keys such as ``trainer.micro_batch``, without validation."""
     sections: dict[str, dict[str, object]] = defaultdict(dict)
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -179,7 +185,7 @@ def _check_offload(config: RunConfig, layout: Layout) -> None:
             "precision.gather=bf16"
         )
     if takes(config.optim, "rounding") and config.parallel.sync_every_micro_batch:
-        raise UserError(  # torch 2.11 calls the hook that widens a gradient while it is copied to the host
+        raise UserError(  # torch 2.11 runs the hook that casts a gradient to fp32 during the copy to the host
             f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true: gradients "
             "would be widened while they are copied to the host; use parallel.sync_every_micro_batch=false, or "
             "optim=adamw"
@@ -208,7 +214,7 @@ def _check_bf16_weights(config: RunConfig) -> None:
 def check_compile(config: RunConfig, layout: Layout) -> None:
     """Raise ``UserError`` if blocks cannot be compiled on ``layout``."""
     if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
-        raise UserError(  # torch frees what a compiled backward has read
+        raise UserError(  # torch frees saved tensors after a compiled backward
             f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}: the backward of a block runs "
             "twice; use parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
         )
@@ -221,7 +227,7 @@ def check_compile(config: RunConfig, layout: Layout) -> None:
 
 
 def _divided_by_tensor(config: RunConfig, divisible: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return the sizes that the degree must divide, the teacher's too, by the words for each."""
+    """Return the sizes that ``parallel.tensor`` must divide, including the teacher's, by their description."""
     sizes = {f"{key}={size}": size for key, size in divisible.get("tensor", {}).items()}
     if config.task.has_teacher and (teacher := getattr(config.task, "teacher", None)) is not None:
         its = teacher_section(teacher).divisible().get("tensor", {})
@@ -241,10 +247,10 @@ def _check_tensor(layout: Layout, sizes: Mapping[str, int]) -> None:
 
 
 def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[str, int]) -> None:
-    """Check a model's numbers of ``experts``, by name, and the ``widths`` of an expert that FSDP2 may shard.
+    """Check the numbers of ``experts`` of a model, and the ``widths`` of an expert that FSDP2 may shard, by name.
 
     Raises:
-        UserError: The layout does not fit them.
+        UserError: The layout does not fit the experts.
     """
     for key, count in experts.items():
         fitting = [degree for degree in divisors(math.gcd(layout.block, count)) if degree > 1]
@@ -267,9 +273,10 @@ def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[st
 
 
 def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) -> None:
-    """Check the widths of experts if FSDP2 shards each expert.
+    """Check the widths of experts if FSDP2 shards within experts.
 
-    It does if the experts of a rank are not a multiple of the ranks that shard them. Its shards must be even.
+    FSDP2 does so if the number of experts per rank is not a multiple of the ranks that shard them. It needs even
+    shards.
     """
 
     def misfit(expert: int) -> str | None:
@@ -359,5 +366,5 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
 
 
 def _multiple(size: int, of: int) -> int:
-    """The nearest multiple, not 0."""
+    """Return the positive multiple of ``of`` nearest to ``size``."""
     return max(1, round(size / of)) * of

@@ -1,4 +1,4 @@
-"""The tensors of a model as one rank holds them."""
+"""This rank's shards of the tensors of a model."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class HeldTensor(NamedTuple):
-    """A parameter or buffer, and which part of it this rank holds."""
+    """A parameter or buffer together with its shard on this rank."""
 
     name: str
     tensor: Tensor
-    """The tensor of the module while nothing is gathered. Optimizers take this one."""
+    """The module's tensor while nothing is gathered. Pass this tensor to optimizers."""
     spec: ShardSpec
     box: Box
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, holders: tuple[int, ...] = (0,)) -> "HeldTensor":
-        """A tensor that all ranks of the pipeline coordinates ``holders`` hold whole."""
+        """Return the held tensor for one that is replicated on all ranks with pipeline coordinates ``holders``."""
         shape = tuple(tensor.shape)
         return cls(name, tensor, ShardSpec(name, shape, (), holders), Box((0,) * len(shape), shape))
 
@@ -41,7 +41,7 @@ class HeldTensor(NamedTuple):
 def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether ``tensor`` is a DTensor.
 
-    The module of DTensor takes long to import and is not imported here: while nothing has imported it, there is none.
+    Importing ``torch.distributed.tensor`` is slow, so it is not imported here. Until it is imported, no DTensor exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -55,14 +55,14 @@ def local(tensor: Tensor) -> Tensor:
 def held_parameters(
     modules: Iterable[nn.Module], specs: Mapping[str, ShardSpec], layout: Layout, rank: int = 0
 ) -> list[HeldTensor]:
-    """Every parameter of ``modules``, the stages on this rank, each once, under the first of its names."""
+    """Return every parameter of ``modules``, the stages on this rank, once, under the first of its names."""
     place = layout.coordinates(rank)
     found = [
         HeldTensor(name, parameter, specs[name], specs[name].box(layout, place))
         for module in modules
         for name, parameter in module.named_parameters()
     ]
-    for shard in found:  # so that the specs cannot drift from what torch did
+    for shard in found:  # the specs must agree with the sharding by torch
         shape = tuple(shard.local.shape)
         assert shape == shard.box.sizes, f"{shard.name} is {list(shape)} here, expected {list(shard.box.sizes)}"
     expected = {name for name, spec in specs.items() if place.pipeline in spec.holders}
@@ -72,20 +72,20 @@ def held_parameters(
 
 
 def unshardable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that FSDP2 refuses, which stay whole on every rank: without dims, or integers."""
+    """Return the parameters that FSDP2 cannot shard and that stay replicated: scalars and integer tensors."""
     named = module.named_parameters()
     return {name: tensor for name, tensor in named if not tensor.ndim or not tensor.is_floating_point()}
 
 
 def persistent_buffers(module: nn.Module) -> list[str]:
-    """Names of the buffers that belong to the module's state. Ask before the module is sharded."""
+    """Return the names of the persistent buffers of ``module``. Call this before sharding."""
     names = [name for name, _ in module.named_buffers()]
     state = module.state_dict() if names else {}
     return [name for name in names if name in state]
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters that several modules share -> the first name of each."""
+    """Return a mapping from each further name of a shared parameter to its first name."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first[parameter]
@@ -95,7 +95,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Let parameters share memory again, as ``tied_names`` found them."""
+    """Tie parameters again. ``names`` is the result of ``tied_names``."""
     for name, first in names.items():
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, module.get_parameter(first))
@@ -105,11 +105,11 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
 def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: torch.dtype | None = None) -> None:
     """Cast trained floating-point parameters to ``trained`` and the others to ``frozen``.
 
-    None casts types of fewer bits to fp32, since training adds small updates to them.
+    With None, dtypes of less than 32 bits are cast to fp32, since training adds small updates.
     """
     for parameter in module.parameters():
         if is_packed(parameter) or not parameter.is_floating_point():
-            continue  # the bytes of packed ones are not numbers
+            continue  # packed weights are raw bytes
         wanted = trained if parameter.requires_grad else frozen
         if wanted is not None:
             parameter.data = parameter.data.to(wanted)
@@ -131,11 +131,11 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def empty(module: nn.Module) -> None:
-    """Put tensors without data in place of the parameters and buffers of ``module``."""
+    """Replace the parameters and buffers of ``module`` by uninitialized tensors on the CPU."""
     made: dict[Tensor, Tensor] = {}
     for submodule in module.modules():
         holders: tuple[Any, ...] = (submodule._parameters, submodule._buffers)
-        for kept in holders:  # assigning by name would refuse a plain tensor
+        for kept in holders:  # setattr would refuse a plain tensor for a parameter
             for name, tensor in kept.items():
                 if tensor is None:
                     continue

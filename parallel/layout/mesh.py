@@ -1,4 +1,4 @@
-"""The degrees of the mesh axes, resolved and checked. Errors state the equation and a value that works."""
+"""Resolution and checks of the mesh degrees. Errors state the equation and a value that works."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -15,18 +15,18 @@ MODEL_AXES = ("pipeline", "context", "tensor")
 """Axes along which ranks share the work on one sample."""
 
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
-"""Pipeline schedules in which a rank holds one stage."""
+"""Pipeline schedules with one stage per rank."""
 ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
-"""Pipeline schedules that begin with the forwards of all micro-batches."""
+"""Pipeline schedules that run the forwards of all micro-batches before any backward."""
 V_SCHEDULES = ("zbv", "dualpipev")
-"""Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
+"""Pipeline schedules with two stages per rank: one of the first half, and its mirror image in the second half."""
 ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
-"""Pipeline schedules that compute weight gradients some time after input gradients (zero-bubble)."""
+"""Pipeline schedules that delay weight gradients after input gradients (zero-bubble)."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The position of one rank on each mesh axis."""
+    """Position of a rank on each mesh axis."""
 
     pipeline: int
     replicate: int
@@ -35,16 +35,16 @@ class Coordinates:
     tensor: int
     expert_shard: int
     expert: int
-    """``expert`` and ``expert_shard`` number the ranks of a block a second time, for the experts of a mixture."""
+    """Coordinate among the expert ranks. ``expert`` and ``expert_shard`` number the ranks of a block a second time."""
     data_rank: int
-    """Index of the samples that the rank sees. Ranks with the same index see the same samples."""
+    """Index among the data ranks. Ranks with the same index see the same samples."""
     owns_loss: bool
-    """Whether the rank's loss is counted: it holds the last stage and is the first of the tensor ranks."""
+    """Whether the rank's loss is counted: it has the last stage, and its tensor coordinate is 0."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degree of every mesh axis, all resolved: their product is the number of processes."""
+    """Resolved degree of every mesh axis. The product of the degrees is the number of processes."""
 
     strategy: str
     pipeline: int = 1
@@ -53,19 +53,19 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Degree of expert parallelism. Not a factor of the number of processes: experts use the ranks of a block."""
+    """Degree of expert parallelism. It is not a factor of the number of processes: experts use the ranks of a block."""
     sequence: bool = True
-    """Whether tensor ranks shard activations along the sequence between the matrices (sequence parallelism)."""
+    """Whether sequence parallelism is on: tensor ranks shard the activations between matrices along the sequence."""
     context_method: str = "gather"
     schedule: str = "1f1b"
     stages: int = 1
     """Number of pipeline stages, over all ranks."""
     layers_of_stages: tuple[int, ...] = ()
-    """Blocks of each stage; empty: as even as can be."""
+    """Number of blocks of each stage. If empty, blocks are distributed evenly."""
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole model, under DDP."""
+        """Whether every rank holds the full model, under DDP."""
         return self.strategy == "ddp" and not self.is_sharded
 
     @property
@@ -75,30 +75,30 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.replicate * self.shard
 
     @property
     def block(self) -> int:
-        """Ranks that together hold one stage of one copy of the model. Their numbers are contiguous."""
+        """Number of ranks that together hold one pipeline stage of one replica. Their ranks are contiguous."""
         return self.shard * self.context * self.tensor
 
     @property
     def expert_shard(self) -> int:
-        """Ranks of a block that hold the same experts, and shard them."""
+        """Number of ranks of a block that shard the same experts."""
         return self.block // self.expert
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards the parameters, even over one rank: on all layouts but one process and DDP."""
+        """Whether FSDP2 is used, even over one rank: on all layouts except a single process and DDP."""
         return self.strategy in ("fsdp", "hsdp") or self.size(MODEL_AXES) > 1
 
     def size(self, axes: Iterable[str]) -> int:
-        """Product of the degrees of ``axes``."""
+        """Return the product of the degrees of ``axes``."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def index(self, place: Coordinates, axes: Iterable[str]) -> int:
-        """Number of ``place`` within the product of ``axes``, row-major."""
+        """Return the row-major index of ``place`` over ``axes``."""
         index = 0
         for axis in axes:
             index = index * getattr(self, axis) + getattr(place, axis)
@@ -120,7 +120,7 @@ class Layout:
         )
 
     def peers(self, axes: Collection[str]) -> list[list[int]]:
-        """Groups of ranks that differ on ``axes`` alone, each in the order of their index on these."""
+        """Return the groups of ranks that differ only on ``axes``, each sorted by the index on these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = self.coordinates(rank)
@@ -129,13 +129,13 @@ class Layout:
         return list(groups.values())
 
     def stages_of(self, pipeline: int) -> tuple[int, ...]:
-        """Stages of the ranks at coordinate ``pipeline``, in the order of the model."""
+        """Return the stages of the ranks with coordinate ``pipeline``, in model order."""
         if self.schedule in V_SCHEDULES and self.pipeline > 1:
             return pipeline, self.stages - 1 - pipeline
         return tuple(range(pipeline, self.stages, self.pipeline))
 
     def pipeline_of(self, stage: int) -> int:
-        """Pipeline coordinate of the ranks that hold ``stage``."""
+        """Return the pipeline coordinate of the ranks that hold ``stage``."""
         return next(rank for rank in range(self.pipeline) if stage in self.stages_of(rank))
 
     def block_range(self, stage: int, blocks: int) -> range:
@@ -149,7 +149,7 @@ class Layout:
     def describe(self, blocks: int = 0, micro_batches: int = 0) -> str:
         """Return a line for the plan: ``fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)``.
 
-        ``blocks``: number of blocks of the model. ``micro_batches``: number of micro-batches of a step. 0: unknown.
+        ``blocks`` is the number of blocks of the model, ``micro_batches`` the number per step. 0 means unknown.
         """
         axes = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
         degrees = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
@@ -166,8 +166,11 @@ class Layout:
 
 
 def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
-    """Fill in -1 and check that the degrees multiply to ``world_size``. Raises ``UserError`` if the strategy and the
-    degrees contradict each other, or their product is not ``world_size``."""
+    """Replace the degree -1, and check that the product of the degrees is ``world_size``.
+
+    Raises:
+        UserError: The degrees contradict the strategy, or their product is not ``world_size``.
+    """
     strategy = section.strategy
     degrees = {axis: getattr(section, axis) for axis in AXES}
     for axis, degree in degrees.items():
@@ -221,7 +224,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
 
 
 def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
-    """Fields of the layout that only a pipeline has."""
+    """Return the fields of ``Layout`` that only a pipeline sets."""
     if pipeline == 1:
         return {}
     schedule = section.pipeline_schedule
@@ -248,7 +251,7 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
 
 
 def _equation(degrees: Mapping[str, int]) -> str:
-    """Return the degrees as text, such as ``replicate 2 x shard 3``, with other axes if their degree is above 1."""
+    """Return the degrees as text, such as ``replicate 2 x shard 3``. Other axes are shown if their degree is not 1."""
     shown = ("replicate", "shard", *(axis for axis in ("context", "tensor", "pipeline") if degrees[axis] != 1))
     return " x ".join(f"{axis} {degrees[axis]}" for axis in shown)
 
@@ -258,7 +261,7 @@ def _factors(degrees: Mapping[str, int]) -> str:
 
 
 def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
-    """The largest degree with the nearest value that leaves a whole number for the rest, if one does."""
+    """Suggest the nearest fitting value for the axis of the largest degree; empty if no value fits."""
     axis = max(degrees, key=lambda name: degrees[name])
     others = math.prod(degree for name, degree in degrees.items() if degree > 0 and name != axis)
     if world_size % others:
@@ -267,8 +270,11 @@ def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
 
 
 def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
-    """Micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks). Raises ``UserError`` if
-    it is not a whole number; names the nearest values that are."""
+    """Return the micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks).
+
+    Raises:
+        UserError: This is not an integer. The message names the nearest values that fit.
+    """
     per_pass = trainer.micro_batch * layout.data_ranks
     if trainer.global_batch % per_pass == 0:
         return trainer.global_batch // per_pass

@@ -1,4 +1,4 @@
-"""Process groups of the started world, for the axes of a layout; and plain data of all ranks."""
+"""Process groups for the axes of a layout, and exchange of JSON data between ranks."""
 
 import json
 from collections.abc import Collection
@@ -19,26 +19,28 @@ _HEADER_NUMBERS = 8
 
 
 class Groups:
-    """Process groups of this rank. Made on all ranks together: by ``make``, or each when it is first asked for.
+    """Process groups of this rank.
 
-    An axis of size 1 has no group: torch would make one for every rank.
+    All ranks create them together: with ``make``, or each group when it is first used.
+
+    An axis of size 1 has no group, because torch would create one for every rank.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout: timedelta | None = None) -> None:
-        """``timeout``: of their collectives, until ``Session.first_step_done``; None: torch's."""
+        """``timeout`` applies to the collectives until ``Session.first_step_done``. None means torch's default."""
         self.layout, self._device_type, self._timeout = layout, device_type, timeout
         self._is_complete = False
 
     def make(self, *, ties_ends: bool) -> None:
-        """Make every group that training needs, and connect the ranks of each, before the first step. A collective.
-        May be called again.
+        """Create and connect every group that training needs, before the first step. A collective.
 
-        The order is the same on all ranks. A group that is first used inside a step would be connected while a
-        collective of another group is under way, for which NCCL may wait forever
-        (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). All groups of an axis
-        are connected at once, as each rank is in one of them.
+        The order is the same on all ranks. A group first used inside a step would be connected during a collective of
+        another group, and NCCL may then hang
+        (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). All groups of an axis are
+        connected at once, since each rank belongs to exactly one of them. Repeated calls do nothing.
 
-        ``ties_ends``: whether the first and the last stage hold copies of a parameter.
+        Args:
+            ties_ends: Whether the first and the last stage share a tied parameter.
         """
         if self._is_complete or not dist.is_initialized():
             return
@@ -58,17 +60,17 @@ class Groups:
         self._is_complete = True
 
     def _connect(self, *groups: dist.ProcessGroup | None) -> None:
-        """Start the communicators of ``groups``. Gloo connects its groups when they are made."""
+        """Create the communicators of ``groups``. Gloo connects groups when they are created."""
         for group in groups if self._has_own_backend else ():
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=self._device_type), group=group)
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Mesh for FSDP2: (replicate, fsdp), or (fsdp) alone without replicas; fsdp is shard x context.
+        """Mesh for FSDP2: (replicate, fsdp), or only (fsdp) without replicas; fsdp is shard x context.
 
-        Context ranks see other tokens of the same samples: they reduce gradients as shards do, so they may share in
-        holding the parameters.
+        Context ranks see different tokens of the same samples. They reduce gradients like shard ranks, so parameters
+        are sharded over them too.
         """
         layout = self.layout
         return self._mesh(
@@ -78,28 +80,29 @@ class Groups:
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
-        """Mesh for FSDP2 like ``fsdp``, for the experts of a mixture, which are sharded over ``expert`` first."""
+        """FSDP2 mesh for experts, which are first sharded over ``expert``."""
         layout = self.layout
         return self._mesh(
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
         )
 
     def expert_shard_dim(self, parameter: nn.Parameter) -> int:
-        """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
+        """Return the dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
         return expert_sharding_dim(len(parameter) * self.layout.expert, self.layout)
 
     @property
     def _has_own_backend(self) -> bool:
-        """Whether device tensors and host tensors have different backends. The "fake" backend of plans serves both."""
+        """Whether device and host tensors use different backends. The "fake" backend of plans serves both."""
         return self._device_type != "cpu" and dist.get_backend() != "fake"
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
-        """Return the mesh of ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
-        all axes, outermost first.
+        """Return the mesh of ranks that differ from this one only in ``replicate`` and ``fsdp``.
 
-        Its groups are made here. On GPUs ``init_device_mesh`` would split the world's group, and with it the part for
-        host tensors, to which torch 2.11 and 2.13 give the options of NCCL: a warning on every rank, and a crash in the
-        second run of a process (https://github.com/pytorch/pytorch/pull/192106).
+        ``degrees`` are the degrees of all axes, outermost first.
+
+        The groups are created here, because on GPUs ``init_device_mesh`` would split the world group including its
+        backend for host tensors. torch 2.11 and 2.13 pass NCCL options to that backend, which causes a warning on every
+        rank and a crash in the second run of a process (https://github.com/pytorch/pytorch/pull/192106).
         """
         ranks = torch.arange(self.layout.world).view(*degrees.values())
         names = tuple(axis for axis in ("replicate", "fsdp") if degrees[axis] > 1 or axis == "fsdp")
@@ -116,8 +119,8 @@ class Groups:
         here = tuple(slice(None) if axis in names else at for axis, at in zip(degrees, place, strict=True))
         return DeviceMesh.from_group(groups, self._device_type, ranks[here], mesh_dim_names=names)
 
-    # Groups of their own, even where they span the world: point-to-point messages and the totals that travel beside a
-    # backward must not share a communicator with them.
+    # These are separate groups even if they span the world: point-to-point messages, and all-reduces that overlap with
+    # the backward, must not share a communicator with them.
 
     @cached_property
     def tensor(self) -> dist.ProcessGroup | None:
@@ -138,45 +141,48 @@ class Groups:
     def expert(self) -> dist.ProcessGroup | None:
         """Ranks that shard the experts (expert parallelism)."""
         layout = self.layout
-        firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
+        firsts = range(0, layout.world, layout.expert)  # contiguous: ``expert`` is the innermost axis of a block
         return self._group([list(range(first, first + layout.expert)) for first in firsts])
 
     @cached_property
     def stage(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same stages; None: all."""
+        """Ranks that hold the same stages. None means all ranks."""
         axes = [axis for axis in AXES if axis != "pipeline"]
         return self._group(self.layout.peers(axes)) if self.layout.pipeline > 1 else None
 
     @cached_property
     def ends(self) -> dist.ProcessGroup | None:
-        """Ranks of the first and of the last stage of one copy, which both hold tied parameters; None on others."""
+        """Ranks of the first and the last stage of a replica, which share tied parameters. None on other ranks."""
         layout = self.layout
         last = layout.pipeline_of(layout.stages - 1)
         return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
 
     def send_form(self, tensor: Tensor, to: int) -> None:
-        """Send shape and type of ``tensor`` to coordinate ``to`` of the pipeline."""
+        """Send the shape and dtype of ``tensor`` to pipeline coordinate ``to``."""
         dist.send(torch.tensor(_header(tensor), device=self._device_type), group=self.pipeline, group_dst=to)
 
     def receive_form(self, source: int) -> Tensor:
-        """Return an empty tensor on meta with the shape and type that coordinate ``source`` of the pipeline sent."""
+        """Receive a shape and dtype from pipeline coordinate ``source``. Return an empty tensor of this form on
+        meta."""
         header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device_type)
         dist.recv(header, group=self.pipeline, group_src=source)
         return _described(header)
 
     def share_form(self, tensor: Tensor | None, source: int) -> Tensor:
-        """Return an empty tensor on meta with the shape and type of ``tensor``, which coordinate ``source`` of the
-        pipeline alone has. A collective of the pipeline."""
+        """Return an empty tensor on meta with the shape and dtype of ``tensor``. A collective of the pipeline.
+
+        ``tensor`` is needed only at pipeline coordinate ``source``.
+        """
         header = torch.tensor([0] * _HEADER_NUMBERS if tensor is None else _header(tensor), device=self._device_type)
         dist.broadcast(header, group=self.pipeline, group_src=source)
         return _described(header)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of each rank, JSON data, by rank. A collective, on the host."""
+        """Return the ``value`` (JSON data) of every rank, in rank order. A collective on the host."""
         return gather_plain(value)
 
     def names(self) -> dict[str, str]:
-        """Return the axis of each group that was made, by the group's name."""
+        """Return a mapping from the name of each created group to its axis."""
         made = {
             axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "expert", "stage", "ends")
             if axis in self.__dict__ and getattr(self, axis) is not None
@@ -189,12 +195,12 @@ class Groups:
         return self._made([ranks for ranks in peers if len(ranks) > 1])
 
     def _made(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
-        """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
-        if not peers:  # nor is there a world's group, in a process alone
+        """Create a group for each list of ranks in ``peers``. Return this rank's group; None if it is in none."""
+        if not peers:  # a single process has no world group either
             return None
         assert not self._is_complete, "a group that make() leaves out is made in a step"
-        # The world's group has a backend for host tensors too, with a socket to each peer; here only tensors of the
-        # device travel.
+        # The world group also has a backend for host tensors, with a socket to each peer. These groups only need the
+        # device backend.
         backend = dist.get_default_backend_for_device(self._device_type) if self._has_own_backend else None
         mine = None
         for ranks in peers:
@@ -205,22 +211,24 @@ class Groups:
 
 
 def _header(tensor: Tensor) -> list[int]:
-    """Return shape and type of ``tensor`` as numbers."""
+    """Encode the shape and dtype of ``tensor`` as a list of integers of fixed length."""
     numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
     return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
 
 
 def _described(header: Tensor) -> Tensor:
-    """Return an empty tensor on meta of the shape and type in ``header``."""
+    """Return an empty tensor on meta with the shape and dtype in ``header``."""
     dtype, dims, *sizes = header.tolist()
     return torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device="meta")
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``value`` of each rank of ``group`` (None: of all), JSON data, by rank. A collective, on the host.
+    """Return the ``value`` (JSON data) of every rank of ``group``, or of all ranks, in rank order. A collective on the
+    host.
 
-    Not through the store of ``Session.gather``, which ends with the launcher and belongs to the training thread. After
-    the first step ranks exchange values in this way alone: a run whose launcher was killed must still be able to save.
+    It does not use the store of ``Session.gather``, which ends with the launcher and belongs to the training thread.
+    After the first step ranks exchange values only with this function, so that a run whose launcher was killed can
+    still save.
     """
     if not dist.is_initialized():
         return [value]

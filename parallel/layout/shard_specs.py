@@ -1,4 +1,4 @@
-"""Shard specs: the part of every parameter that each rank holds. Pure arithmetic, and the only source of it."""
+"""Shard specs: each rank's shard of every parameter. Pure arithmetic, computed only in this file."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from serried.parallel.plan import ParallelPlan
 
 
 class Slice(NamedTuple):
-    """One dim of a parameter, sharded over the ranks of one or more mesh axes by torch.chunk's rule."""
+    """One dim of a parameter, sharded over one or more mesh axes like ``torch.chunk``."""
 
     dim: int
     axes: tuple[str, ...]
-    """Outermost first; their product is the number of chunks."""
+    """Mesh axes, outermost first. The product of their degrees is the number of chunks."""
 
 
 class Box(NamedTuple):
-    """The part of a tensor that one rank holds: an interval on every dim."""
+    """A shard of a tensor, as an interval on every dim."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,11 +31,11 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def columns(self) -> tuple[slice, ...]:
-        """Index of the box within its rows: all dims but the first."""
+        """Return the index of the box on all dims except the first."""
         return self.indices()[1:]
 
     def indices(self) -> tuple[slice, ...]:
-        """Index of the box within its tensor."""
+        """Return the index of the box in its tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def overlap(self, other: "Box") -> "Box":
@@ -45,7 +45,7 @@ class Box(NamedTuple):
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def seen_from(self, other: "Box") -> "Box":
-        """The same box, with its starts counted from where ``other`` starts."""
+        """Return this box with starts relative to ``other``."""
         starts = tuple(ours - theirs for ours, theirs in zip(self.starts, other.starts, strict=True))
         return Box(starts, self.sizes)
 
@@ -55,25 +55,25 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Sharding of one parameter, or another tensor of its shape, over the ranks of a layout."""
+    """Sharding of a parameter, or of another tensor with its shape, over the ranks of a layout."""
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     slices: tuple[Slice, ...] = ()
-    """Slices, applied in order, each to the result of the one before. None: every rank holds the whole tensor."""
+    """Slices, applied in order, each to the result of the previous one. If empty, every rank holds the full tensor."""
     holders: tuple[int, ...] = (0,)
-    """Pipeline coordinates that hold it, one for each stage that does."""
+    """Pipeline coordinate of each stage that holds the parameter."""
     sums_over: tuple[str, ...] = ()
-    """Mesh axes over which the gradients of its ranks are the terms of a sum."""
+    """Mesh axes over which the gradients must be summed."""
 
     @property
     def sliced_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which ranks hold different parts."""
+        """Mesh axes along which ranks hold different shards."""
         return tuple(axis for cut in self.slices for axis in cut.axes)
 
     def box(self, layout: Layout, place: Coordinates) -> Box:
-        """The part that the rank at ``place`` holds, which must be one of ``holders``."""
+        """Return the shard of the rank at ``place``, whose pipeline coordinate must be in ``holders``."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for dim, axes in self.slices:
             start, size = chunk(sizes[dim], layout.size(axes), layout.index(place, axes))
@@ -82,12 +82,11 @@ class ShardSpec:
         return Box(tuple(starts), tuple(sizes))
 
     def copies(self, layout: Layout) -> int:
-        """Number of ranks that hold each element."""
+        """Return the number of ranks that hold each element."""
         return layout.world // layout.pipeline // layout.size(self.sliced_axes) * len(self.holders)
 
     def sources(self, layout: Layout) -> list[tuple[Box, int]]:
-        """Return the distinct non-empty boxes, sorted by their start, each with the first rank of a block that holds
-        it."""
+        """Return the distinct non-empty boxes, sorted by start, each with the first rank of a block that holds it."""
         return _sources(replace(self, name=""), layout)
 
 
@@ -100,32 +99,40 @@ def _sources(spec: ShardSpec, layout: Layout) -> list[tuple[Box, int]]:
 
 
 def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
-    """Start and size of chunk ``index``: ceil(size / chunks) each, the last ones shorter or empty, as torch.chunk."""
+    """Return the start and size of chunk ``index``.
+
+    Like ``torch.chunk``, chunks have ceil(size / chunks) elements; the last ones may be shorter or empty.
+    """
     width = -(-size // chunks)
     start = min(index * width, size)
     return start, min(width, size - start)
 
 
 def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> Slice:
-    """Return the slice of FSDP2, which shards dim 0 of the tensor that ``slices`` leave of ``shape``."""
+    """Return the slice of FSDP2, applied after ``slices`` to a tensor of ``shape``. It shards dim 0, except for some
+    experts."""
     if any("expert" in cut.axes for cut in slices):
         return Slice(expert_sharding_dim(shape[0], layout), ("expert_shard",))
     return Slice(0, ("shard", "context"))
 
 
 def expert_sharding_dim(experts: int, layout: Layout) -> int:
-    """Dim along which FSDP2 shards stacked experts: 1 if the experts of a rank are not a multiple of the ranks to shard
-    them over, some of which would hold nothing. FSDP2 needs even parts there."""
+    """Return the dim along which FSDP2 shards stacked experts.
+
+    It is 1 if the number of experts per rank is not a multiple of the ranks that shard them, since along dim 0 some
+    ranks would hold nothing. FSDP2 needs even shards along dim 1.
+    """
     return 1 if experts // layout.expert % layout.expert_shard else 0
 
 
 def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Pipeline stages that hold each of ``names``, parameters or modules of a model in their order.
+    """Return the pipeline stages that hold each of ``names``, the parameters or modules of a model in order.
 
-    What comes before the first of ``plan.blocks`` is in the first stage, what comes after in the last; what
-    ``plan.tied`` names is in both.
+    Names before the first of ``plan.blocks`` are in the first stage, names after it that are not blocks in the last
+    stage. Names in ``plan.tied`` are in both.
 
-    Raises ``UserError`` if ``layout.layers_of_stages`` are not as many as the plan's blocks.
+    Raises:
+        UserError: ``layout.layers_of_stages`` does not sum to the number of blocks.
     """
     if layout.stages == 1:
         return dict.fromkeys(names, (0,))

@@ -1,4 +1,4 @@
-"""Sums over whole sharded parameters, for optimizers that use means of rows and columns."""
+"""Sums over full parameters that may be sharded, for optimizers that use row and column means."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,39 +12,39 @@ from serried.parallel.layout.local_shards import HeldTensor
 from serried.parallel.layout.mesh import Layout
 
 _Slot = tuple[str, int]
-"""Name of a parameter, and the number of one of the sums over it."""
+"""Name of a parameter, and the index of one of its sums."""
 
 
 class Sums:
-    """Sums over the trained parameters of a model, with equal bits on all ranks that hold parts of them."""
+    """Sums over the trained parameters of a model, bitwise equal on all ranks that hold a shard."""
 
     def __init__(self, held: Iterable[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:
-        """``group``: the ranks of the pipeline stage of ``rank``; None: all ranks."""
+        """``group`` contains the ranks of the pipeline stage of ``rank``. None means all ranks."""
         self._held = {shard.tensor: shard for shard in held}
         self._layout, self._rank, self._group = layout, rank, group
 
     @classmethod
     def of(cls, model: DistributedModel) -> "Sums":
-        """Return the sums of ``model``. A collective of all ranks."""
+        """Return the ``Sums`` of the trained parameters of ``model``. A collective of all ranks."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         trained = (shard for shard in model.parameters if shard.tensor.requires_grad)
         return cls(trained, model.layout, rank, model.groups.stage)
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor]) -> "Sums":
-        """Return the sums of ``parameters`` in one process."""
+        """Return the ``Sums`` of unsharded ``parameters`` in one process."""
         return cls((HeldTensor.whole("", parameter) for parameter in parameters), Layout("single"), 0, None)
 
     def held(self, parameter: Tensor) -> HeldTensor:
-        """Return which part of ``parameter`` this rank holds."""
+        """Return ``parameter`` together with its shard on this rank."""
         return self._held[parameter]
 
     @torch.no_grad()
     def over(self, parts: Iterable[tuple[Tensor, Tensor, Sequence[int]]]) -> list[Tensor]:
-        """Return sums of tensors shaped like parameters, over all dims but those to keep.
+        """Return sums of tensors shaped like parameters, over all dims except the ones to keep.
 
-        ``parts``: parameter, this rank's shard of the tensor, and the dims to keep. Each sum has the shape of the whole
-        parameter in these dims. All ranks must call this together, with all parameters.
+        Each entry of ``parts`` is a parameter, this rank's shard of the tensor, and the dims to keep. Each sum has the
+        shape of the full parameter in these dims. All ranks must call this together, with all parameters.
         """
         found: list[Tensor] = []
         exchanged: tuple[dict[_Slot, Tensor], ...] = ({}, {})
@@ -58,8 +58,8 @@ class Sums:
                 whole = total.new_zeros([held.spec.shape[dim] for dim in kept])
                 if self._is_first_holder(held):
                     whole[tuple(held.box.indices()[dim] for dim in kept)] = total
-                # Two stages, or one rank twice, may hold a tied parameter: an exchange of its own, of the same numbers
-                # in the same order, gives it the same bits everywhere.
+                # A tied parameter may be in two stages, or twice on one rank. A separate all-reduce, with the same
+                # values in the same order, makes its sums bitwise equal everywhere.
                 slots = exchanged[len(held.spec.holders) > 1]
                 total = slots.setdefault((held.name, sums_of[parameter]), whole)
             found.append(total)

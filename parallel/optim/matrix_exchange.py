@@ -1,8 +1,8 @@
-"""The matrices of a model's blocks, for an optimizer that needs whole ones: one rank computes each for all others.
+"""Exchange of the matrices of a model's blocks, for optimizers that need unsharded matrices.
 
-Which parts are where follows from the shard specs. The matrices of a pipeline stage are dealt to all ranks that hold
-parts or copies of them, so that replicas do not compute the same. In a round every rank sends its parts to the owners,
-and gets its parts of the results back.
+One rank, the owner, computes the update of each matrix. The matrices of a pipeline stage are distributed over all ranks
+that hold shards or replicas, so that replicas do not repeat work. In a round every rank sends its shards to the owners
+and receives its shards of the results. The messages follow from the shard specs.
 """
 
 from collections import defaultdict
@@ -22,30 +22,30 @@ from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.shard_specs import Box, ShardSpec
 
 _ROUND_ELEMENTS = 2**25
-"""Most bytes of whole matrices that a rank owns in a round, unless one matrix is larger."""
+"""Number of elements of unsharded matrices that a rank owns per round, at most one matrix more."""
 _EXPERTS = "experts"
 
 Place = tuple[slice, ...]
 
 
 class Dealt(NamedTuple):
-    """One matrix, and the rank that computes it. Ranks are numbered within a pipeline stage."""
+    """A matrix and its owner. Ranks are numbered within a pipeline stage."""
 
     parameter: int
-    """Number of the parameter."""
+    """Index of the parameter."""
     whole: Box
-    """Box of the matrix in the parameter: all of it, or an entry of a stack."""
+    """Box of the matrix in the parameter: the full parameter, or one entry of a stack."""
     parts: tuple[tuple[Box, tuple[int, ...]], ...]
-    """Boxes of the parameter, which make up the matrix, with the ranks that hold each."""
+    """Boxes of the parameter that make up the matrix, each with the ranks that hold it."""
     owner: int
     round: int
 
 
 class _Round(NamedTuple):
-    """Messages of this rank in a round: (number of a parameter or an owned matrix, place in it) for each peer."""
+    """Messages of this rank in a round: for each peer, (index of a parameter or an owned matrix, index in it)."""
 
     shapes: list[tuple[int, ...]]
-    """Shapes of the matrices that this rank owns."""
+    """Shapes of the matrices owned by this rank."""
     sent: list[list[tuple[int, Place]]]
     received: list[list[tuple[int, Place]]]
     returned: list[list[tuple[int, Place]]]
@@ -53,18 +53,24 @@ class _Round(NamedTuple):
 
 
 class Matrices:
-    """The trained matrices in the blocks of a model: parameters of two dims, and entries of stacked experts.
+    """Trained matrices in the blocks of a model: two-dimensional parameters, and entries of stacked experts.
 
-    Embeddings, the head, norms, biases and kernels of convolutions are none of them.
+    Embeddings, the head, norms, biases and convolution kernels are excluded.
     """
 
     def __init__(
         self, held: Sequence[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None,
         dtype: torch.dtype, transposed: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """``held``: parameters that are such matrices, the same on all ranks of ``group``. ``group``: the ranks of the
-        pipeline stage of ``rank``; None: all ranks. ``dtype``: of whole matrices. ``transposed``: names of parameters
-        that are [inputs, outputs]."""
+        """
+        Args:
+            held: Parameters that are matrices or stacks of them, the same on all ranks of ``group``.
+            layout: The parallel layout.
+            rank: This rank.
+            group: Ranks of the pipeline stage of ``rank``. None means all ranks.
+            dtype: Dtype of the exchanged matrices.
+            transposed: Names of the parameters with shape [inputs, outputs].
+        """
         self.dtype = dtype
         self._parameters = [shard.tensor for shard in held]
         self._shapes = {shard.tensor: shard.spec.shape[-2:][:: -1 if shard.name in transposed else 1] for shard in held}
@@ -77,36 +83,37 @@ class Matrices:
     def of(cls, model: DistributedModel, blocks: Collection[str], low_dtype: torch.dtype | None) -> "Matrices":
         """Return the matrices of ``model`` in its ``blocks``. A collective of all ranks.
 
-        They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32. There must be one at least.
+        They are exchanged in bf16 if the model has a ``low_dtype``, otherwise in fp32. There must be at least one.
         """
         names = matrix_names({name: spec.shape for name, spec in model.specs.items()}, blocks)
         held = [shard for shard in model.parameters if shard.tensor.requires_grad and shard.name in names]
         rank = dist.get_rank() if dist.is_initialized() else 0
-        dtype = torch.float32 if low_dtype is None else torch.bfloat16  # fp16 has too few exponents for gradients
+        dtype = torch.float32 if low_dtype is None else torch.bfloat16  # the range of fp16 is too small for gradients
         return cls(held, model.layout, rank, model.groups.stage, dtype, _transposed(model.modules))
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> "Matrices":
-        """Return the matrices among ``parameters``, in one process: the trained ones of two dims."""
+        """Return the matrices among ``parameters`` in one process: the trained parameters with two dims."""
         matrices = (parameter for parameter in parameters if parameter.ndim == 2 and parameter.requires_grad)
         held = [HeldTensor.whole("", matrix) for matrix in matrices]
         return cls(held, Layout("single"), 0, None, dtype)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is a matrix, or a stack of them."""
+        """Return whether ``parameter`` is a matrix or a stack of matrices."""
         return parameter in self._shapes
 
     def shape(self, parameter: Tensor) -> tuple[int, int]:
-        """Return outputs and inputs of the whole matrix: rows and columns, but for a ``Conv1D``."""
+        """Return the numbers of outputs and inputs of the full matrix, also for a ``Conv1D``."""
         outputs, inputs = self._shapes[parameter]
         return outputs, inputs
 
     @torch.no_grad()
     def replace(self, parts: Mapping[Tensor, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace matrices by ``function`` of them, in place. ``parts`` holds this rank's parts.
+        """Replace matrices in place by the result of ``function``. A collective.
 
-        ``parts``: of each parameter a plain tensor with the shape that is here. ``function`` gets [matrices, rows,
-        columns] of ``self.dtype`` and returns as many. All ranks must call this together, with all parameters.
+        Args:
+            parts: This rank's shard of each parameter, as a plain tensor. All parameters must be given.
+            function: Takes and returns [matrices, rows, columns] of ``self.dtype``.
         """
         ours = [parts[parameter] for parameter in self._parameters]
         for messages in self._rounds:
@@ -130,7 +137,7 @@ class Matrices:
 
 
 def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -> set[str]:
-    """Return the names of the matrices, and of the stacked experts, among parameters of these ``shapes``."""
+    """Return the names of the matrices and stacked experts in ``blocks``. ``shapes`` are parameter shapes by name."""
     prefixes = tuple(f"{block}." for block in blocks)
     return {
         name
@@ -140,15 +147,16 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
 
 
 def _transposed(modules: Iterable[nn.Module]) -> set[str]:
-    """Return the names of the weights of ``Conv1D`` layers, which FSDP2 may have wrapped."""
+    """Return the names of the weights of ``Conv1D`` layers, also if wrapped by FSDP2."""
     named = (pair for module in modules for pair in module.named_modules())
     return {f"{name}.weight" for name, module in named if "Conv1D" in (kind.__name__ for kind in type(module).__mro__)}
 
 
 def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Dealt]:
-    """Deal the matrices of the parameters of these ``specs``, in the stages at a coordinate of the pipeline.
+    """Assign an owner to each matrix of the parameters in ``specs``, for the stages at a pipeline coordinate.
 
-    Each goes to one of the ranks that hold most of it, the one with least to do; the largest are dealt first.
+    Matrices are assigned in descending order of work. The owner is the rank with the least work among those that hold
+    the largest shard.
     """
     matrices = [
         (number, whole, parts)
@@ -169,7 +177,7 @@ def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Deal
 
 @cache  # many parameters have the same shape
 def _parts(spec: ShardSpec, layout: Layout, pipeline: int) -> list[tuple[Box, tuple[tuple[Box, tuple[int, ...]], ...]]]:
-    """Return the matrices of a parameter, each with the boxes it is made of and the ranks that hold them."""
+    """Return the matrices of a parameter, each with its boxes and the ranks that hold them."""
     ranks = layout.world // layout.pipeline
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank in range(ranks):
@@ -192,8 +200,8 @@ def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, b
     """Return the messages of rank ``me`` of ``ranks`` in each round.
 
     Args:
-        boxes: The part of each parameter that the rank holds.
-        block: Number of ranks that together hold one copy.
+        boxes: This rank's shard of each parameter.
+        block: Number of ranks that together hold one replica.
     """
     peers = range(ranks)
     rounds = [
@@ -220,13 +228,13 @@ def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, b
 
 
 def _source(holders: Sequence[int], owner: int, block: int) -> int:
-    """Return the rank that sends a shard to ``owner``: itself if it holds the shard, else a holder in its replica."""
+    """Return the rank that sends a shard to ``owner``: the owner if it holds the shard, else a rank of its replica."""
     near = [rank for rank in holders if rank // block == owner // block]
     return owner if owner in near else near[0]
 
 
 def sent_elements(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> tuple[int, int]:
-    """Return how many elements of the matrices of ``specs`` the first rank of a stage sends in a step, and in how many
+    """Return the number of matrix elements that the first rank of a stage sends per step, and the number of
     exchanges."""
     dealt = deal(specs, layout, pipeline)
     sent = 0
@@ -244,7 +252,7 @@ def _at(tensors: Sequence[Tensor], peers: Sequence[Sequence[tuple[int, Place]]])
 
 
 def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return ``function`` of the matrices, which is called once for all of one shape."""
+    """Return the results of ``function``, called once for all matrices of the same shape."""
     numbers: dict[torch.Size, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
         numbers[matrix.shape].append(number)

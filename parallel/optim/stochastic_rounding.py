@@ -1,7 +1,7 @@
-"""Stochastic rounding of weights that are held in bf16: up or down at random, and on average neither.
+"""Stochastic rounding of bf16 weights: up or down at random, unbiased on average.
 
-The random bits are a hash of the seed, the optimizer's step, a parameter's name and an element's place in the whole
-parameter, so that every layout, and a resumed run, rounds each element alike.
+The random bits are a hash of the seed, the optimizer step, the parameter name and the element's index in the full
+parameter. Every layout, and a resumed run, therefore rounds each element the same way.
 """
 
 import hashlib
@@ -15,17 +15,18 @@ from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor
 
 _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
-"""Limits the working memory; on a CPU to its caches, unless that makes more pieces than ``_PIECES_ON_A_CPU``."""
+"""Limits on the elements per piece, to bound working memory. On a CPU pieces fit into its caches, unless that needs
+more than ``_PIECES_ON_A_CPU`` pieces."""
 _PIECES_ON_A_CPU = 4
 _LOST_BITS = 16
 """Mantissa bits of fp32 that bf16 lacks."""
 
 Place = tuple[slice, ...]
-"""Index of a piece within a rank's part of a parameter."""
+"""Index of a piece in a rank's shard of a parameter."""
 
 
 class Rounding:
-    """Stochastic rounding of this rank's parts of the parameters of a model."""
+    """Stochastic rounding of this rank's shards of the parameters of a model."""
 
     def __init__(self, held: Iterable[HeldTensor], seed: int) -> None:
         self._held = {shard.tensor: shard for shard in held}
@@ -33,30 +34,36 @@ class Rounding:
 
     @classmethod
     def of(cls, model: DistributedModel, seed: int) -> "Rounding":
-        """Return the rounding of the parameters of ``model``."""
+        """Return the ``Rounding`` for the parameters of ``model``."""
         return cls(model.parameters, seed)
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], seed: int = 0) -> "Rounding":
-        """Return the rounding of ``parameters`` in one process, all without a name."""
+        """Return the ``Rounding`` for unnamed, unsharded ``parameters`` in one process."""
         return cls((HeldTensor.whole("", parameter) for parameter in parameters), seed)
 
     def pieces(self, parameter: Tensor) -> Iterator[Place]:
-        """Yield the places of pieces that cover this rank's part, each small enough to compute with in fp32."""
+        """Yield indices of pieces that cover this rank's shard, each small enough to process in fp32."""
         sizes, most = self._held[parameter].box.sizes, _ELEMENTS_AT_ONCE
         if parameter.device.type == "cpu":
             most = min(most, max(_ON_A_CPU, -(-prod(sizes) // _PIECES_ON_A_CPU)))
         yield from _pieces(sizes, most)
 
     def round(self, values: Tensor, parameter: Tensor, place: Place, step: Tensor) -> Tensor:
-        """Return ``values``, new ones of the piece at ``place``, in bf16, and overwrite them. ``step``: the
-        optimizer's, on the device."""
+        """Round new values of the piece at ``place`` to bf16.
+
+        Args:
+            values: New values in fp32. They are overwritten.
+            parameter: The parameter.
+            place: Index of the piece.
+            step: The optimizer step, on the device.
+        """
         bits = values.view(torch.int32)
         bits.add_(self._random_bits(values, parameter, place, step)).bitwise_and_(-1 << _LOST_BITS)
         return values.bfloat16()
 
     def _random_bits(self, values: Tensor, parameter: Tensor, place: Place, step: Tensor) -> Tensor:
-        """Return 16 random bits for each of ``values``: a key for each row, and the column."""
+        """Return 16 random bits for each of ``values``, from a key per row and the column."""
         held = self._held[parameter]
         starts = list(held.box.starts)
         for dim, interval in enumerate(place):
@@ -82,7 +89,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Return int64 numbers each bit of which depends on all of ``x`` (https://prng.di.unimi.it/splitmix64.c)."""
+    """Mix the bits of int64 numbers (the finalizer of https://prng.di.unimi.it/splitmix64.c)."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
     return x ^ ((x >> 31) & (2**33 - 1))

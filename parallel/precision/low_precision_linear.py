@@ -1,7 +1,7 @@
-"""Linear layers of the blocks that compute their products in another way, such as in float8, by torchao.
+"""Linear layers of the blocks with another matrix product, such as float8 of torchao.
 
-A layer keeps its class, the names of its parameters and its hooks; its attribute ``product`` takes the place of
-``F.linear``, also where the tensor axis replaces its forward. So checkpoints and sharding need not know of it.
+A layer keeps its class, parameter names and hooks. Its attribute ``product`` replaces ``F.linear``, also in the forward
+of the tensor axis. Checkpoints and sharding are unaffected.
 """
 
 import logging
@@ -20,9 +20,9 @@ from serried.parallel.lora import is_linear
 from serried.parallel.plan import ParallelPlan
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""x [..., I] and a weight [O, I] -> [..., O]."""
+"""Function of x [..., I] and a weight [O, I] that returns [..., O]."""
 _ROUTERS = ("gate", "router")
-"""Last names of layers that choose experts: rounding would change the choice."""
+"""Last name parts of routers. They are excluded, because rounding would change the chosen experts."""
 
 
 class Chosen(NamedTuple):
@@ -31,10 +31,13 @@ class Chosen(NamedTuple):
     names: Sequence[str]
     """Linear layers that support low-precision products."""
     others: dict[str, list[str]]
-    """Names of the other linear layers, by the reason."""
+    """Names of the other linear layers, by the reason for excluding them."""
 
     def describe(self) -> str:
-        """``28 of 29 linear layers of the blocks (not layers.0.mlp.down_proj: 24 inputs, no multiple of 16)``."""
+        """Describe the choice in one line.
+
+        Example: ``28 of 29 linear layers of the blocks (not layers.0.mlp.down_proj: 24 inputs, no multiple of 16)``.
+        """
         total = len(self.names) + sum(map(len, self.others.values()))
         rest = [
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {reason}"
@@ -46,8 +49,11 @@ class Chosen(NamedTuple):
 
 
 def choose_linear(model: nn.Module, plan: ParallelPlan, layout: Layout, *, rows: int, columns: int) -> Chosen:
-    """Choose the trained linear layers of the blocks whose weight, or this rank's part of it, has a multiple of
-    ``rows`` outputs and of ``columns`` inputs. Call it before the model is sharded."""
+    """Choose the trained linear layers of the blocks that support low-precision products.
+
+    In the weight, or this rank's shard of it, outputs must be a multiple of ``rows`` and inputs of ``columns``. Call
+    this before sharding.
+    """
     blocks = tuple(f"{name}." for name in plan.blocks_in(model))
     encoders = {name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)}
     names: list[str] = []
@@ -83,11 +89,11 @@ def _obstacle(module: Any, role: str | None, tensor: int, rows: int, columns: in
 
 
 def set_product(model: nn.Module, names: Sequence[str], product: Product) -> None:
-    """Let the linear layers ``names`` compute by ``product``. Call it before the model is sharded."""
+    """Make the linear layers ``names`` compute with ``product``. Call this before sharding."""
     for name in names:
         module: Any = model.get_submodule(name)
         module.product = product
-        module.forward = MethodType(_forward, module)  # of one function: torch.compile makes one graph for all blocks
+        module.forward = MethodType(_forward, module)  # one function for all layers, so torch.compile makes one graph
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
@@ -105,10 +111,10 @@ def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
 
 
 def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) -> Product:
-    """Return what ``make`` takes from torchao.
+    """Return the product that ``make`` builds with torchao.
 
     Raises:
-        UserError: this version has it not.
+        UserError: The installed version of torchao lacks a function that ``make`` uses.
     """
     try:
         return make()
@@ -128,7 +134,7 @@ def import_torchao() -> None:
             logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import torchao.prototype.qat  # noqa: F401 -- and all that it imports
+            import torchao.prototype.qat  # noqa: F401 -- imports the rest of torchao too
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)

@@ -1,8 +1,7 @@
-"""Quantization-aware training: linear layers compute with weights and inputs that are rounded as torchao
-quantizes them later.
+"""Quantization-aware training: linear layers round weights and inputs as torchao will quantize them later.
 
-Gradients pass the rounding as if it were not there, except where a number leaves the range. Rounded tensors are
-recomputed in the backward: kept, they would be a copy of all weights that FSDP2 does not free.
+Gradients pass through the rounding unchanged (straight-through), except for values outside the range. Rounded tensors
+are recomputed in the backward: keeping them would need a copy of all weights that FSDP2 does not free.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ GROUP = 32
 
 
 class FakeQuantized:
-    """``F.linear`` with the rounding of quantization."""
+    """``F.linear`` with fake-quantized weights and inputs."""
 
     def __init__(self, how: str) -> None:
         """``how``: see ``torchao_config``."""
@@ -37,7 +36,7 @@ class FakeQuantized:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         kind = x.device.type
-        # Rounded to the type of products first, as FSDP2 gathers it.
+        # Rounded to the compute dtype first, because FSDP2 gathers it in this dtype.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return _Product.apply(x.to(dtype), weight.to(dtype), self._rounded_input, self._rounded_weight)
 
@@ -45,11 +44,11 @@ class FakeQuantized:
         return self._round_input(x.float()).to(x.dtype)
 
     def _rounded_weight(self, weight: Tensor) -> Tensor:
-        return self._round_weight(weight.float()).to(weight.dtype)  # with scales in fp32, as those of the export
+        return self._round_weight(weight.float()).to(weight.dtype)  # with fp32 scales, as in the export
 
 
 class _Product(torch.autograd.Function):
-    """x [..., I], weight [O, I] -> [..., O]."""
+    """Linear function of x [..., I] and a weight [O, I], both rounded. Returns [..., O]."""
 
     @staticmethod
     def forward(
@@ -71,18 +70,21 @@ class _Product(torch.autograd.Function):
 
 
 def quantized_layers(model: nn.Module, plan: ParallelPlan) -> Chosen:
-    """Choose the linear layers that are quantized: of the blocks, with whole groups of weights."""
+    """Choose the linear layers to quantize: layers of the blocks whose inputs are a multiple of the group size."""
     return choose_linear(model, plan, Layout("single"), rows=1, columns=GROUP)
 
 
 def torchao_config(how: str) -> Any:
-    """Return torchao's config: ``int4_weight_only``, groups of weights in 4 bits; ``int8_dynamic_int4``, also each
-    token's inputs in 8 bits."""
+    """Return the torchao config for ``how``.
+
+    ``int4_weight_only`` quantizes groups of weights to 4 bits. ``int8_dynamic_int4`` also quantizes the inputs of each
+    token to 8 bits.
+    """
     import_torchao()
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
 
-    int4 = vars(torch)["int4"]  # which torch has without declaring it
+    int4 = vars(torch)["int4"]  # missing in torch's type stubs
     if how == "int4_weight_only":
         return IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(GROUP))
     return Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(GROUP))

@@ -1,4 +1,4 @@
-"""Buffers of a model's state, such as the statistics of BatchNorm: every rank holds them whole."""
+"""Persistent buffers of a model, such as BatchNorm statistics. They are replicated on every rank."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -11,7 +11,7 @@ from serried.parallel.layout.process_groups import Groups
 
 
 class Buffers:
-    """The buffers that belong to the state of a model."""
+    """Persistent buffers of a model."""
 
     def __init__(
         self, modules: Sequence[nn.Module], names: Mapping[str, bool], groups: Groups,
@@ -20,9 +20,9 @@ class Buffers:
         """
         Args:
             modules: The model, or this rank's stages of it.
-            names: Names of the buffers of the whole model; whether every stage has a copy.
+            names: For each persistent buffer of the model, by name, whether every stage has a copy.
             groups: Process groups of this rank.
-            equal: Returns buffers that are equal on all ranks without an exchange.
+            equal: Returns the buffers that are equal on all ranks without synchronization.
         """
         self.names = names
         self._modules, self._groups = modules, groups
@@ -47,15 +47,16 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, copies: Sequence[Tensor]) -> None:
-        """Set the buffers of this rank's modules to the result of ``copy``."""
+        """Restore the buffers of this rank's modules from the result of ``copy``."""
         for held, before in zip(self.held(), copies, strict=True):
             held.tensor.copy_(before)
 
     @torch.no_grad()
     def share(self) -> None:
-        """Give every rank of a stage the buffers of the stage's first rank, as in a checkpoint.
+        """Broadcast the buffers of the first rank of a stage to its other ranks. Checkpoints store the same values.
 
-        Statistics come from each rank's samples. The buffers of a type take one broadcast, as a CNN has hundreds.
+        Statistics otherwise depend on each rank's samples. There is one broadcast per dtype, since a CNN has hundreds
+        of buffers.
         """
         layout = self._groups.layout
         if not self.names or layout.world == layout.pipeline:

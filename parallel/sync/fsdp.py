@@ -1,4 +1,4 @@
-"""Gradient synchronization by FSDP2. Imported only if a layout is sharded, as it imports torch.distributed.tensor."""
+"""Gradient synchronization with FSDP2. Imported only for sharded layouts, since it imports torch.distributed.tensor."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from serried.parallel.sync.gradient_sync import Root
 
 
 class Sharded:
-    """FSDP2 over the mesh (replicate, shard x context): each rank holds a part of everything, replicas the same."""
+    """FSDP2 over the mesh (replicate, shard x context). Parameters are sharded over the second dim of the mesh."""
 
     divisor = 1
 
@@ -32,18 +32,26 @@ class Sharded:
         whole: Collection[nn.Parameter] = (),
         experts: Collection[nn.Module] = (),
     ) -> None:
-        """``low_dtype``: gather parameters in it, and compute in it. ``whole``: what FSDP2 cannot shard. ``experts``:
-        stacked, divided by the expert axis, and hence over a mesh of their own."""
+        """
+        Args:
+            module: The model, or a stage of it.
+            groups: Process groups of this rank.
+            plan: Its ``units`` become FSDP2 units.
+            low_dtype: Dtype in which parameters are gathered and used. None means their own dtype.
+            section: The configuration section ``parallel``.
+            whole: Parameters that FSDP2 cannot shard.
+            experts: Modules with stacked experts, sharded by the expert axis and therefore over a separate mesh.
+        """
         self.root: nn.Module = Root(module)
         policy = MixedPrecisionPolicy(
             param_dtype=low_dtype,
             reduce_dtype=torch.float32 if low_dtype else None,
-            cast_forward_inputs=False,  # the model keeps its rotary tables in fp32
+            cast_forward_inputs=False,  # rotary tables stay in fp32
         )
         options: dict[str, Any] = {"mp_policy": policy}
         if section.offload:
-            # Gradients are copied to pinned memory while the backward runs. Before ``backward`` returns, the host waits
-            # for these copies (``finalize_backward``, after each backward marked as a last one), so that norms may read
+            # Gradients are copied to pinned memory during the backward. Before ``backward`` returns, the host waits for
+            # these copies (``finalize_backward``, after each backward marked as the last), so norms can be computed
             # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=groups.fsdp.device_type != "cpu")
         if whole:
@@ -63,7 +71,8 @@ class Sharded:
         fully_shard(self.root, reshard_after_forward=False, **options)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         for wrapped in self._units:
-            # Sums, not averages. Both calls on every unit: they are not recursive, and Gloo has no pre-multiplied sum
+            # Sum instead of average. Both are set on every unit: they are not recursive, and Gloo has no pre-multiplied
+            # sum
             # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped.set_gradient_divide_factor(1.0)
@@ -74,22 +83,22 @@ class Sharded:
 
     @contextmanager
     def during(self, is_last: bool) -> Iterator[None]:
-        """Reduce gradients in the last micro-batch, or in each."""
+        """Context manager of a micro-batch. Gradients are reduced in the last one, or in each if configured."""
         root = self._units[0]
         reduces = is_last or self._sync_every_micro_batch
-        # FSDP2 holds what it reduced until a "last" backward: with a reduction each, every backward is one.
+        # FSDP2 keeps reduced gradients until a "last" backward. If each one is reduced, every backward is a last one.
         root.set_is_last_backward(reduces)
         root.set_requires_gradient_sync(reduces)
-        # ZeRO-2 holds gathered parameters from forward to backward anyway: keep them for the next micro-batch too.
+        # ZeRO-2 keeps gathered parameters from forward to backward anyway, so keep them for the next micro-batch too.
         root.set_reshard_after_backward(is_last or not self._keep_gathered)
         yield
         if is_last:
             self.sum_whole_gradients()
 
     def sum_whole_gradients(self) -> None:
-        """Sum the gradients of parameters that FSDP2 cannot shard, over the ranks over which it sums all others."""
+        """All-reduce the gradients of parameters that FSDP2 cannot shard, over the groups of the FSDP2 mesh."""
         assert isinstance(self.root, Root)
-        for name in self._whole:  # scalars: a handful
+        for name in self._whole:  # only a few scalars
             parameter = self.root.module.get_parameter(name)
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -98,6 +107,6 @@ class Sharded:
                     dist.all_reduce(parameter.grad, group=group)
 
     def reshard(self) -> None:
-        """Free gathered units, and let the model show its shards again."""
+        """Free gathered parameters, so that the model has its shards again."""
         for unit in self._units:
             unit.reshard()

@@ -1,4 +1,4 @@
-"""Numbers of the gradient that every rank must agree on."""
+"""Gradient sums and norms that are equal on every rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,14 +16,14 @@ _LONGEST_FP32_ROW = 2**15
 def sum_in_fp32(module: nn.Module, *, reduces_each: bool) -> None:
     """Accumulate gradients of micro-batches in fp32, for parameters of lower precision.
 
-    FSDP2 does so with gradients that are not reduced yet. ``reduces_each``: FSDP2 reduces the gradients of each
-    micro-batch, and adds them up in the dtype of ``.grad``.
+    FSDP2 already does so for unreduced gradients. With ``reduces_each``, FSDP2 reduces the gradients of each
+    micro-batch and accumulates them in the dtype of ``.grad``.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and not is_sharded(parameter):
             parameter.grad_dtype = torch.float32
         elif parameter.requires_grad and reduces_each:
-            parameter.grad_dtype = None  # FSDP2's is bf16 at first
+            parameter.grad_dtype = None  # the first gradient of FSDP2 is bf16
             parameter.register_post_accumulate_grad_hook(_widen)
 
 
@@ -33,23 +33,24 @@ def _widen(parameter: Tensor) -> None:
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """Return zeros as the gradient of ``parameter`` may be."""
+    """Return zeros with the shape and gradient dtype of ``parameter``."""
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 @torch.no_grad()
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """Sum of squares of this rank's part of the gradients, fp64 scalar.
+    """Return the sum of squares of this rank's shards of the gradients, an fp64 scalar.
 
-    Norms of rows (the last dim) are taken in fp32 and combined in fp64: as fast as one fp32 norm per tensor, whose
-    rounding (1e-5 to 1e-3 on a CPU) depends on how the tensor is sharded, but exact to about 1e-8.
+    Norms of rows (the last dim) are computed in fp32 and combined in fp64. This is as fast as one fp32 norm per tensor
+    and exact to about 1e-8. The rounding error of one fp32 norm per tensor (1e-5 to 1e-3 on a CPU) would depend on the
+    sharding.
     """
     return torch.cat([_row_norms(local(gradient)) for gradient in gradients]).double().square().sum()
 
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group: dist.ProcessGroup) -> None:
-    """Sum the gradients that are terms of a sum over ``axis``, in one exchange a step."""
+    """Sum the gradients that are partial over ``axis``, with one all-reduce per step."""
     partial = [shard.tensor for shard in parameters if axis in shard.spec.sums_over and shard.tensor.requires_grad]
     if not partial:
         return
@@ -66,7 +67,7 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
 
 @torch.no_grad()
 def sum_tied_gradients(parameters: Iterable[HeldTensor], groups: Groups) -> None:
-    """Sum the gradients of parameters that the first and the last stage hold: both then take the same update."""
+    """Sum the gradients of parameters shared by the first and the last stage, so that both get the same update."""
     tied: dict[str, list[Tensor]] = {}
     for held in parameters:
         if len(held.spec.holders) > 1 and held.tensor.requires_grad:
@@ -76,7 +77,7 @@ def sum_tied_gradients(parameters: Iterable[HeldTensor], groups: Groups) -> None
     for first, *others in tied.values():
         for other in others:
             first.add_(other)
-        if groups.ends is not None:  # else one rank has both stages
+        if groups.ends is not None:  # otherwise one rank has both stages
             dist.all_reduce(first, group=groups.ends)
         for other in others:
             other.copy_(first)
@@ -84,26 +85,26 @@ def sum_tied_gradients(parameters: Iterable[HeldTensor], groups: Groups) -> None
 
 @torch.no_grad()
 def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Layout, device: torch.device) -> Tensor:
-    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks.
+    """Return the sum of squares of the full reduced gradient, an fp64 scalar bitwise equal on all ranks.
 
-    ``by_copies``: parameters of this rank by the number of ranks that hold each element, for the numbers of all stages
-    and in ascending order.
+    ``by_copies`` maps the number of ranks that hold each element to this rank's parameters, in ascending order. All
+    ranks must pass the same keys.
     """
     squares = {}
     for copies, parameters in by_copies.items():
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         squares[copies] = (
-            sum_of_squares(gradients).to(device)  # from host memory, if they are there
+            sum_of_squares(gradients).to(device)  # from host memory if offloaded
             if gradients
             else torch.zeros((), dtype=torch.float64, device=device)
         )
-    # A gradient that every rank holds whole is the result of an all-reduce: all ranks have the same sum already.
+    # Gradients replicated on all ranks result from an all-reduce, so all ranks already have the same sum.
     whole = squares.pop(layout.world, None) if layout.pipeline == 1 else None
     if not squares:
         assert whole is not None, "a model has a parameter to train"
         return whole
-    # All holders of a copy contribute, so that a bad number on any rank reaches all.
+    # All replicas contribute, so that a NaN on any rank reaches all ranks.
     table = torch.stack(list(squares.values()))
     dist.all_reduce(table)
     totals = [row / copies for row, copies in zip(table.unbind(), squares, strict=True)]

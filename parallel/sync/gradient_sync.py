@@ -1,4 +1,4 @@
-"""Gradient synchronization without FSDP2: none on one process, DDP and its like. Gradients are sums over ranks."""
+"""Gradient synchronization without FSDP2: none on one process, DDP, and all-reduce per parameter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,8 @@ from serried.parallel.layout.mesh import Layout
 
 
 class Root(nn.Module):
-    """Runs a function of the model as one forward, so that DDP and FSDP2 wrap all of its calls of the model."""
+    """Module that runs a function of the model as one forward, so that DDP and FSDP2 wrap all calls of the model in
+    it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -31,17 +32,17 @@ class GradientSync(Protocol):
     root: nn.Module
     """A ``Root``, or its wrapper."""
     divisor: int
-    """``.grad`` times this is the sum over ranks."""
+    """Factor by which to multiply ``.grad`` to get the sum over ranks."""
 
     def during(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward."""
+        """Return a context manager for the forward and backward of a micro-batch."""
 
     def reshard(self) -> None:
         """Free parameters that a forward without backward left gathered."""
 
 
 class NoSync:
-    """One process."""
+    """No synchronization, for one process."""
 
     divisor = 1
 
@@ -49,7 +50,7 @@ class NoSync:
         self.root: nn.Module = Root(module)
 
     def during(self, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """Return an empty context manager."""
         del is_last
         return nullcontext()
 
@@ -58,16 +59,16 @@ class NoSync:
 
 
 class Replicated:
-    """DistributedDataParallel: every rank holds the model, gradients are summed in buckets while backward runs."""
+    """DistributedDataParallel: the model is replicated, and gradients are reduced in buckets during the backward."""
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, *, uses_all: bool) -> None:
-        """``uses_all``: each loss depends on every parameter, so there is no need to look."""
+        """``uses_all`` means that each loss depends on every parameter, so DDP need not search for unused ones."""
         root = Root(module)
         if not uses_all:
-            # DDP warns on every rank if it looks for unused parameters and finds none, in C++: so there is always one.
-            # On a GPU the host then waits for the end of each step's backward, to learn which no rank has used.
+            # DDP warns on every rank, in C++, if it searches for unused parameters and finds none, so there is always
+            # one. On a GPU the host waits for the end of each backward to find the parameters that no rank used.
             root.unused = nn.Parameter(torch.zeros(1, device=device))
-        # Every rank starts with the same bits: nothing to broadcast.
+        # Ranks start bitwise equal, so no initial broadcast is needed (init_sync=False).
         replicas = DistributedDataParallel(
             root,
             device_ids=None if device.type == "cpu" else [device],
@@ -76,13 +77,14 @@ class Replicated:
             find_unused_parameters=not uses_all,
         )
         self.root: nn.Module = replicas
-        replicas.broadcast_buffers = False  # DistributedModel does. The argument of this name is deprecated since 2.13
-        # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up
-        # against the average would depend on the number of ranks; so the average stays, and the optimizer undoes it.
+        # DistributedModel broadcasts buffers. The argument of this name is deprecated since torch 2.13.
+        replicas.broadcast_buffers = False
+        # DDP averages. A sum would need a communication hook in Python. Scaling the loss up instead would make fp16
+        # overflow depend on the number of ranks. So the average stays, and the optimizer multiplies it by the divisor.
         self.divisor = layout.replicate
 
     def during(self, is_last: bool) -> AbstractContextManager[None]:
-        """Sum gradients in the last micro-batch only."""
+        """Return a context manager that reduces gradients only in the last micro-batch."""
         assert isinstance(self.root, DistributedDataParallel)
         return nullcontext() if is_last else self.root.no_sync()
 
@@ -91,9 +93,9 @@ class Replicated:
 
 
 class Summed(NoSync):
-    """Data parallelism with gradients of another type than the parameters, which DDP refuses.
+    """Data parallelism with gradients of a different dtype than the parameters, which DDP does not support.
 
-    Every rank holds the model. The gradient of each parameter is summed as soon as it is complete.
+    The model is replicated. The gradient of each parameter is all-reduced as soon as it is complete.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,8 +113,11 @@ class Summed(NoSync):
 
     @contextmanager
     def during(self, is_last: bool) -> Iterator[None]:
-        """Sum gradients in the last micro-batch only. Raises ``UserError`` if a parameter has none, so that it would
-        not be summed, or with another one of another rank."""
+        """Context manager that sums gradients only in the last micro-batch.
+
+        Raises:
+            UserError: A parameter has no gradient, so the all-reduces of ranks would not match.
+        """
         self._is_last = is_last
         yield
         if is_last and (unused := [name for each, name in self._names.items() if each not in self._travelling]):

@@ -76,8 +76,8 @@ def preflight(
 
 
 def examine(session: Session, run_dir: Path) -> dict[str, Any]:
-    """Return all measurements of this rank. A collective: the network is measured by all ranks together, everything
-    else by each rank alone at the same time."""
+    """Return all measurements of this rank. A collective: all ranks measure the network together. Everything else is
+    measured by each rank on its own, at the same time."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
 
     def alone(name: str, probe: Callable[[], Any]) -> None:
@@ -108,7 +108,7 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         members = firsts if len(firsts) > 1 else list(range(session.world_size))
         facts["pairs"] = probes.pairs_bytes_per_second(session, members, session.device)
-        if len(firsts) > 1:  # checkpoints travel from host to host
+        if len(firsts) > 1:  # checkpoints are sent from host to host
             facts["host_pairs"] = probes.pairs_bytes_per_second(session, firsts, torch.device("cpu"))
     facts["clock"] = probes.clock_ahead_seconds(session)
     return facts
@@ -134,7 +134,7 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
     return seen if is_there else None
 
 
-# the verdict ----------------------------------------------------------------------------------------------------------
+# verdict --------------------------------------------------------------------------------------------------------------
 
 
 def judge(
@@ -193,8 +193,8 @@ def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findi
 
 
 def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
-    """Find ranks with wrong collectives. A rank whose data is wrong on most other ranks is a faulty sender; a rank
-    that alone has wrong results is a faulty receiver."""
+    """Find the ranks at fault for wrong results of collectives. A rank whose data is wrong on most other ranks is a
+    faulty sender. Otherwise, ranks with wrong results are faulty if they are a minority."""
     known = [fact for fact in facts if fact.get("collectives")]
     wrong = [fact for fact in known if fact["collectives"]["is_reduce_wrong"] or fact["collectives"]["gather_wrong"]]
     if not wrong:
@@ -253,7 +253,7 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
             findings.warnings.append(f"{fact['host']} writes {speed}/s to {run_dir}: saving will be slow")
 
 
-# the table ------------------------------------------------------------------------------------------------------------
+# table ----------------------------------------------------------------------------------------------------------------
 
 
 _COLUMNS = (

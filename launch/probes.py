@@ -1,4 +1,4 @@
-"""Measurements of one process: its node, device and network. ``preflight`` judges them."""
+"""Measurements of one process: its node, device and network. ``preflight`` evaluates them."""
 
 import os
 import platform
@@ -28,7 +28,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _TIMED = 3
 _CLOCK_ROUNDS = 5
 _all_gather_whole: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.13 has the first name, and warns about the second."""
+"""torch 2.13 has the first name and deprecates the second."""
 
 
 def versions() -> dict[str, str | None]:
@@ -119,13 +119,13 @@ def pairs_bytes_per_second(session: Session, members: list[int], device: torch.d
         if partner is not None:
 
             def exchange(partner: int = partner) -> None:
-                # In one batch: on NCCL, two sends that wait for their receives behind each other would never end.
+                # In one batch: with NCCL, two sends that each wait for the other rank's receive would deadlock.
                 for work in dist.batch_isend_irecv(
                     [dist.P2POp(dist.isend, out, partner), dist.P2POp(dist.irecv, into, partner)]
                 ):
                     work.wait()
 
-            exchange()  # the first exchange connects
+            exchange()  # the first exchange opens the connection
             rates.append(2 * out.nbytes / min(_timed(session, exchange) for _ in range(_TIMED)))
         dist.barrier()
     return sum(rates) / len(rates) if rates else None
@@ -178,7 +178,7 @@ def unresolved(hosts: list[str]) -> list[str]:
 
 
 def open_files() -> int:
-    """Return how many files (including sockets) this process may open."""
+    """Return the number of files, including sockets, that this process may open."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if allowed == resource.RLIM_INFINITY else allowed
 
@@ -223,9 +223,10 @@ def _write_seconds(folder: Path) -> float:
 
 _EXCHANGED_BYTES = (2**14, 2**20, 2**24)
 _ATTENTION = {"cpu": (4, 8, 512, 64), "gpu": (1, 32, 8192, 128)}
-"""Samples, heads, length and width of the timed attention. On a GPU, a small one would mostly measure the launch."""
+"""Batch size, heads, sequence length and head dim of the timed attention. On a GPU, a smaller one would mostly measure
+the kernel launch."""
 _SMALL = 300
-"""Number of operations that are timed together."""
+"""Number of operations on a tiny tensor that are timed together."""
 
 
 def device_name(session: Session) -> str:
@@ -336,6 +337,6 @@ def _random(session: Session, precision: str, *size: int) -> torch.Tensor:
 
 
 def _best(session: Session, work: Callable[[], Any]) -> float:
-    """Return the shortest time of ``work``, which runs equally often on every rank."""
+    """Return the shortest time of ``work``, which runs the same number of times on every rank."""
     _timed(session, work)
     return min(_timed(session, work) for _ in range(2 * _TIMED))

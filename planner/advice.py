@@ -24,7 +24,7 @@ _WORTH_A_LINE_SHARE = 0.005
 _DEGREES = (1, 2, 4, 8)
 _CONTEXT_DEGREES = (*_DEGREES, 16, 32)
 _PER_NODE = 8
-"""Tensor and context ranks exchange much, so together they stay within a node."""
+"""Devices of a node. Tensor and context ranks communicate a lot, so together they stay within a node."""
 
 
 class Advice(NamedTuple):
@@ -54,7 +54,7 @@ class Planned:
         return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
 
     def saved_by(self, values: Mapping[str, object], ranks: int = 1) -> int:
-        """Return the bytes that other ``values``, by key, save on ``ranks`` times as many ranks; 0: none."""
+        """Return the bytes that ``values``, by key, save on ``ranks`` times as many ranks; 0 if they are invalid."""
         try:
             return self.memory.total - self.of(with_values(self.config, values), ranks * self.world_size).total
         except UserError:
@@ -130,7 +130,7 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
                 "",
             )
             for axis, degree in degrees.items()
-            if layout.shard % 2 == 0  # on as many ranks
+            if layout.shard % 2 == 0  # on the same number of ranks
         ]
         if found:
             yield max(found, key=lambda each: each.saved)

@@ -1,4 +1,4 @@
-"""Suggest other overrides for a plan: faster ones if memory is left, and smaller ones if the run does not fit."""
+"""Overrides to suggest for a plan: faster settings if memory is left, settings with less memory if it does not fit."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -19,22 +19,22 @@ from serried.planner.time.time_model import step_of
 from serried.trainer.task import RunTask
 
 MICRO_BATCHES = (1, 2, 4, 8)
-"""Samples of a forward pass that are tried."""
+"""Micro-batch sizes to try."""
 SMALLER_OPTIMIZERS = ("adamw8bit", "adamw_bf16", "adamw4bit")
-"""Optimizers that hold less state than AdamW; the first changes its numerics the least."""
+"""Optimizers with less state than AdamW, closest numerics first."""
 OTHER_NUMERICS = {
     "adamw8bit": "moments in 8 bits: other numerics than adamw",
     "adamw_bf16": "weights and moments in bf16, rounded stochastically: other numerics than adamw",
     "adamw4bit": "moments in 4 bits: other numerics than adamw",
 }
 SHORTEST = 512
-"""Tokens of a sample, below which samples are not shortened."""
+"""Shortest sample length to try, in tokens."""
 _CHANGES = {
     "adapter.method": "trains adapters only",
     "adapter.quantize": "holds the base model in 4 bits",
     "data.sequence_length": "shorter samples",
 }
-"""Effect of a key beside speed and memory."""
+"""Effects of keys other than speed and memory."""
 _WORTH_A_LINE = 0.01
 _LINES = 3
 _MOST_CHANGES = 3
@@ -47,7 +47,7 @@ class Faster(NamedTuple):
     saved: float
     """Share of the step's time, with the overrides before this one."""
     bytes: int
-    """More memory; negative: less."""
+    """Additional memory in bytes; negative if it is less."""
 
 
 class Fitting(NamedTuple):
@@ -57,18 +57,18 @@ class Fitting(NamedTuple):
     fits: Fits
 
     def words(self) -> str:
-        """Return the overrides, to paste."""
+        """Return the overrides as command-line arguments."""
         implied = ("parallel.replicate", "parallel.shard") if "parallel.strategy" in self.values else ()
         return " ".join(word(key, value) for key, value in self.values.items() if key not in implied)
 
     def changes(self) -> list[str]:
-        """Return the effects of the overrides beside speed and memory."""
+        """Return the effects of the overrides other than speed and memory."""
         optimizer = [OTHER_NUMERICS[self.values["optim.name"]]] if "optim.name" in self.values else []
         return [text for key, text in _CHANGES.items() if key in self.values] + optimizer
 
 
 def word(key: str, value: object) -> str:
-    """Return an override; a name of a section's choice as ``optim=NAME``."""
+    """Return an override as a command-line argument; the choice of a section in its short form, ``optim=NAME``."""
     short = {"optim.name": "optim", "adapter.method": "adapter", "parallel.strategy": "parallel"}.get(key, key)
     return f"{short}={str(value).lower()}"
 
@@ -77,7 +77,7 @@ def word(key: str, value: object) -> str:
 
 
 def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
-    """Return overrides that save time, the most first, and that fit together with those before them."""
+    """Return overrides that save time, largest saving first. Each fits together with the overrides before it."""
     config = planned.config
     fits, time = plan.fits, plan.time
     shape = shape_of(config, planned.model, planned.plan)
@@ -87,7 +87,7 @@ def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
     rates = planned_rates(config, cluster.device)
 
     def estimate(values: Mapping[str, Any]) -> tuple[float, int] | None:
-        """Return seconds and bytes of a step; None: the values do not go together."""
+        """Return seconds and bytes of a step; None if the values cannot be combined."""
         changed = with_values(config, values)
         try:
             layout, accumulation = checked_layout(changed, planned.world_size)
@@ -101,7 +101,7 @@ def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
     first = estimate({})
     if first is None:
         return []
-    more = max(0, fits.needed - first[1])  # a trace knows of more than the formula
+    more = max(0, fits.needed - first[1])  # memory of the trace that the formula lacks
     found: list[Faster] = []
     values: dict[str, Any] = {}
     now = first
@@ -122,12 +122,12 @@ def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
 
 
 def _quicker(planned: Planned, plan: StepPlan, chosen: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield overrides that may save time, beside those ``chosen``."""
+    """Yield overrides that may save time, in addition to those in ``chosen``."""
     config, layout = planned.config, plan.layout
     trainer, parallel = config.trainer, config.parallel
     is_known = bool(planned.memory.activations)
     options: list[tuple[str, Sequence[Any]]] = []
-    if not trainer.compiles and not config.plan.rates:  # measured rates are those of an uncompiled step
+    if not trainer.compiles and not config.plan.rates:  # rates were measured without compilation
         options.append(("trainer.compile", [True]))
     if is_known:
         allowed = [samples for samples in allowed_micro_batches(config, layout) if samples in MICRO_BATCHES]
@@ -157,7 +157,7 @@ class Search:
         self._seen: dict[frozenset[tuple[str, Any]], Fitting | None] = {}
         own = self._estimate({})
         self._more = 0 if own is None else max(0, plan.fits.needed - own.needed)
-        """Bytes that a trace knows of, and the formula does not."""
+        """Bytes that the trace found and the formula lacks."""
         self._seen.clear()
 
     def found(self) -> list[Fitting]:
@@ -177,12 +177,12 @@ class Search:
         return found
 
     def nearest(self) -> Fitting | None:
-        """Return the overrides that were tried and miss by the least."""
+        """Return the tried overrides that come closest to fitting without fitting."""
         missing = [tried for tried in self._seen.values() if tried and not self._fits(tried) and tried.values]
         return max(missing, key=lambda tried: tried.fits.margin, default=None)
 
     def _relaxed(self, chosen: Sequence[Sequence[Mapping[str, Any]]]) -> Fitting:
-        """Return the weakest steps of the options ``chosen`` that fit, with the strongest of the others."""
+        """Return the options ``chosen``, each weakened as far as the run still fits."""
         steps = [options[-1] for options in chosen]
         for place, options in enumerate(chosen):
             for weaker in options[:-1]:
@@ -234,7 +234,7 @@ def task_for(task: RunTask, config: RunConfig) -> RunTask:
 
 
 def smaller(config: RunConfig, processes: int) -> list[list[dict[str, Any]]]:
-    """Return options that save memory, each with its steps from weak to strong; the first options keep the numbers."""
+    """Return options that save memory, each as steps from weak to strong. Options that keep the numerics come first."""
     trainer, adapter = config.trainer, config.adapter
     data = getattr(config, "data", None)
     options: list[list[dict[str, Any]]] = []

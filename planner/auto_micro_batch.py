@@ -1,4 +1,4 @@
-"""``trainer.micro_batch=auto``: the most samples of a forward pass that fit, by the plan."""
+"""``trainer.micro_batch=auto``: the largest micro-batch that fits, by the plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,9 +24,11 @@ from serried.trainer.task import RunTask
 
 
 def for_run(config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
-    """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line on it. A collective: rank 0 chooses,
-    for the least memory of any rank. A run that resumes as it was keeps its number. Raises ``UserError`` if no number
-    fits."""
+    """Return ``config`` with the chosen ``trainer.micro_batch``, and a line that reports it. A collective.
+
+    Rank 0 chooses for the rank with the least memory. A run that resumes with the same settings keeps its value. Raises
+    ``UserError`` if no value fits.
+    """
     layout = resolve_layout(config.parallel, session.world_size)
     device = session.device.type
     if device != "cpu":
@@ -50,15 +52,15 @@ def choose(
     earlier: int = 0,
     is_open: bool = False,
 ) -> tuple[int, str]:
-    """Return the largest micro-batch that leaves a tenth of ``usable`` bytes on each rank, and a line on it.
+    """Return the largest micro-batch that leaves a tenth of ``usable`` bytes on each rank, and a line that reports it.
 
     Args:
-        device: its type.
-        earlier: what to keep if it fits.
-        is_open: whether the data of ``task`` is.
+        device: type of the devices.
+        earlier: micro-batch to keep if it fits; 0: none.
+        is_open: whether the data of ``task`` is open.
 
     Raises:
-        UserError: none fits.
+        UserError: no micro-batch fits.
     """
     allowed = allowed_micro_batches(config, layout)
     planned = Planned(with_micro_batch(config, allowed[-1]), task, layout.world, device)
@@ -82,26 +84,27 @@ def choose(
 
 
 def _largest(allowed: list[int], fits: Callable[[int], Fits]) -> int:
-    """Return the first of ``allowed`` that fits; 0: none does."""
+    """Return the first of ``allowed`` that fits; 0 if none does."""
     return next((samples for samples in allowed if fits(samples).answer == "yes"), 0)
 
 
 def _others(planned: Planned, allowed: list[int], fits: Callable[..., Fits]) -> Iterator[tuple[str, int]]:
-    """Yield overrides that let blocks keep less, each with the largest micro-batch that fits with it, if one does."""
+    """Yield overrides with which blocks keep less, each with the largest micro-batch that fits with it, if any."""
     trainer = planned.config.trainer
     has_others = planned.memory.activations and trainer.activation_memory_budget == 1
     for mode in KEEPS_LESS.get(trainer.activation_checkpoint, ()) if has_others else ():
-        with suppress(UserError):  # the mode does not go together with something else
+        with suppress(UserError):  # the mode conflicts with another setting
             if samples := _largest(allowed, partial(fits, mode=mode)):
                 yield f"trainer.activation_checkpoint={mode}", samples
 
 
 def _needed(config: RunConfig, task: RunTask, layout: Layout, planned: Planned, *, is_open: bool) -> int:
-    """Return bytes of the rank that needs the most: by formula, or with the activations of a trace for other models."""
+    """Return the bytes of the rank that needs the most: by formula, or with traced activations if there is none."""
     found = planned.of(config, layout.world)
     if found.activations:
         return with_unused(formula_memory(found)).peak
-    # A trace of ranks needs a process group, and the run has its own: shards are counted, the rest traced on one rank.
+    # Tracing several ranks needs a process group, and the run has its own. Shards are computed, and the rest is traced
+    # on one rank.
     accumulation = 1 if layout.is_sharded else gradient_accumulation(config.trainer, layout)
     alone = Layout("single") if layout.is_sharded else layout
     try:

@@ -30,24 +30,24 @@ from serried.trainer.model import model_to_train
 from serried.trainer.task import RunTask
 
 _CLOSE = 0.1
-"""A term is as planned if it is off by less."""
+"""Relative error below which a term counts as planned."""
 _EXCHANGES = ("data", "tensor", "context", "expert")
 _TRACE = re.compile(r"steps-\d+-\d+-rank-0\.json\.gz")
 _MOST_BYTES = 2**30
-"""Most bytes of a profile that are read."""
+"""Largest number of bytes that are read from a profile."""
 _MESSAGES = ("send", "recv", "gloo:send", "gloo:recv")
 """Pipeline messages. The time that ranks wait for them is a separate phase."""
 
 
 class Exchanged(NamedTuple):
-    """Collectives of rank 0, in seconds of a step."""
+    """Time of rank 0 in collectives, in seconds per step."""
 
     steps: tuple[int, int]
     """First and last profiled step."""
     seconds: float
-    """Time with at least one collective under way. Waiting for a late rank counts."""
+    """Time with at least one collective in progress, including waits for a late rank."""
     exposed: float
-    """Part of it in which nothing was computed."""
+    """Part of that time without computation."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class Figures:
     """Measurements of a run since its last start."""
 
     device: str
-    """Name by its driver, or ``cpu``."""
+    """Device name reported by the driver, or ``cpu``."""
     processes: int
     nodes: int
     steps: list[int]
     """Steps of the log lines, without the first line."""
     step_seconds: float
-    """Median of the log lines."""
+    """Median step time of the log lines."""
     phases: dict[str, float]
-    """Seconds of each in a step, medians; empty: not recorded."""
+    """Median seconds per step of each phase; empty if not recorded."""
     memory_bytes: int | None
-    """Peak of the rank that needed the most; on a CPU less the memory at the start; None: not recorded."""
+    """Peak of the rank that needed the most, on a CPU minus the memory at the start; None if not recorded."""
     reserved_bytes: int | None
     exchanged: Exchanged | None
-    """None: no steps were profiled."""
+    """None if no steps were profiled."""
 
     @property
     def is_gpu(self) -> bool:
@@ -86,7 +86,7 @@ def figures_of(run: Path) -> Figures | None:
             steps.append(event)
     if not is_count(start.get("world_size")) or not isinstance(start.get("device"), str):
         return None
-    used = steps[1:] or steps  # the first line has what happens once
+    used = steps[1:] or steps  # the first line includes one-time costs
     splits = [split for step in used if isinstance(split := step.get("time_split"), dict)]
     memory, reserved = (_last(steps, name) for name in ("memory_bytes", "memory_reserved_bytes"))
     before = start.get("memory_bytes")
@@ -105,10 +105,10 @@ def _last(steps: list[dict[str, Any]], name: str) -> int | None:
 
 
 def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
-    """Return ``config`` for the processes and the device of the run, unless the words ``given`` choose others.
+    """Return ``config`` for the processes and the device of the run, unless the overrides ``given`` set others.
 
     Raises:
-        UserError: the rates are of another device.
+        UserError: the rates were measured on another device.
     """
     values: dict[str, Any] = {}
     if not any(word.startswith("launch.") for word in given):
@@ -131,7 +131,7 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
 
 
 def compared(config: RunConfig, task: RunTask, layout: Layout, accumulation: int, ran: Figures) -> str:
-    """Return a table of the plan of ``config`` beside ``ran``; as JSON if ``plan.as_json``."""
+    """Return a table that compares the plan of ``config`` with ``ran``; JSON if ``plan.as_json``."""
     built = model_to_train(config, task)
     is_timed = bool(config.plan.device or config.plan.rates)
     sizes = Sizes(config, layout, built.module, built.plan)
@@ -183,7 +183,7 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
 
 
 def _exchanges(planned: float | None, ran: Figures) -> tuple[str, ...]:
-    """Return the row of the exchanges that nothing hides: they are a part of the phases."""
+    """Return the row on communication that does not overlap with computation. Its time is part of the phases."""
     if (found := ran.exchanged) is None:
         how = "a run with 'profile.steps=[3,4]' shows them"
         return "  of it exchanges", "-" if planned is None else seconds_text(planned), "-", "", how
@@ -218,7 +218,7 @@ def _row(term: str, planned: float, ran: float, shown: Any, says: str) -> tuple[
 
 
 def exchanged(run: Path) -> Exchanged | None:
-    """Return the exchanges in the newest readable profile of a run folder; None: there is none."""
+    """Return the time in collectives from the newest readable profile of a run folder; None if there is none."""
     found = [path for path in (run / PROFILES).glob("*.json.gz") if _TRACE.fullmatch(path.name)]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -227,17 +227,17 @@ def exchanged(run: Path) -> Exchanged | None:
             first, last = (int(word) for word in path.name.split("-")[1:3])
             return Exchanged((first, last), *(seconds / (last - first + 1) for seconds in _seconds(events)))
         except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            continue  # of a run that was killed, or not ours
+            continue  # from a killed run, or not a profile of ours
     return None
 
 
 def _seconds(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the seconds of exchanges, and the part of them in which nothing was computed."""
+    """Return the seconds in collectives, and the part of them without computation."""
     timed = [event for event in events if is_number(event.get("dur")) and is_number(event.get("ts"))]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     marks = ("nccl", "gloo:")
     exchanges = [event for event in kernels or timed if event["name"].startswith(marks) and not _is_message(event)]
-    # Work of a GPU is its kernels, of a CPU its operators.
+    # GPU work is recorded as kernels, CPU work as operators.
     computes = [event for event in kernels or timed if not event["name"].startswith(marks)]
     computes = [event for event in computes if kernels or event["name"].startswith("aten::")]
     computing = _covered(computes)
@@ -249,7 +249,7 @@ def _is_message(event: Mapping[str, Any]) -> bool:
 
 
 def _covered(events: Iterable[Mapping[str, Any]]) -> float:
-    """Return how long at least one of ``events`` lasts, in microseconds."""
+    """Return the time in microseconds during which at least one of ``events`` runs."""
     covered, end = 0.0, -math.inf
     for began, ended in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         covered += max(0.0, ended - max(began, end))

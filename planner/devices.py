@@ -1,4 +1,4 @@
-"""Devices that a run can be planned for, as their makers specify them, with sources.
+"""Devices that a run can be planned for, with the makers' specifications and their sources.
 
 ``trainer.metrics.peak_flops`` has the peaks of matrix products. The memory bandwidth of the T4 (300 GB/s here, 320 by
 its bus) and the figures of the MI300X have not been compared with their data sheets.
@@ -16,7 +16,7 @@ _8_BITS_AT_TWICE = ("h100", "h200", "b200", "mi300x", "l4", "l40", "l40s", "rtx4
 
 
 class Device(NamedTuple):
-    """A device and its place in a node."""
+    """A device and its connections within and between nodes."""
 
     name: str
     driver_name: str
@@ -62,7 +62,7 @@ class Device(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Equal nodes."""
+    """Nodes with equal devices."""
 
     device: Device
     per_node: int = 8
@@ -108,7 +108,7 @@ DEVICES = {
             "rtx-a6000", "NVIDIA RTX A6000", 48 * _GB, 768 * _GB, _PCIE_4, None,
             "nvidia.com/en-us/design-visualization/rtx-a6000",
         ),
-        # 32 and 24 GB of a GeForce are GiB, of which torch.cuda.mem_get_info has 31.4 and 23.6
+        # The 32 and 24 GB of a GeForce are GiB, of which torch.cuda.mem_get_info reports 31.4 and 23.6
         # (github.com/Wan-Video/Wan2.1/issues/465, github.com/ali-vilab/VGen/issues/104).
         Device(
             "rtx5090", "NVIDIA GeForce RTX 5090", 31.3 * _GIB, 1792 * _GB, _PCIE_5, None,
@@ -144,7 +144,7 @@ def device_of(name: str) -> Device:
 
 
 def _letters(name: str) -> str:
-    """Return a name without case, punctuation and words that do not tell cards apart."""
+    """Return a name without case, punctuation and words that do not distinguish devices."""
     return re.sub("nvidia|geforce|tesla|rtx|amd|instinct|[^a-z0-9]", "", name.lower())
 
 

@@ -1,4 +1,4 @@
-"""Memory of a rank and messages of FSDP2, computed from sizes. Nothing is allocated."""
+"""Formulas for the memory of a rank and the communication of FSDP2. Nothing is allocated."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,34 +35,34 @@ from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float
 from serried.trainer.task import RunTask
 
 RECEIVE_BUFFERS = "receive buffers"
-"""Part of the memory of a pipeline's ranks."""
+"""Name of the pipeline receive buffers among the parts of a rank's memory."""
 WHY_RECEIVE_BUFFERS = (
     "torch has one for each micro-batch of a step and each stage; fewer samples in a step need fewer: a lower "
     "trainer.global_batch, more data ranks, or parallel.stages_per_rank=1"
 )
 _FP32_BYTES = 4
 _WAITS_FOR_THE_NEXT_BACKWARD = ("interleaved_zero_bubble", "zbv")
-"""Schedules after whose gradients of weights FSDP2 widens and adds these in the stage's next backward alone."""
+"""Schedules in which FSDP2 upcasts and accumulates weight gradients only in the stage's next backward."""
 
 
 class FormulaMemory(NamedTuple):
-    """Bytes on the rank that holds the most."""
+    """Memory in bytes of the rank that needs the most."""
 
     parameters: int
     gradients: int
     gradients_while_accumulating: int
-    """Whole gradients of a sharded model, beside its shards of them."""
+    """Unsharded gradients of a sharded model, in addition to ``gradients``."""
     optimizer_state: int
     gathered: int
-    """Whole parameters of a sharded model, while they are used."""
+    """Unsharded parameters of a sharded model while they are used."""
     activations: int
-    """Peak of forward and backward of a micro-batch beside the others, by estimate; 0: unknown."""
+    """Estimated peak of the activations in forward and backward; 0: unknown."""
     received: int
-    """Part of the activations: buffers of a pipeline's messages. torch has one for each micro-batch of a step."""
+    """Part of the activations: pipeline receive buffers. torch allocates one for each micro-batch of a step."""
     apart: Mapping[str, int]
-    """Bytes in host memory, by the names of parts."""
+    """Bytes in host memory by part."""
     peak: Moment
-    """Moment at which most is held."""
+    """Moment of peak memory."""
 
     @property
     def on_host(self) -> int:
@@ -76,20 +76,20 @@ class FormulaMemory(NamedTuple):
 
     @property
     def is_of_parts(self) -> bool:
-        """Whether all parts exist at the peak."""
+        """Whether the peak is the sum of all parts."""
         gradients = self.gradients + self.gradients_while_accumulating
         return gradients + self.gathered + self.activations == int(self.peak.bytes)
 
 
 def planned_memory(config: RunConfig, task: RunTask, accumulation: int, sizes: "Sizes") -> FormulaMemory:
-    """Return the memory of a run of ``config``."""
+    """Return the memory of the rank that needs the most in a run of ``config``."""
     stages = range(sizes.layout.pipeline)
     each = (_of_stages(config, task, accumulation, sizes, pipeline) for pipeline in stages)
     return max(each, key=lambda memory: memory.total)
 
 
 def formula_memory(found: FormulaMemory) -> Memory:
-    """Return ``found`` as the parts of its peak."""
+    """Return the parts of ``found`` at its peak."""
     peak, received = found.peak, min(found.received, found.peak.activations)
     parts = {
         "parameters": found.parameters,
@@ -105,8 +105,7 @@ def formula_memory(found: FormulaMemory) -> Memory:
 
 
 def planned_flows(config: RunConfig, accumulation: int, sizes: "Sizes") -> tuple[Flow, ...]:
-    """Return the exchanges of FSDP2, DDP and an optimizer of matrices in a step, on a rank of the stage that sends the
-    most."""
+    """Return the communication of FSDP2, DDP and the optimizer in a step, for the pipeline rank that sends the most."""
     layout = sizes.layout
     how = Exchanges(
         accumulation,
@@ -132,7 +131,7 @@ def _optimizer_flows(config: RunConfig, sizes: "Sizes", pipeline: int) -> Iterat
         width = _FP32_BYTES if LOW_DTYPES[config.precision.name] is None else torch.bfloat16.itemsize
         yield Flow(group, "all_to_all", "end", width * elements, calls, ranks)
     if takes(config.optim, "sums"):
-        # Of rows and columns, and then two of each parameter; those that two stages share apart.
+        # Sums of rows and columns, and two sums per parameter. Parameters shared by two stages are summed separately.
         for is_shared in (False, True):
             divided = [
                 spec.shape for spec in here.values()
@@ -151,14 +150,14 @@ class ParameterSize(NamedTuple):
     held: int
     """Elements that the rank holds."""
     shape: tuple[int, ...]
-    """Shape that the other axes leave for FSDP2 to shard."""
+    """Shape that FSDP2 shards, after sharding on the other axes."""
     state_bytes: float
-    """Bytes of optimizer state, if it is trained."""
+    """Bytes of optimizer state, if the parameter is trained."""
     average_bytes: int
-    """Bytes of its average, if it is trained."""
+    """Bytes of the weight average, if the parameter is trained."""
     is_trained: bool
     is_packed: bool
-    """Whether it is in 4 bits."""
+    """Whether it is stored in 4 bits."""
     is_float8: bool
     """Whether FSDP2 gathers it in float8."""
 
@@ -169,7 +168,7 @@ class ParameterSize(NamedTuple):
 
 
 class Sizes:
-    """Sizes of the parameters of a model on a layout, from their shard specs; the model may be on meta.
+    """Sizes of the parameters of a model on a layout, from their shard specs. The model may be on the meta device.
 
     Raises ``UserError`` if the plan does not fit the layout.
     """
@@ -181,13 +180,13 @@ class Sizes:
         low = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
         self.trained_width = (trained_type(config) or torch.float32).itemsize
         self.gathered_width = low.itemsize if low else self.trained_width
-        """Bytes of an element that FSDP2 does not gather in float8."""
+        """Bytes per gathered element, unless FSDP2 gathers it in float8."""
         average_width = _FP32_BYTES if config.trainer.ema_decay else 0
         in_float8 = gathered_in_float8(config, model, plan, layout)
         states = state_bytes_by_name(
             config.optim, {name: spec.shape for name, spec in self.specs.items()}, plan.blocks_in(model)
         )
-        first = layout.coordinates(0)  # no rank of a block holds more
+        first = layout.coordinates(0)  # no other rank holds more
         parameters = dict(model.named_parameters())
         self.of: dict[str, ParameterSize] = {}
         for name, spec in self.specs.items():
@@ -204,14 +203,14 @@ class Sizes:
             )
 
     def width(self, name: str, frozen: torch.dtype | None) -> int:
-        """Bytes of an element, if frozen weights are ``frozen``."""
+        """Return the bytes per element of a parameter. ``frozen``: dtype of frozen weights."""
         size = self.of[name]
         if size.is_packed:
             return torch.bfloat16.itemsize
         return self.trained_width if size.is_trained else (frozen or torch.float32).itemsize
 
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
-        """Return the units of FSDP2 on the ranks at a coordinate of the pipeline, and the parameters in none."""
+        """Return the FSDP2 units of pipeline rank ``pipeline``, and its parameters that are in no unit."""
         found, rest = self._by_unit(pipeline)
         units = (self._unit([name for name in names if self.specs[name].shape]) for names in found)
         return [unit for unit in units if unit.shapes], self._unit([name for name in rest if self.specs[name].shape])
@@ -225,7 +224,7 @@ class Sizes:
         )
 
     def parts(self, pipeline: int) -> Parts:
-        """Return the parameters that are gathered together on the ranks at a coordinate of the pipeline."""
+        """Return the groups of parameters that are gathered together on pipeline rank ``pipeline``."""
         (found, rest), blocks = self._by_unit(pipeline), {*self.plan.blocks_in(self.model)}
         before: list[Part] = []
         middle: list[Part] = []
@@ -236,7 +235,7 @@ class Sizes:
         return Parts(before, middle, after, self._part(rest, pipeline))
 
     def _by_unit(self, pipeline: int) -> tuple[list[list[str]], list[str]]:
-        """Return the names of the parameters in each unit at a coordinate of the pipeline, and of those in none."""
+        """Return the names of the parameters in each unit of pipeline rank ``pipeline``, and the names in no unit."""
         number_of = {module: number for number, unit in enumerate(self._units) for module in unit}
         found: list[list[str]] = [[] for _ in self._units]
         rest: list[str] = []
@@ -260,7 +259,7 @@ class Sizes:
 
 
 def _of_stages(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes, pipeline: int) -> FormulaMemory:
-    """Return the memory of the ranks at a coordinate of the pipeline."""
+    """Return the memory of a rank at pipeline rank ``pipeline``."""
     layout = sizes.layout
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
     trained, frozen = [name for name in copies if sizes.of[name].is_trained], frozen_type(config, sizes.plan)
@@ -270,14 +269,15 @@ def _of_stages(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes
     share = share_of(config, layout, accumulation, blocks, pipeline, mix)
     estimate = activation_estimate(config, layout, sizes.plan, sizes.model) or (lambda _: 0)
     held = sum(len(layout.block_range(stage, blocks)) for stage in layout.stages_of(pipeline))
-    waits = layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
-    # Autocast copies adapters.
+    # Whether all micro-batches are in flight before the first backward.
+    waits = layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST
+    # Autocast keeps bf16 copies of the adapters.
     is_copied = frozen is not None and not layout.is_sharded and not trained_type(config)
     of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.of[name].held for name in trained)
 
     @cache
     def activations(moment: str, left: int, has_earlier: bool) -> float:
-        # Of each micro-batch in flight but one, all blocks are still to come.
+        # For every micro-batch in flight except one, the backward of all blocks is still to come.
         gone = held * (waits and has_earlier) + held - left
         ends = max(0, share.ends - (waits and has_earlier))
         now = share._replace(moment=moment, blocks=max(0.0, share.blocks - gone / blocks), ends=ends)
@@ -319,7 +319,7 @@ def _how(config: RunConfig, sizes: Sizes, accumulation: int, pipeline: int) -> H
     ranks = layout.shard * layout.context if layout.is_sharded else 1
     offloads = layout.is_sharded and config.parallel.offload
     stages = layout.stages_of(pipeline)
-    # One shard of that type is used as it is.
+    # A single shard that already has the gathered dtype is used without a copy.
     gathers = layout.is_sharded and (ranks > 1 or width < sizes.trained_width or offloads)
     sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
     return How(
@@ -342,9 +342,9 @@ def _how(config: RunConfig, sizes: Sizes, accumulation: int, pipeline: int) -> H
 def share_of(
     config: RunConfig, layout: Layout, accumulation: int, blocks: int, pipeline: int, mix: Mix | None = None
 ) -> Share:  # fmt: skip
-    """Return the share of the work on a micro-batch that a rank at a coordinate of the pipeline does.
+    """Return the share of the work on a micro-batch for a rank at pipeline rank ``pipeline``.
 
-    ``blocks``: of the whole model.
+    ``blocks``: number of blocks of the full model.
     """
     trainer, stages, blocks = config.trainer, layout.stages_of(pipeline), max(1, blocks)
     held = sum(len(layout.block_range(stage, blocks)) for stage in stages)
@@ -354,7 +354,7 @@ def share_of(
         blocks=held / blocks * in_flight,
         waits=held / blocks * _waiting(layout, accumulation, pipeline),
         ends=_ends_in_flight(layout, accumulation) * (layout.stages - 1 in stages),
-        # And what they sent; of several stages, another keeps what it sent last.
+        # Plus the sent tensors. With several stages on a rank, one more stage keeps the last tensor it sent.
         borders=received + ceil(in_flight) * sum(stage < layout.stages - 1 for stage in stages) + (len(stages) > 1),
         checkpoint=trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
@@ -368,12 +368,12 @@ def share_of(
 
 def _ends_in_flight(layout: Layout, accumulation: int) -> int:
     if layout.pipeline > 1 and layout.schedule == "interleaved_zero_bubble":
-        return min(accumulation, layout.pipeline)  # gradients of weights wait for those of inputs of a round
+        return min(accumulation, layout.pipeline)  # weight gradients wait for a round's input gradients
     return accumulation if layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST else 1
 
 
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
-    """Return the micro-batches in flight at a time, between forward and end of backward, on a rank of a pipeline."""
+    """Return the number of micro-batches in flight, between forward and end of backward, on a pipeline rank."""
     if layout.pipeline == 1:
         return 1.0
     if layout.schedule in ALL_FORWARDS_FIRST:
@@ -387,7 +387,7 @@ def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
 
 
 def _waiting(layout: Layout, accumulation: int, pipeline: int) -> float:
-    """Return the micro-batches whose weight gradients are deferred."""
+    """Return the number of micro-batches whose weight gradients are deferred."""
     if layout.pipeline == 1 or layout.schedule not in ZERO_BUBBLE_SCHEDULES:
         return 0.0
     passes = {"interleaved_zero_bubble": pipeline + 1, "zbv": max(1, 2 * pipeline), "dualpipev": 1}[layout.schedule]

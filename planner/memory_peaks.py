@@ -8,35 +8,40 @@ _FP32_BYTES = 4
 
 
 class Activations(Protocol):
-    """An estimate of the activations that are held."""
+    """Estimate of the activation memory."""
 
     def __call__(self, moment: str, left: int, has_earlier: bool) -> float:
-        """Return the bytes at ``moment`` (see ``activations.terms.MOMENTS``), with ``left`` blocks whose backward is to
-        come. ``has_earlier``: the backward of another micro-batch is done."""
+        """Return the bytes at ``moment``, one of ``activations.terms.MOMENTS``.
+
+        Args:
+            left: number of blocks whose backward is still to come.
+            has_earlier: whether the backward of another micro-batch is done.
+        """
 
 
 class Moment(NamedTuple):
-    """Bytes that come and go in a step, at one moment of it."""
+    """Bytes of temporary tensors and gradients at one moment of a step."""
 
     phase: str
     gathered: float
     gradients: float
     passing: float
-    """Gradients that are being added to ``gradients``, or sent to the ranks that hold them."""
+    """Gradients that are being added to ``gradients`` or reduced over ranks."""
     activations: float = 0
 
     @property
     def bytes(self) -> float:
-        """Sum of all."""
+        """Sum of all fields."""
         return self.gathered + self.gradients + self.passing + self.activations
 
 
 class Part(NamedTuple):
-    """Parameters that are gathered together, in elements."""
+    """Parameters that are gathered together."""
 
     gathered: int
     """Bytes when gathered."""
     trained: int
+    """Trained elements before FSDP sharding."""
     held: int
     """Trained elements on this rank."""
     largest: int
@@ -50,50 +55,55 @@ class Parts(NamedTuple):
     blocks: Sequence[Part]
     after: Sequence[Part]
     rest: Part
-    """Parameters in no unit, gathered through the whole forward and backward."""
+    """Parameters in no unit. They stay gathered during forward and backward."""
 
 
 class How(NamedTuple):
-    """Settings of how parameters are gathered and gradients are summed."""
+    """Settings for gathering parameters and accumulating gradients."""
 
     accumulation: int
     keeps_buckets: bool
-    """DDP's: gradients are there between steps."""
+    """Whether DDP keeps gradients between steps."""
     is_sharded: bool
     is_pipelined: bool
     """Whether there are pipeline stages, which reduce all gradients after the last micro-batch."""
     ranks: int
     """Ranks that each parameter is sharded over."""
     width: int
-    """Bytes of a gathered element, and of its gradient before it is added or summed."""
+    """Bytes of a gathered element, and of its gradient before accumulation and reduction."""
     held_width: int
     """Bytes of an element of this rank's gradients."""
     gathers: bool
-    """Whether parameters are used as copies."""
+    """Whether gathered copies of the parameters are used."""
     frees: bool
     """Whether units are freed after their forward."""
     reduces_each: bool
     """Whether gradients are reduced after each micro-batch."""
     tied: int
-    """How often one stage uses the weight that embedding and head share; 0: no stage has both."""
+    """Number of uses of the weight that embedding and head share: 2 on a rank with both, 1 with only the head, else
+    0."""
     sums_later: bool
-    """Whether whole gradients wait for the next backward before they are added, as in zero-bubble schedules."""
+    """Whether unsharded gradients are accumulated only in the next backward, as in zero-bubble schedules."""
     offloads: bool
     """Whether shards of parameters and gradients are in host memory."""
 
     @property
     def holds_whole(self) -> bool:
-        """Whether gradients of earlier micro-batches are held whole."""
+        """Whether gradients of earlier micro-batches are held unsharded."""
         sums_up = self.is_pipelined or (self.accumulation > 1 and not self.reduces_each)
         return self.is_sharded and (self.ranks > 1 or self.offloads) and sums_up
 
 
 def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetched: float = 0) -> Iterator[Moment]:
-    """Yield the moments; the model has so many ``blocks`` here, in units of their own or not. ``fetched``: state of a
-    parameter that the optimizer has from host memory."""
+    """Yield the moments of a step at which memory may peak.
+
+    Args:
+        blocks: number of blocks on this rank, whether or not they are separate units.
+        fetched: bytes of optimizer state copied from host memory to update one parameter.
+    """
     held = sum(part.held for part in (*parts.before, *parts.blocks, *parts.after, parts.rest))
     yield Moment("optimizer", 0, (not how.offloads) * how.held_width * held, fetched)
-    different = min(how.accumulation, 3)  # the first, those between, the last
+    different = min(how.accumulation, 3)  # the first, one in between, the last
     for number in range(different):
         has_earlier = number > 0 or how.keeps_buckets
         is_last = number == different - 1 and not how.is_pipelined
@@ -120,7 +130,8 @@ class _MicroBatch:
         """Order of the backward."""
 
     def moments(self) -> Iterator[Moment]:
-        """Yield the possible peaks: both ends of forward and backward, and blocks whose neighbours differ."""
+        """Yield the possible peaks: the end of the forward, both ends of the backward, and blocks whose neighbors
+        differ."""
         parts = self._parts
         blocks = self._blocks
         after = len(parts.after)
@@ -146,8 +157,8 @@ class _MicroBatch:
     def _within(self, place: int, part: Part, activations: float, tied: int | None = None) -> Moment:
         """Return the moment in the backward of a part at which its largest parameter's gradient exists.
 
-        ``tied``: the part holds the embedding that the head shares, so the gradients of both uses and their sum exist.
-        In other parts the gradient of the head's use waits.
+        ``tied``: number of uses of the embedding weight, if this part may hold it. With two uses, the gradients of both
+        and their sum exist. In other parts, the gradient of the head's use waits.
         """
         how = self._how
         times = (3 if tied > 1 else 1) if tied is not None else 1
@@ -160,21 +171,21 @@ class _MicroBatch:
         """Yield the moment after the backward of a part, while its gradients are reduced."""
         how = self._how
         if not how.is_sharded:
-            if how.held_width > how.width and not how.gathers:  # bf16 weights: one gradient is widened
+            if how.held_width > how.width and not how.gathers:  # bf16 weights: one gradient is upcast
                 yield Moment("backward", 0, self._gradients(place + 1), how.width * part.largest, activations)
             return
         is_added = how.holds_whole and self._has_earlier
-        is_wide = self._reduces and (is_added or how.ranks == 1)  # torch divides what one rank has into a copy
+        is_wide = self._reduces and (is_added or how.ranks == 1)  # for one rank, torch divides into a copy
         passing = (_FP32_BYTES if is_wide else how.width) * part.trained + self._reducing(place + 1)
         if how.offloads and self._reduces:
-            passing += how.held_width * part.held  # to the host
+            passing += how.held_width * part.held  # copied to the host
         if place < len(self._order) and how.tied:
             passing += how.width * self._parts.rest.largest
         gathered = self._in_backward(place + 1, starts=True) if place < len(self._order) else 0
         yield Moment("backward", gathered, self._gradients(place + 1), passing, activations)
 
     def _gradients(self, place: int) -> float:
-        """Return the bytes of gradients, after the backward of so many parts."""
+        """Return the bytes of gradients after the backward of the first ``place`` parts."""
         waits = self._how.width * sum(part.trained for part in (*self._order, self._parts.rest))
         return self._summed(place) + self._how.sums_later * waits
 
@@ -190,7 +201,7 @@ class _MicroBatch:
         return shards + _FP32_BYTES * sum(part.trained for part in to_come)
 
     def _reducing(self, place: int) -> float:
-        """Return the bytes of the gradients that are reduced last, after the backward of so many parts."""
+        """Return the bytes of the gradients that are being reduced after the backward of the first ``place`` parts."""
         if not self._reduces or not place:
             return 0
         return _FP32_BYTES * [*self._order, self._parts.rest][place - 1].trained

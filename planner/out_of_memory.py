@@ -1,4 +1,4 @@
-"""Explanation of an out-of-memory error: memory in use and overrides that help, without asking any other rank."""
+"""Explanation of an out-of-memory error: memory in use and overrides that help, without communication."""
 
 import errno
 import re
@@ -26,13 +26,13 @@ from serried.trainer.metrics.profiler import write_snapshot
 from serried.trainer.monitor.heartbeat import SET_UP, Pulse
 from serried.trainer.task import RunTask
 
-_TEXTS = (  # of errors that have no class of their own
+_TEXTS = (  # messages of errors without their own class
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc", "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory",
     "Cuda failure 2 'out of memory'",  # NCCL's
 )  # fmt: skip
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
-"""Under ``ulimit -v`` there is no room for the stack of a thread."""
+"""Messages of errors if ``ulimit -v`` leaves no memory for the stack of a thread."""
 _ASKED_FOR = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _EXPANDABLE_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -64,9 +64,9 @@ def explained(
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,
 ) -> BaseException:
-    """Return ``error``, or for out of memory a failure of a few lines: what holds the memory, and what would help.
+    """Return ``error``; if it is out of memory, a failure with a few lines on memory in use and overrides that help.
 
-    No collective: the other ranks may be inside one. ``optimizer`` is None as long as there is none.
+    Not a collective, because other ranks may be inside one. ``optimizer`` is None before it is created.
     """
     if isinstance(error, UserError | TrainingFailed) or not is_out_of_memory(error):
         return error
@@ -79,7 +79,7 @@ def explained(
     lines = [
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]
-    with suppress(Exception):  # what fails here must not hide the rest
+    with suppress(Exception):  # a failure here must not hide the error
         planned = Planned(config, task, session.world_size, session.device.type)
         lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
@@ -94,7 +94,7 @@ def explained(
     return TrainingFailed("\n".join(lines))
 
 
-# what there is --------------------------------------------------------------------------------------------------------
+# measured memory ------------------------------------------------------------------------------------------------------
 
 
 class _Usage(NamedTuple):
@@ -103,7 +103,7 @@ class _Usage(NamedTuple):
     allocated: int
     """Bytes of this process's tensors on a GPU; on a CPU its peak resident memory."""
     reserved_free: int
-    """Bytes that torch's allocator holds in no tensor."""
+    """Bytes that torch's allocator reserves without using them for a tensor."""
     others: int | None
     """Bytes of other processes; None: unknown, as on a CPU."""
     capacity: int
@@ -127,7 +127,7 @@ def _measure(device: torch.device) -> _Usage:
 
 
 def _asked_bytes(error: BaseException | None) -> int:
-    """Return how many bytes were asked for; 0: unknown."""
+    """Return the number of bytes in the failed allocation; 0 if unknown."""
     while error is not None:
         if found := _ASKED_FOR.search(str(error)):
             return int(float(found[1]) * _UNITS[found[2]])
@@ -140,7 +140,7 @@ def _asked_for(error: BaseException) -> str:
     return f"{size(asked)} more asked for; " if asked else ""
 
 
-# what holds it --------------------------------------------------------------------------------------------------------
+# memory in use --------------------------------------------------------------------------------------------------------
 
 
 def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
@@ -161,7 +161,7 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 
 def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> list[str]:
-    """Return lines about the use of memory: by this run, and of a GPU as a whole."""
+    """Return lines on the memory used by this run, and on the use of the full GPU."""
     if held:
         parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
     else:  # not all of it is allocated yet
@@ -187,7 +187,7 @@ def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> li
     return lines
 
 
-# what would help ------------------------------------------------------------------------------------------------------
+# overrides that help --------------------------------------------------------------------------------------------------
 
 
 def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
+"""Plan of a run in about a dozen lines, printed before the run starts and by a dry run."""
 
 import json
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ _LARGE_GPU_BYTES = 80 * 2**30
 """Memory of an A100 or H100, which a plan assumes on a machine without GPUs."""
 
 _PASSES_THAT_TEACH = 16
-"""Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
-16 on the return falls off sharply."""
+"""Muennighoff et al., "Scaling data-constrained language models", 2023: 4 epochs are almost as good as new data; beyond
+16 the return falls off sharply."""
 
 
 def overview(
@@ -63,8 +63,13 @@ def overview(
     start: Start | None = None,
     training: Dataset | None = None,
 ) -> list[str]:
-    """The plan. ``place`` names the processes and where they compute, on devices of the type ``device``; ``training``
-    is the data, where it is open."""
+    """Return the lines of the plan.
+
+    Args:
+        place: description of the processes and their location.
+        device: type of the devices.
+        training: the training data; None if it is not open.
+    """
     model, plan, layout = sizes.model, sizes.plan, sizes.layout
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(whole_numel(parameter) for parameter in model.parameters())
@@ -116,7 +121,7 @@ def overview(
 
 
 def _notes_on_length(config: RunConfig, layout: Layout) -> list[str]:
-    """Return notes on typed keys without effect in a run of ``trainer.epochs``, whose steps were not known before."""
+    """Return notes on command-line keys that have no effect once ``trainer.epochs`` is converted to steps."""
     if config.trainer.epochs is None:
         return []
     by_steps = config.model_copy(update={"trainer": config.trainer.model_copy(update={"epochs": None})})
@@ -148,7 +153,7 @@ def _unchecked_benchmarks(trainer: TrainerSection) -> list[str]:
 
 
 def chosen(config: RunConfig, task: RunTask, layout: Layout) -> tuple[RunConfig, str]:
-    """Return ``config`` with a number for ``trainer.micro_batch=auto`` on the planned device, and a line on it."""
+    """Return ``config`` with the chosen ``trainer.micro_batch`` for the planned device, and a line that reports it."""
     launch, capacity = config.launch, _capacity(config)
     if launch.names_gpu or (launch.device == "auto" and (launch.name == "slurm" or accelerator_type() is not None)):
         capacity = _gpu_bytes(config)
@@ -164,7 +169,7 @@ def planned_compile(config: RunConfig, task: RunTask, layout: Layout) -> RunConf
 
 
 def dry_run(config: RunConfig, task: RunTask, layout: Layout, accumulation: int, why: str = "") -> str:
-    """The plan of a run that is not started; ``why``: a line on a micro-batch that was chosen."""
+    """Return the plan of a run without starting it. ``why``: line that reports the chosen micro-batch."""
     trainer = config.trainer
     if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and needs_data_for_example(task)):
         task.open_data(task.prepare(lambda _: None))
@@ -195,8 +200,7 @@ def dry_run(config: RunConfig, task: RunTask, layout: Layout, accumulation: int,
 
 
 def _device_type(config: RunConfig) -> str:
-    """Type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan is for
-    another."""
+    """Return the type of the planned device: this machine's, unless the run or the plan is for another machine."""
     is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
     is_cpu = config.launch.device == "auto" and is_here and accelerator_type() is None
     return "cpu" if is_cpu else config.launch.device
@@ -212,7 +216,7 @@ def plan_of(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -
 
 
 def _capacity(config: RunConfig) -> int | None:
-    """Return the bytes of the GPU that is planned for; None: none is."""
+    """Return the memory in bytes of the planned GPU; None if no GPU is planned for."""
     named = config.plan.device or config.plan.memory
     has_gpu = measured_rates(config).is_gpu if config.plan.rates else _is_for_gpus(config) or named
     return _gpu_bytes(config) if has_gpu else None
@@ -265,8 +269,8 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
 
 
 def planned_stop_seconds(config: RunConfig, task: RunTask, layout: Layout, accumulation: int) -> float | None:
-    """Return the time from a request to stop until the run is saved, on GPUs of ``slurm.gpu_type``; None: it is not
-    known how long a step takes there."""
+    """Return the seconds from a request to stop until the run is saved, on GPUs of ``slurm.gpu_type``; None if the step
+    time there is unknown."""
     gpu = config.slurm.gpu_type and config.slurm.gpu_type.lower()
     if gpu and gpu not in DEVICES:
         return None
@@ -313,7 +317,7 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     is_on_cpu = starts and (config.launch.device == "cpu" or accelerator_type() is None)
     products = f"{name} products{rounded}"
     if is_on_cpu and not is_eight_bits(name) and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN takes 16-bit types from AVX-512 on
+        products += " (many times slower than precision=fp32 on this CPU)"  # oneDNN needs AVX-512 for 16-bit dtypes
     if chosen and is_eight_bits(name):
         recipe = [config.precision.scaling, *["gathered in float8"] * (config.precision.gather == "float8")]
         how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_on_cpu)
@@ -355,7 +359,7 @@ def _memory(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -
 
 
 def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
-    """Return the text on how blocks meet an activation memory budget."""
+    """Describe the modes with which blocks stay within an activation memory budget."""
     firsts = number_of_firsts(mix, layout, blocks, range(layout.stages))
     first, rest = mix.kept
     kept = (firsts * first + (blocks - firsts) * rest) / blocks
@@ -364,7 +368,7 @@ def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
 
 
 def _checkpointing(trainer: TrainerSection) -> str:
-    """Return the text on activation checkpointing."""
+    """Describe the activation checkpointing of a run."""
     every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
     blocks = f"1 of {every} blocks" if every > 1 else "blocks"
     if mode == "offload":

@@ -1,4 +1,4 @@
-"""The lines of ``serried plan``: does it fit, what ranks send, what would help, how long it takes."""
+"""Output of ``serried plan``: memory, communication, suggested overrides and step time."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ _OWN_WORK = ("products", "attention", "memory", "optimizer")
 
 
 def plan_lines(config: RunConfig, task: RunTask, plan: StepPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of ``plan`` as (name, text); the last says how far to trust them."""
+    """Yield the lines of ``plan`` as (name, text). The last line states how reliable the plan is."""
     fits, memory = plan.fits, plan.memory
     if fits is not None:
         yield "fits", _fits(fits, memory)
@@ -80,7 +80,7 @@ def plan_lines(config: RunConfig, task: RunTask, plan: StepPlan) -> Iterator[tup
 
 
 def _fitting_lines(search: Search) -> Iterator[tuple[str, str]]:
-    """Yield overrides with which the run fits, and overrides that miss by the least."""
+    """Yield overrides with which the run fits, and the closest overrides that do not fit."""
     for number, each in enumerate(search.found()):
         text = "; ".join([f"{size(each.fits.needed)}, {size(each.fits.margin)} are left", *each.changes()])
         yield "" if number else "fits with", f"{each.words():<42} {text}"
@@ -89,7 +89,7 @@ def _fitting_lines(search: Search) -> Iterator[tuple[str, str]]:
 
 
 def _faster_lines(found: Sequence[Faster]) -> Iterator[tuple[str, str]]:
-    """Yield overrides that save time; each is for a run with the lines above it."""
+    """Yield overrides that save time. Each line assumes the overrides of the lines above it."""
     for number, each in enumerate(found):
         more = f"{size(abs(each.bytes))} {'more' if each.bytes > 0 else 'less'}" if each.bytes else "no more memory"
         above = ", with the lines above" if number else ""
@@ -109,7 +109,7 @@ def no_bf16(config: RunConfig, device: Device) -> str:
 
 
 def _traced_advice(planned: Planned, task: RunTask, plan: StepPlan) -> Iterator[Advice]:
-    """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
+    """Yield overrides that keep less for the backward, with savings from a trace: there is no formula for them."""
     trainer = planned.config.trainer
     changes: list[tuple[str, object, str]] = []
     is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in KEEPS_LESS
@@ -163,7 +163,7 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
-    """Return a line on the work lost in a crash, if checkpoints are more than an hour apart."""
+    """Return a line on the work that a crash would lose, if checkpoints are more than an hour apart."""
     checkpoint = config.checkpoint
     steps = min(checkpoint.every, config.trainer.last_step)
     if checkpoint.minutes_between or steps * step_seconds <= _HOUR:
@@ -185,7 +185,7 @@ def _assumed(plan: StepPlan) -> str:
 
 
 def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]]:
-    """Yield the lines as (name, text); a single line if the time is unknown."""
+    """Yield the lines on the step time as (name, text); a single line if it is unknown."""
     if isinstance(time, str):
         yield "step", f"unknown: {time}"
         return

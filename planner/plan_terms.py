@@ -7,24 +7,24 @@ from typing import Literal
 IN_HOST_MEMORY = " in host memory"
 """Suffix of the names of parts of a rank's memory that are not on its device."""
 Shape = tuple[int, int, int]
-"""m, n, k of a matrix product."""
+"""(m, n, k) of a matrix product."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a rank, from which its seconds follow."""
+    """Work of a rank, from which its time is computed."""
 
     products: Mapping[Shape, float] = field(default_factory=dict)
     """Number of matrix products by shape; a batched product counts once per matrix."""
     attention_flops: float = 0
-    """FLOPs of fused attention kernels, without the part that causal masks leave out."""
+    """FLOPs of fused attention kernels. The time model leaves out masked scores; the trace counts them."""
     moved_bytes: float = 0
     """Bytes that all other operations read and write."""
     launches: float = 0
     """Number of operations."""
 
     def plus(self, other: "Work", times: float = 1) -> "Work":
-        """Return this work and ``times`` times the other's."""
+        """Return the sum of this work and ``times`` times ``other``."""
         shapes = {*self.products, *other.products}
         products = {shape: self.products.get(shape, 0) + times * other.products.get(shape, 0) for shape in shapes}
         return Work(
@@ -44,9 +44,9 @@ class Memory:
     phase: str
     """Phase of the step at the peak."""
     by_phase: Mapping[str, int]
-    """Peak of each phase; empty: by formula."""
+    """Peak of each phase; empty if computed by formula."""
     rank: int = 0
-    """The rank, or the first of several that need as much."""
+    """The rank, or the first of several ranks with equal memory."""
     unused: int | None = None
     """Bytes that torch's allocator reserves beyond the peak; None: unknown."""
 
@@ -70,11 +70,11 @@ class Fits:
     usable: int
     """Bytes of the device that a run can use."""
     held: int | None = None
-    """Bytes of the peak. With no more available, the allocator frees its unused segments. None: unknown."""
+    """Bytes in use at the peak. If no more are available, the allocator frees its unused segments. None: unknown."""
 
     @property
     def margin(self) -> int:
-        """Bytes that are left; negative: missing."""
+        """Bytes that are left; negative if bytes are missing."""
         return self.usable - self.needed
 
     @property

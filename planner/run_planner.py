@@ -1,4 +1,4 @@
-"""The planner that is handed to a run."""
+"""Planner of a run."""
 
 import torch
 
@@ -18,7 +18,7 @@ from serried.trainer.task import Dataset, RunTask
 
 
 class RunPlanner:
-    """See ``trainer.run_context.Planner``."""
+    """Implementation of ``trainer.run_context.Planner``."""
 
     def plan(self, context: Context, model: Model, start: Start, training: Dataset) -> RunPlan:
         config, task = context.config, context.task

@@ -49,7 +49,7 @@ _SHOWN = 8
 _MESHES, _OF_A_MESH = 20, 3
 """Number of meshes, and of candidates for each, for which the timeline is played."""
 _LEAST = 16
-"""Number of lowest-memory layouts that a smaller run is tried with, before all layouts."""
+"""Number of layouts with the least memory to try first for a run that needs less memory."""
 _MOST_CONTEXT = 32
 _MOST_STAGES = 64
 _SET_BY_CHOICE: dict[str, dict[str, Any]] = {
@@ -79,14 +79,16 @@ class Candidate:
         return self.job.samples * self.job.sequence / self.seconds / self.job.layout.world
 
     def words(self) -> str:
-        """Return the overrides as words to paste."""
+        """Return the overrides as command-line arguments."""
         return " ".join(map(word, self.overrides, self.overrides.values())) or "(as it is)"
 
 
 def search(config: RunConfig, task: RunTask, processes: int) -> str:
-    """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
-    ``plan.as_json``. Write a page of them if ``plan.out``. If none fits, the same for a run with less state, frozen
-    weights in 4 bits or shorter samples.
+    """Return a table of the fastest layouts that fit and of slower layouts that need less memory; JSON if
+    ``plan.as_json``.
+
+    If ``plan.out`` is set, also write an HTML page of the layouts. If no layout fits, search again with less optimizer
+    state, frozen weights in 4 bits or shorter samples.
 
     Raises:
         UserError: the time of this model or on this device is unknown, no layout fits, or the page cannot be written.
@@ -106,7 +108,7 @@ def search(config: RunConfig, task: RunTask, processes: int) -> str:
         )
     device = searched.machine.device.name
     nearest = None if fastest else searched.nearest()
-    if nearest is not None and nearest.bytes <= searched.machine.limit:  # by the plan, if not by the first estimate
+    if nearest is not None and nearest.bytes <= searched.machine.limit:  # by the plan, though not by the first estimate
         fastest = [nearest]
         found = [nearest]
         nearest = None
@@ -171,7 +173,7 @@ def _missing(nearest: Candidate, limit: float) -> str:
 
 
 def _smaller(config: RunConfig, task: RunTask, processes: int) -> Iterator["_Search"]:
-    """Yield searches of runs that need less memory than ``config``; the first change the least."""
+    """Yield searches of runs that need less memory than ``config``, smallest changes first."""
     options = [
         [values for values in steps if not {key.partition(".")[0] for key in values} & {"trainer", "parallel"}]
         for steps in smaller(config, processes)
@@ -192,7 +194,7 @@ def _write(out: Path, title: str, data: dict[str, Any]) -> None:
 
 
 class _Machine:
-    """The devices of a search, and how fast they compute."""
+    """Devices of a search and their rates."""
 
     def __init__(self, config: RunConfig, processes: int) -> None:
         """
@@ -220,7 +222,7 @@ class _Machine:
 
 
 class _Model:
-    """The model of a search: whether a layout suits it, and roughly the memory that it needs."""
+    """Model of a search: checks layouts and estimates their memory."""
 
     def __init__(self, config: RunConfig, task: RunTask, machine: _Machine) -> None:
         """
@@ -283,7 +285,7 @@ class _Model:
 
 
 class _Search:
-    """The layouts of a run on a number of processes."""
+    """Search over the layouts of a run on a number of processes."""
 
     def __init__(
         self, config: RunConfig, task: RunTask, processes: int, changes: Mapping[str, Any] | None = None
@@ -315,7 +317,8 @@ class _Search:
         return sorted(fitting, key=lambda candidate: candidate.seconds)
 
     def may_fit(self, whole: "_Search") -> bool:
-        """Whether one of the smallest layouts of the search ``whole`` fits by the rough estimate."""
+        """Return whether one of the layouts with the least memory in the search ``whole`` fits, by the rough
+        estimate."""
         candidates = filter(None, (self._candidate(overrides) for _, overrides in whole._tried))
         return any(candidate.bytes <= self.machine.limit for candidate in islice(candidates, _LEAST))
 
@@ -345,7 +348,7 @@ class _Search:
         return replace(candidate, seconds=self.machine.seconds(candidate.job, is_quick=True))
 
     def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the fastest candidates, one for each mesh, with time by timeline and memory by the plan."""
+        """Return the fastest candidates, one for each mesh, with time from the timeline and memory from the plan."""
         by_mesh: dict[object, list[Candidate]] = {}
         for candidate in found:
             layout = candidate.job.layout
@@ -430,7 +433,7 @@ class _Search:
                     yield {**strategy, **mesh}
 
     def _different(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the items of ``wanted`` that have another value in the config."""
+        """Return the items of ``wanted`` that differ from the config."""
         strategy = wanted.get("parallel")
         is_other = strategy not in (None, self.config.parallel.strategy)
         now = _SET_BY_CHOICE[strategy] if is_other and strategy else {}
@@ -442,7 +445,7 @@ class _Search:
         }
 
     def _played(self, candidate: Candidate) -> Candidate:
-        """Return ``candidate`` with time by timeline and memory by the plan."""
+        """Return ``candidate`` with time from the timeline and memory from the plan."""
         job = candidate.job
         sizes = Sizes(candidate.config, job.layout, self.model.module, self.model.plan)
         memory = planned_memory(candidate.config, self.task, job.accumulation, sizes)
@@ -451,7 +454,7 @@ class _Search:
 
 
 def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
-    """Return the candidates of ``found`` that need a tenth less than ``least`` and than all before them."""
+    """Return the candidates that need a tenth less memory than ``least`` and than all earlier ones in ``found``."""
     front: list[Candidate] = []
     for candidate in found:
         if candidate.bytes < 0.9 * least:
@@ -461,7 +464,7 @@ def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
 
 
 def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
-    """Return the settings of when FSDP gathers parameters and reduces gradients, as overrides."""
+    """Return the overrides to try for when FSDP reshards parameters and reduces gradients."""
     if strategy is None:
         return [{}]
     key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"

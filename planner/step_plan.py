@@ -1,4 +1,4 @@
-"""Plan of a step, which is printed, compared and searched."""
+"""Plan of a step: its memory, communication and time."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,28 +18,28 @@ TRACED = "traced"
 RESERVED_BYTES = 2 * 2**30
 """Assumed bytes of the CUDA context, libraries and NCCL on a GPU."""
 FRAGMENTED_SHARE = 0.05
-"""Assumed fragmentation, as a share of the memory that comes and goes in a step, if it is not traced."""
+"""Assumed fragmentation if the step is not traced, as a share of the memory that is allocated and freed in a step."""
 _LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Memory, messages and time of a step."""
+    """Memory, communication and time of a step."""
 
     layout: Layout
     memory: Memory
-    """Memory without assumed parts."""
+    """Memory without the assumed parts."""
     found: str
-    """Method by which memory and flows were computed, in a clause."""
+    """How memory and flows were computed, as a clause."""
     flows: tuple[Flow, ...]
     capacity: int | None
-    """Memory in bytes of the GPU that is planned for; None: no GPU."""
+    """Memory in bytes of the planned GPU; None if no GPU is planned for."""
     time: Timed | str | None
     """Time of a step. Text: the reason why it is unknown. None: it was not requested."""
 
     @property
     def fits(self) -> Fits | None:
-        """Whether the memory suffices; None: no GPU is planned for."""
+        """Whether the memory suffices; None if no GPU is planned for."""
         return None if self.capacity is None else fits_of(self.memory, self.capacity)
 
     def as_data(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class StepPlan:
 def plan_step(
     config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes, capacity: int | None, *, is_timed: bool
 ) -> StepPlan:
-    """Plan a step as ``config.plan`` says."""
+    """Plan a step as set in ``config.plan``."""
     layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)
     memory = formula_memory(planned_memory(config, task, accumulation, sizes))
     stages: list[Traced] = []
@@ -73,7 +73,7 @@ def plan_step(
         try:
             stages = trace_step(config, task, layout, accumulation)
             memory, found = reserved_memory_of(stages, is_expandable=has_expandable_segments()), TRACED
-            flows = flows if layout.is_replicated else flows_of(stages)  # of DDP one process is traced
+            flows = flows if layout.is_replicated else flows_of(stages)  # the trace of DDP has one process
         except CannotTrace as error:
             found = f"by formula, as the step cannot be traced: {error}"
     time: Timed | str | None = None

@@ -11,7 +11,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """Collectives of one kind that a rank takes part in, in one step of the optimizer."""
+    """Collectives of one kind along one axis on a rank, in one optimizer step."""
 
     axis: str
     """``fsdp`` (shard x context), ``replicate``, ``context``, ``tensor``, ``expert``, ``expert fsdp``, ``pipeline``,
@@ -19,9 +19,9 @@ class Flow:
     kind: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``."""
     when: str
-    """``forward``, ``backward`` or ``end``, of the step."""
+    """Phase of the step: ``forward``, ``backward`` or ``end``."""
     bytes: int
-    """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor for a gather or scatter, twice that for a sum."""
+    """Bytes that this rank sends in a ring: (n - 1)/n of the full tensor to gather or scatter, twice that to sum."""
     calls: int
     ranks: int
     """Size of the group."""
@@ -29,7 +29,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 gathers together, as the other axes leave them."""
+    """Parameters that FSDP2 gathers together, after sharding on the other axes."""
 
     shapes: Sequence[tuple[int, ...]]
     trained: Sequence[tuple[int, ...]]
@@ -40,24 +40,25 @@ class Unit:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Settings on which the number of FSDP2's exchanges depends."""
+    """Settings that determine the communication of FSDP2."""
 
     accumulation: int
     frees_after_forward: bool
     reduces_each: bool
     """Whether gradients are reduced after each micro-batch."""
     width: int
-    """Bytes of an element that is gathered, unless it is in float8."""
+    """Bytes per gathered element, unless it is gathered in float8."""
 
 
 def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges) -> Iterator[Flow]:
-    """Yield the exchanges of FSDP2 and DDP; ``rest``: parameters in no unit.
+    """Yield the communication of FSDP2 and DDP. ``rest``: parameters in no unit.
 
-    ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
-    ``rest``: once. ZeRO-2 gathers all once a step. If gradients are reduced at the end of a step alone, FSDP2 gathers
-    the last unit once more: the first takes it for the one that comes next, unless there is a ``rest``. Of units before
-    all that are trained no gradient needs the parameters: the last of them comes with that after it, and serves the
-    next forward, unless gradients were reduced.
+    ZeRO-3 gathers each unit in every forward and again in every backward. The last unit, where the backward starts, and
+    ``rest`` are gathered only in the forward. ZeRO-2 gathers all units once per step.
+
+    If gradients are reduced only at the end of a step, FSDP2 gathers the last unit once more: the first unit prefetches
+    it as the next one, unless there is a ``rest``. Frozen units before the first trained unit are not needed in the
+    backward. Only the last of them is prefetched, and it is reused in the next forward unless gradients were reduced.
     """
     ranks, copies = layout.shard * layout.context, layout.replicate
     held = [unit for unit in (*units, rest) if unit.shapes]
@@ -95,7 +96,7 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
 
 
 def _gathered(unit: Unit, ranks: int, width: int) -> int:
-    """Return the bytes of a rank's shard in the type in which it is gathered."""
+    """Return the bytes of a rank's shard in the dtype in which it is gathered."""
     return width * _shard(unit.shapes, ranks) - (width - 1) * _shard(unit.in_float8, ranks)
 
 

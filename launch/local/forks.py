@@ -14,8 +14,8 @@ from serried.launch.local.processes import NotedSignals, held_back
 from serried.runtime.console import announced
 from serried.runtime.process import may_use_gpus
 
-_OPENBLAS = "libscipy_openblas"  # in the wheels of numpy and scipy; it has started its threads when it was imported
-_THREAD_ENDS_SECONDS = 1.0  # the system still lists a thread that was joined
+_OPENBLAS = "libscipy_openblas"  # in the wheels of numpy and scipy; it starts threads when it is imported
+_THREAD_ENDS_SECONDS = 1.0  # the system may still list a thread that was joined
 
 
 class Forked:
@@ -33,7 +33,7 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """Send signal ``number`` if the process runs."""
+        """Send signal ``number`` if the process is running."""
         if self.poll() is None:  # until it is waited for, no other process gets its id
             os.kill(self.pid, number)
 
@@ -44,12 +44,12 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
 
     Other threads do not exist in a fork: a lock that one of them holds stays locked, and OpenMP would wait for
     its threads. A script may have started threads. CUDA does not work in a fork if its driver was initialized
-    before. Counting the GPUs initializes it, which a script or an imported library may have done, so the ranks
-    of GPUs are never forks.
+    before. Counting the GPUs initializes it, which a script or an imported library may have done, so ranks on
+    GPUs are never forks.
     """
     if sys.platform != "linux" or may_use_gpus(section) or not _is_alone():
         return False
-    with announced("loading torch", speaks=True), suppress(Exception):  # the ranks fail then, too, and report it
+    with announced("loading torch", speaks=True), suppress(Exception):  # the ranks will fail, too, and report it
         load()
     deadline = time.monotonic() + _THREAD_ENDS_SECONDS
     while not (is_alone := _is_alone()) and time.monotonic() < deadline:
@@ -71,26 +71,26 @@ def _is_alone() -> bool:
 def _loaded(library: str) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(library)
-    except OSError:  # the library was replaced since then: its threads count like any others
+    except OSError:  # the library file was replaced: its threads count like any others
         return None
 
 
 def fork_ranks(
     variables: Sequence[Mapping[str, str]], logs: Sequence[Path | None], signals: NotedSignals
 ) -> list[Forked] | None:
-    """Fork a process for each of ``variables``. Return the processes; None in each of them, where ``signals`` are
-    closed.
+    """Fork one process for each entry of ``variables``. Return the processes. In a forked process, restore the handlers
+    that ``signals`` replaced and return None.
 
     Args:
         variables: environment variables, by rank.
-        logs: output file of each rank; None for this console.
+        logs: output file of each rank; None to print to this console.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()  # otherwise a fork would print the unflushed text again
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may have started this one with it ignored: no exit codes
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent process ignored it, exit codes would be lost
     ranks = []
-    with held_back():  # a signal that reached a fork while it has the launcher's handlers would be lost
+    with held_back():  # a signal to a fork that still has the launcher's handlers would be lost
         for given, log in zip(variables, logs, strict=True):
             pid = os.fork()
             if pid == 0:

@@ -45,16 +45,16 @@ def run_local(
 ) -> int | None:
     """Train with ``launch.processes`` processes on this machine. Return the exit code; None in a rank.
 
-    The ranks are forks of this process after ``load``, which imports training's modules. If that is not safe,
-    and without ``load``, they are interpreters started with ``argv``. Rank 0 prints to this console, the others
-    to files in ``run.dir/output``; the output of the first rank that failed is printed last. Signals are passed
-    on, and no process is left behind, however this one ends.
+    The ranks are forks of this process, made after ``load`` has imported training's modules. If forking is not
+    safe or ``load`` is None, they are new interpreters started with ``argv``. Rank 0 prints to this console, the
+    others to files in ``run.dir/output``; the output of the first rank that failed is printed last. Signals are
+    passed on, and no process is left behind, however this one ends.
 
     Args:
         program: arguments of the interpreter instead of the training command.
 
     Raises:
-        UserError: the run folder cannot be written, or would be through a link, or torch cannot be imported.
+        UserError: the run folder cannot be written or contains links, or torch cannot be imported.
     """
     started, world = time.time(), processes_per_node(config.launch)
     check_temporary_folder()
@@ -62,7 +62,7 @@ def run_local(
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
         output = config.run.dir / _OUTPUT / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
-        output.mkdir()  # not by tempfile, whose folders only their owner may read
+        output.mkdir()  # not with tempfile, whose folders only their owner may read
     except OSError as error:
         raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
     end_in_one_line(PASSED_ON)
@@ -87,7 +87,7 @@ def run_local(
                 _start_rank(its_variables, log, [*(program or training_command()), *argv], reports)
                 for its_variables, log in zip(variables, logs, strict=True)
             ]
-        store = _store(listener)  # serves the ranks' rendezvous while it exists
+        store = _store(listener)  # it must exist during the ranks' rendezvous
         ranks = [_Rank(number, process, reports) for number, process in enumerate(processes)]
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
         reports.read()
@@ -104,7 +104,7 @@ class _Reports:
         self.ended: set[int] = set()
         """Ranks that reported a regular end."""
         self.said: list[str] = []
-        """Errors of ranks whose output is a file, in the order they were printed."""
+        """Errors of the ranks that print to a file, in the order they were printed."""
         self._end, self.descriptor = os.pipe()
         os.set_blocking(self._end, False)
         self._rest = b""
@@ -131,7 +131,7 @@ class _Reports:
 
 
 class _Rank:
-    """A rank in ``wait_for_all``. Ending with exit code 0 before the run has ended counts as a failure."""
+    """Process of a rank, for ``wait_for_all``. Exit code 0 before the end of the run counts as a failure."""
 
     def __init__(self, number: int, process: Started, reports: _Reports) -> None:
         self._number = number
@@ -163,7 +163,7 @@ def _start_rank(
     variables: Mapping[str, str], log: Path | None, argv: Sequence[str], reports: _Reports
 ) -> "subprocess.Popen[bytes]":
     """Start a rank as a new interpreter."""
-    # Our program lets signals arrive once it has handlers; before that, an interrupted import may continue.
+    # Our program unblocks signals once it has handlers; before that, an interrupted import may continue.
     until_handled = held_back() if is_program() else nullcontext()
     with log.open("wb") if log else nullcontext() as file, until_handled:
         return subprocess.Popen(
@@ -174,9 +174,9 @@ def _start_rank(
 
 
 def _store(listener: socket.socket) -> "TCPStore":
-    """Return a store that listens on ``listener``. A store that opens its port itself listens on all networks.
+    """Return a store that listens on ``listener``. A store that opens its own port listens on all networks.
 
-    Its thread must not exist when ranks are forked.
+    Create it only after the ranks are forked, because it starts a thread.
     """
     from torch.distributed import TCPStore
 
@@ -192,7 +192,7 @@ def _report_end(
 
     Args:
         failed: exit codes by rank, negative for a signal.
-        said: errors of ranks whose output is a file.
+        said: errors of the ranks that print to a file.
         since: start time of the run in Unix seconds.
     """
     codes = set(failed.values())
@@ -210,7 +210,7 @@ def _report_end(
     if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
         print(_NOT_STARTED, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
-        # A full disk has not stored the report.
+        # If the disk is full, the report could not be written.
         report = "" if killed else _report_of_another_rank(output) or "".join(said[:1])
         if code == EXIT_MISTAKE:
             _remove_output(output)
@@ -221,13 +221,13 @@ def _report_end(
 
 def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
     """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
-    if codes == {EXIT_MISTAKE}:  # such as another command in this folder, which may own status.json
+    if codes == {EXIT_MISTAKE}:  # for example, status.json may belong to another command in this folder
         return EXIT_MISTAKE
     if status is not None and status.exit_code is not None:
         return status.exit_code
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
-    # 1 is not one of our codes: a Python that was interrupted while it started.
+    # 1 is not one of our codes: Python exits with it if it is interrupted during start-up.
     asked = {1, *(-number for number in PASSED_ON.values())} if was_asked_to_stop else set()
     return EXIT_STOPPED if codes <= {EXIT_STOPPED, EXIT_UNREPORTED, *asked} else EXIT_FAILED
 

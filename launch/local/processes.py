@@ -1,4 +1,4 @@
-"""Waiting for the processes of a launcher: signals are passed on, and no process is left behind."""
+"""Wait for the processes of a launcher: signals are passed on, and no process is left behind."""
 
 import signal
 import time
@@ -35,7 +35,7 @@ class NotedSignals:
         """The signals to pass on, in the order they arrived."""
 
     def __enter__(self) -> "NotedSignals":
-        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here and in the processes.
+        # Ignored signals (by nohup, or SIGUSR1 in a batch script) stay ignored, here and in the started processes.
         self._before = {
             number: signal.signal(number, self._note)
             for number in PASSED_ON
@@ -57,7 +57,7 @@ class NotedSignals:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Block signals, here and in the processes that are started within."""
+    """Block signals in this process and in processes started within the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
@@ -73,8 +73,8 @@ def wait_for_all(
 ) -> dict[int, int]:
     """Wait until all ``processes`` have ended, and pass signals on to them.
 
-    The first process that fails ends the others: by SIGTERM, then SIGKILL. Processes that still run
-    ``patience_seconds`` after a signal are killed, too. ``on_look`` is called several times a second.
+    If a process fails, the others are ended: by SIGTERM, then SIGKILL. Processes that still run
+    ``patience_seconds`` after a signal are killed, too. ``on_look`` is called several times per second.
 
     Returns:
         Exit codes by index, negative for a signal, of the processes that failed before others were ended.

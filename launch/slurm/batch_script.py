@@ -212,7 +212,7 @@ def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
 
 
 def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> str:
-    """Return the batch script of a job that measures its nodes by ``command``."""
+    """Return the batch script of a job that measures its nodes with ``command``."""
     changes = {"time_minutes": _EXAMINATION_MINUTES, "signal_seconds": 60, "requeue": False}
     short = config.model_copy(update={
         "run": config.run.model_copy(update={"name": f"{config.run.name}-{command.split()[-1]}"}),
@@ -251,7 +251,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
 
 
 def _options(configs: Sequence[RunConfig]) -> list[str]:
-    """Return the options of sbatch, which are equal for all tasks of an array."""
+    """Return the options of sbatch. They are the same for all tasks of an array."""
     config, is_array = configs[0], len(configs) > 1
     slurm = config.slurm
     gpus = slurm.gpus_per_node

@@ -1,4 +1,4 @@
-"""Decide at the end of a Slurm job whether it is queued again.
+"""Decision at the end of a Slurm job whether it is queued again.
 
 ``python -m serried.launch.slurm.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
 """

@@ -40,7 +40,7 @@ class Words:
     fixed: list[str] = field(default_factory=list)
     """Overrides with one value, and arguments that ``compose`` will refuse."""
     swept: dict[str, Override] = field(default_factory=dict)
-    """Overrides with several values, as Hydra parses them, by key."""
+    """Overrides with several values, as parsed by Hydra, by key."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of a search, by name."""
     mistakes: list[str] = field(default_factory=list)

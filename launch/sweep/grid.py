@@ -27,9 +27,9 @@ _MANY_RUNS = 20
 def read_sweep(argv: Sequence[str]) -> Sweep:
     """Return the sweep of the command line ``argv``.
 
-    Every run of a grid is composed and checked; for a search, the corners of its space are.
+    Every run of a grid is composed and checked. For a search, only the corners of its space are.
 
-    Raises ``UserError`` if no key has several values, or a run would have a mistake. Names every mistake found.
+    Raises ``UserError`` if no key has several values or a run has a mistake. The error lists every mistake.
     """
     words = read_words(argv)
     if words.options:

@@ -72,8 +72,8 @@ def _stopped_before_start(outcome: Outcome) -> Outcome:
 
 
 def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
-    """Wait for a process that still trains in the folder: a killed sweep leaves a run that saves. Return whether to
-    start."""
+    """Wait for a process that is still training in the folder: after a sweep is killed, its run still saves. Return
+    whether to start."""
     deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
     while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
         if not is_told:
@@ -93,7 +93,7 @@ def _newest_line(console: Path) -> str:
 
 
 def _error_in(console: Path, start: int) -> str:
-    """Return why the run failed, from its output after byte ``start`` of ``console``."""
+    """Return the error of a failed run, from its output after byte ``start`` of ``console``."""
     with console.open("rb") as file:
         file.seek(start)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]

@@ -29,7 +29,7 @@ _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.Random
 _OPTIONS = {"trials": "20", "sampler": "tpe", "seed": "0"}
 _TRIAL = "trial-"
 _ATTEMPTS = 20
-"""How often a suggestion that was tried before, or does not fit, is replaced."""
+"""Number of suggestions for a trial before giving up, if they were tried before or do not fit the other settings."""
 
 
 @dataclass(frozen=True)

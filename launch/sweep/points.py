@@ -21,7 +21,7 @@ class Point:
 
 
 Evaluate = Callable[[Point], float | None]
-"""Function that trains a point and returns its result, lower being better; None if the run failed or has no result."""
+"""Function that trains a point and returns its result (lower is better); None if the run failed or has no result."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,6 @@ class Sweep:
 
 
 def labels(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last part of each dotted key, or the whole key if two share that part."""
+    """Return the last part of each dotted key, or the full key if two keys share that part."""
     leaves = [key.rpartition(".")[2] for key in keys]
     return {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(keys, leaves, strict=True)}

@@ -1,4 +1,4 @@
-"""The runs of a sweep side by side, read from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
+"""Comparison of the runs of a sweep, read from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
 
 import csv
 import io
@@ -156,7 +156,7 @@ def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
 
 
 def shown(value: str) -> str:
-    """Return a value as shown to the user: long numbers have six digits."""
+    """Return a value as shown to the user: long numbers are rounded to six digits."""
     try:
         return value if len(value) <= _LONG else f"{float(value):.6g}"
     except ValueError:

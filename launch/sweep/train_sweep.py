@@ -34,7 +34,7 @@ _FRUITLESS_RUNS = 3
 _NOT_COMPARED = ("run", "launch", "slurm", "track", "profile", "dry_run")
 """Config sections that do not change a run's result."""
 _PATIENCE = ("trainer.early_stopping_patience", "trainer.patience")
-"""Key that the reason of an early stop names, and its name in earlier versions."""
+"""Key in the reason of an early stop, and its name in earlier versions."""
 
 
 class _AskedToStop(BaseException):
@@ -192,7 +192,7 @@ class _Runs:
         self._last_reason = ""
 
     def evaluate(self, point: Point) -> float | None:
-        """Train ``point`` unless it is finished. Return its result, lower being better; None if it has none.
+        """Train ``point`` unless it is finished. Return its result (lower is better); None if it has none.
 
         Raises:
             TrainingFailed: several runs in a row failed for the same reason before their first step.

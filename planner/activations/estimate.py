@@ -1,4 +1,4 @@
-"""Memory of activations by the formula of the model's family."""
+"""Activation memory, estimated by the formula of the model's family."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,14 +20,18 @@ from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
 from serried.trainer.task import RunTask
 
 Estimate = Callable[[Share], int]
-"""Bytes that a rank holds beside parameters and gradients, if it does this share of the work."""
+"""Function that returns the bytes of a rank's activations for its share of the work."""
 
 
 def activation_estimate(
     config: RunConfig, layout: Layout, plan: ParallelPlan, model: nn.Module, *, is_rough: bool = False
 ) -> Estimate | None:
-    """Return the estimate for a micro-batch of ``config``, whose ``model`` is not sharded yet; None: its family has no
-    formula. ``is_rough``: without the copies of weights under autocast."""
+    """Return the estimate for a micro-batch of ``config``; None if the model's family has no formula.
+
+    Args:
+        model: the unsharded model.
+        is_rough: leave out the copies of weights under autocast.
+    """
     section, data = getattr(config, "model", None), getattr(config, "data", None)
     rows = _vocabulary_rows(model, plan)
     formula = FORMULAS.get(section.family) if isinstance(section, ModelSection) else None
@@ -35,7 +39,7 @@ def activation_estimate(
         return None
     low_dtype = LOW_DTYPES[config.precision.name]
     is_whole = not trained_type(config) and (frozen_type(config, plan) is None or config.task.has_teacher)
-    # fp16's products keep no copies of weights.
+    # Matrix products in fp16 keep no copies of weights.
     autocast = not is_rough and low_dtype == torch.bfloat16 and not layout.is_sharded and is_whole
     samples, dtype = config.trainer.micro_batch, low_dtype or torch.float32
     sequences = samples * (2 if data.format == "preference" else 1)
@@ -55,13 +59,14 @@ def activation_estimate(
 
 
 def _with_teacher(own: Estimate, its: Estimate, layers: int, share: Share) -> int:
-    """Return the bytes of a student and its teacher, of which one of ``layers`` is computed at a time."""
+    """Return the activation bytes of a student and its teacher. Only one of the teacher's ``layers`` is held at a
+    time."""
     once = share._replace(moment="", blocks=1 / layers, checkpoint="none", rest="none")
     return own(share) + its(once)
 
 
 def _vocabulary_rows(model: nn.Module, plan: ParallelPlan) -> int | None:
-    """Return the rows of the embedding; None: the plan names none."""
+    """Return the number of rows of the embedding; None if the plan names no embedding."""
     for name, module in model.named_modules():
         if plan.role(name) == "vocabulary" and isinstance(module.weight, torch.Tensor):
             return len(module.weight)
@@ -69,7 +74,7 @@ def _vocabulary_rows(model: nn.Module, plan: ParallelPlan) -> int | None:
 
 
 def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
-    """Return the share that a rank does of the work on a block."""
+    """Return the share of the work on a block that each rank does."""
     return Share(
         context=layout.context,
         keys=layout.context if layout.context_method == "ring" else 1,
@@ -84,8 +89,9 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
 def planned_mix(
     config: RunConfig, task: RunTask, layout: Layout, plan: ParallelPlan, model: nn.Module, *, measures: bool = True
 ) -> Mix | None:
-    """Return the mix of modes within ``trainer.activation_memory_budget``; None: there is no budget, or no formula and
-    ``measures`` is false.
+    """Return the activation checkpointing modes that stay within ``trainer.activation_memory_budget``.
+
+    Return None if there is no budget, or if there is no formula and ``measures`` is false.
 
     Raises:
         UserError: see ``chosen_mix``.
@@ -99,7 +105,7 @@ def planned_mix(
 def _kept_by_blocks(
     config: RunConfig, layout: Layout, plan: ParallelPlan, model: nn.Module
 ) -> Mapping[str, float] | None:  # fmt: skip
-    """Return the bytes that all blocks keep, by mode: how much more twice as many of them hold."""
+    """Return the bytes that all blocks keep, by mode: the additional bytes of twice as many blocks."""
     estimate = activation_estimate(config, layout, plan, model)
     if estimate is None:
         return None
@@ -111,5 +117,6 @@ def _kept_by_blocks(
 
 
 def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int]) -> int:
-    """Return how many of the model's ``blocks`` in ``stages`` are the first ones of ``mix``."""
+    """Return the number of blocks in ``stages`` that use the first mode of ``mix``. ``blocks``: number of blocks of the
+    full model."""
     return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)

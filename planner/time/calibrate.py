@@ -24,12 +24,12 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequenc
     code.
 
     Args:
-        precision: data type of the matrix products: fp32, bf16 or fp16.
+        precision: dtype of the matrix products: fp32, bf16 or fp16.
         shapes: (m, n, k) of the matrix products to time, the most expensive first; the same on all ranks.
     """
 
     def work(session: Session) -> int:
-        with warnings.catch_warnings():  # torch renames its collectives
+        with warnings.catch_warnings():  # torch deprecates old names of collectives
             warnings.simplefilter("ignore", FutureWarning)
             found = session.gather(measure(session, shapes[:_MOST_SHAPES], precision))
 
@@ -82,7 +82,7 @@ def _network(session: Session) -> dict[str, Any]:
 
 
 def of_all(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the rates of all ranks combined: the median of each."""
+    """Return the median of each rate over all ranks."""
     first = found[0]
     rates = dict(first)
     rates["products"] = [

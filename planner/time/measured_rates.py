@@ -1,4 +1,4 @@
-"""A file of rates that ``serried plan calibrate`` measured: of one device, with one version of torch."""
+"""Rates measured by ``serried plan calibrate`` on one device with one version of torch, read from a file."""
 
 import math
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ class MeasuredRates:
     cluster: Cluster
     """Nodes of the measurement. The peaks of their device are the measured rates."""
     rates: Rates
-    """Shares of the peaks of ``cluster``'s device."""
+    """Fractions of the peak rates of the device in ``cluster``."""
     products: Mapping[Shape, float]
-    """Seconds of each product that was timed."""
+    """Measured seconds of each matrix product."""
     precision: str
     hidden: float
     """Share of a collective's time that overlapping computation hides."""
@@ -47,7 +47,7 @@ class MeasuredRates:
         return 2 * math.prod(dim + self.rates.half for dim in shape) / (peak * self.rates.products)
 
     def notes(self) -> list[str]:
-        """Return remarks for the user, such as another version of torch."""
+        """Return remarks for the user, such as a different version of torch."""
         here = torch.__version__
         return [] if self.torch == here else [f"they were measured with torch {self.torch}, and this is {here}"]
 
@@ -56,7 +56,7 @@ def read_rates(path: Path) -> MeasuredRates:
     """Return the rates in the file ``path``.
 
     Raises:
-        UserError: it cannot be read, or ``serried plan calibrate`` has not written it.
+        UserError: the file cannot be read, or was not written by ``serried plan calibrate``.
     """
     try:
         return _rates(path, read_json(path))
@@ -100,7 +100,7 @@ def _positive(value: Any) -> float:
 
 
 def _fit(products: Mapping[Shape, float]) -> tuple[float, float]:
-    """Return the best fit of (FLOP/s of large products, dim length that reaches half of that rate)."""
+    """Return the best fit of (FLOP/s of large matrix products, size of a dim that reaches half of that rate)."""
 
     def peaks(half: float) -> list[float]:
         return sorted(2 * math.prod(dim + half for dim in shape) / seconds for shape, seconds in products.items())

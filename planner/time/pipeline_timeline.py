@@ -1,6 +1,6 @@
-"""Timeline of a pipeline step: the order of each schedule, and start times that follow from costs.
+"""Timeline of a pipeline step: the order of work in each schedule, and start times computed from costs.
 
-Arithmetic alone, without torch, so that thousands of layouts can be compared.
+Pure arithmetic without torch, so that thousands of layouts can be compared.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 from serried.parallel.layout.mesh import ALL_FORWARDS_FIRST, ZERO_BUBBLE_SCHEDULES, Layout
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
-"""``inputs`` and ``weights``: the two halves of a backward, of gradients of inputs and of weights."""
+"""Kind of work. ``inputs`` and ``weights`` are the two halves of a backward: input gradients and weight gradients."""
 
 
 _ROUNDS_TO_FILL = 3
 
 
 class Slot(NamedTuple):
-    """A piece of work of one rank."""
+    """One unit of work on a rank."""
 
     kind: Kind
     stage: int
@@ -50,7 +50,12 @@ class Timeline(NamedTuple):
 
 
 def play(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> Timeline:
-    """Return the timeline of a step. ``costs`` are of each stage; ``transfer``: seconds between stages."""
+    """Return the timeline of a step.
+
+    Args:
+        costs: cost of each stage.
+        transfer: seconds to send a tensor to another rank.
+    """
     player = _Player(layout, micro_batches, costs, transfer)
     if layout.schedule in ZERO_BUBBLE_SCHEDULES:
         player.fill_gaps()
@@ -73,7 +78,7 @@ def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer
 
 
 def about(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> float:
-    """Return an approximate step time in seconds, in closed form: the work of the busiest rank, and the bubble of a
+    """Return an approximate step time in seconds, in closed form: the work of the busiest rank, plus the bubble of a
     pipeline with equal stages."""
     ranks = [[costs[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pipeline)]
     busiest = max(sum(cost.forward + cost.backward for cost in rank) for rank in ranks)
@@ -82,7 +87,7 @@ def about(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: f
 
 
 def _order(layout: Layout, rank: int, micro_batches: int) -> Iterator[Slot]:
-    """Yield the slots of a rank, as torch's schedule of this name has them."""
+    """Yield the slots of a rank in the order of torch's schedule of the same name."""
     stages = layout.stages_of(rank)
     if layout.schedule in ALL_FORWARDS_FIRST:
         yield from (Slot("forward", stage, index) for stage in stages for index in range(micro_batches))
@@ -97,7 +102,7 @@ def _order(layout: Layout, rank: int, micro_batches: int) -> Iterator[Slot]:
         warm_up = (len(stages) - 1) * of_round + 2 * (layout.pipeline - 1 - rank)
 
     def slots(kind: Kind, order: Sequence[int]) -> list[Slot]:
-        """A round of micro-batches passes each stage in turn."""
+        """Return the slots of one kind. A round of micro-batches passes each stage in turn."""
         steps = range(micro_batches * len(stages))
         seen: dict[int, int] = defaultdict(int)
         found = []
@@ -116,7 +121,7 @@ def _order(layout: Layout, rank: int, micro_batches: int) -> Iterator[Slot]:
 
 
 class _Player:
-    """Places slots in time."""
+    """Assigns start times to slots."""
 
     def __init__(self, layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float) -> None:
         self._layout = layout
@@ -130,7 +135,7 @@ class _Player:
         """Time at which each rank becomes free."""
         never = [[math.inf] * micro_batches for _ in range(layout.stages)]
         self._forward, self._backward = never, [[*row] for row in never]
-        """When each micro-batch has left each stage."""
+        """Time at which each micro-batch has left each stage."""
         self._placed: list[list[tuple[Slot, float]]] = [[] for _ in range(layout.pipeline)]
 
     def follow(self, orders: Sequence[Sequence[Slot]]) -> None:
@@ -149,12 +154,15 @@ class _Player:
                     ready |= {self._rank_of[other] for other in near} - {rank}
 
     def fill_gaps(self) -> None:
-        """Place slots as zero-bubble schedules aim to: gradients of inputs first, then forwards, of no more
-        micro-batches than ranks, and gradients of weights where a rank would wait. An approximation: torch's orders are
-        fixed in advance."""
+        """Place slots as zero-bubble schedules aim to: input gradients first, then forwards, and weight gradients when
+        a rank would wait.
+
+        At most as many micro-batches are in flight as there are ranks. This is an approximation: torch's orders are
+        fixed in advance.
+        """
         left = {
             (kind, stage): 0 for kind in ("forward", "inputs", "weights") for stage in range(self._layout.stages)
-        }  # the next micro-batch
+        }  # index of the next micro-batch
         chosen = [self._next(rank, left) for rank in range(self._layout.pipeline)]
         while any(chosen):
             start, slot, rank = min((*each, rank) for rank, each in enumerate(chosen) if each)
@@ -193,7 +201,7 @@ class _Player:
         self._placed[rank].append((slot, start))
 
     def _arrival(self, slot: Slot) -> float:
-        """Return the time at which the input of a slot arrives from another stage; infinite: not known yet."""
+        """Return the time at which the input of a slot arrives from another stage; infinite if it is not known yet."""
         kind, stage, index = slot
         if kind == "forward":
             return self._forward[stage - 1][index] + self._after[stage - 1] if stage else 0.0

@@ -1,4 +1,4 @@
-"""Step time predicted from known rates: from published runs, or from a file of measurements."""
+"""Step time predicted from the rates of published runs or from measured rates."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ from serried.trainer.task import RunTask
 
 _PER_NODE = 8
 _PART_OF_AXIS = {"fsdp": "data", "replicate": "data", "expert fsdp": "data", "world": "data"}
-"""Part of the step time by axis. Any other axis is a part under its own name; the timeline has pipeline messages."""
+"""Part of the step time that an axis counts toward; by default, a part with the name of the axis. Pipeline messages are
+in the timeline."""
 
 
 class UnknownTime(Exception):
@@ -38,7 +39,7 @@ class Timed:
 
     step: Step
     span: tuple[float, float]
-    """Measured over predicted time, p10 to p90."""
+    """Ratio of measured to predicted time, p10 to p90."""
     cluster: Cluster
     processes: int
     samples: int
@@ -49,7 +50,7 @@ class Timed:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Shortest and longest, in seconds."""
+        """Shortest and longest expected time, in seconds."""
         low, high = self.span
         return low * self.step.seconds, high * self.step.seconds
 
@@ -71,7 +72,7 @@ def planned_device(config: RunConfig) -> Device | None:
     """Return the device that ``config`` is planned for; None if it is this machine's GPU and not in the catalogue.
 
     Raises:
-        UserError: the config names one that is not, or rates of another.
+        UserError: the config names a device that is not in the catalogue, or rates of another device.
     """
     if config.plan.rates is not None:
         device: Device | None = measured_rates(config).cluster.device
@@ -109,7 +110,7 @@ def planned_cluster(config: RunConfig, device: Device) -> Cluster:
 
 
 def planned_rates(config: RunConfig, device: Device) -> Rates:
-    """Return the rates of the closed form."""
+    """Return the measured rates, or the published rates for ``device``."""
     return measured_rates(config).rates if config.plan.rates is not None else RATES[software_for(device.name)]
 
 
@@ -117,7 +118,7 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
     """Return the rates in ``plan.rates``.
 
     Raises:
-        UserError: there are none, or they were measured on another device than the planned one.
+        UserError: the file has no rates, or they were measured on another device than the planned one.
     """
     assert config.plan.rates is not None
     measured = read_rates(config.plan.rates)
@@ -141,7 +142,7 @@ def time_of(
     """Return the predicted time of a step: from traced work if rates were measured, otherwise from model sizes.
 
     Raises:
-        UnknownTime: there are no rates for it.
+        UnknownTime: there are no rates for this model or device.
     """
     layout = sizes.layout
     model = sizes.model

@@ -1,10 +1,10 @@
-"""Shares of a device's peaks that training software reaches, fitted to published runs."""
+"""Fractions of a device's peak rates that training software reaches, fitted to published runs."""
 
 from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Shares of a device's peaks that are reached, and fixed costs in seconds."""
+    """Fractions of a device's peak rates that are reached, and fixed costs in seconds."""
 
     products: float
     products_8bit: float
@@ -17,7 +17,7 @@ class Rates(NamedTuple):
     network: float = 0.8
     """Share of the bandwidth between nodes. This and the following fields are assumptions: no run determines them."""
     half: float = 150.0
-    """Dim length of a matrix product at which it reaches half of the best rate."""
+    """Size of a dim at which a matrix product reaches half of its best rate."""
     latency: float = 15e-6
     """Seconds to start a collective."""
     hop: float = 5e-6
@@ -35,7 +35,7 @@ RATES = {
 
 
 class Seen(NamedTuple):
-    """Range that the published runs of a software cover."""
+    """Range of settings that the published runs of one training software cover."""
 
     devices: tuple[str, ...]
     sequence: int
@@ -51,21 +51,21 @@ SEEN = {
     "megatron-2021": Seen(("a100",), 32768, 64),
 }
 WITHIN = (0.86, 1.13)
-"""Measured over predicted time of the held-out rows, p10 to p90."""
+"""Ratio of measured to predicted time for the held-out rows, p10 to p90."""
 OUTSIDE = (0.86, 1.8)
-"""Measured over predicted time of the blind rows with longer sequences than the calibration's, or another device."""
+"""Ratio of measured to predicted time for blind rows with longer sequences than the calibration's or another device."""
 FLOAT8 = (0.70, 1.29)
-"""Measured over predicted time of FP8 rows, with torchtitan's rates: p10 of all rows (NVIDIA's are faster), p90 of
-torchtitan's rows."""
+"""Ratio of measured to predicted time for FP8 rows, with torchtitan's rates: p10 of all rows (NVIDIA's are faster) and
+p90 of torchtitan's rows."""
 ADAPTERS = (0.75, 1.67)
-"""Measured over predicted time of the six LoRA rows, with torchtitan's rates. The smallest ratio is of a run on one
-device, the largest of one with pipeline and tensor ranks."""
+"""Ratio of measured to predicted time for the six LoRA rows, with torchtitan's rates. The smallest ratio is from a run
+on one device, the largest from a run with pipeline and tensor ranks."""
 MEASURED = (0.8, 1.25)
-"""Range of measured over predicted time, if ``serried plan calibrate`` measured the rates. An assumption."""
+"""Assumed range of measured / predicted time when the rates come from ``serried plan calibrate``."""
 FAR = 4
 """Factor over the largest published FSDP group above which a group counts as outside the range."""
 
 
 def software_for(device: str) -> str:
-    """Return the software whose rates represent this one: torchtitan, or Megatron on an A100."""
+    """Return the software whose rates are used for this framework: Megatron on an A100, otherwise torchtitan."""
     return "megatron-2021" if device.startswith("a100") else "torchtitan"

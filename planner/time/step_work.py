@@ -1,4 +1,4 @@
-"""Work of a step, derived from the config and the model on meta."""
+"""Work of a step, derived from the config and the model on the meta device."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
     def excess(shape: Shape) -> float:
         return abs(held / (shape.layers * (shape.of_dense + shape.of_experts)) - 1)
 
-    if isinstance(section, HuggingFaceSection):  # whose config.json does not say
+    if isinstance(section, HuggingFaceSection):  # config.json does not state whether it is gated
         shape = min(shape, shape._replace(is_gated=False), key=excess)
     if config.adapter.method == "none" and excess(shape) > _OTHER_FORM:
         return None

@@ -1,4 +1,4 @@
-"""Model of the step time: rates turn the work of a block into seconds on the timeline of each rank."""
+"""Model of the step time, computed from the work of a block and the rates of the device."""
 
 import math
 from collections import Counter
@@ -19,9 +19,9 @@ _OPTIMIZER_BYTES = 30
 _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz iterations of Muon, with three matrix products each."""
 _BACKWARD_OF_ATTENTION = 2.5
-"""Cost of the backward of attention over its forward: five products instead of two."""
+"""Ratio of the cost of attention's backward to its forward: five matrix products instead of two."""
 _HIDDEN_AT_THE_END = 0.8
-"""Share of the last backward that hides sums of gradients."""
+"""Share of the last backward that can overlap with gradient reduction."""
 _EXPOSED_AT_LEAST = 0.1
 _LARGEST_SEEN = 512
 """Ranks of the largest FSDP group of a published run."""
@@ -93,7 +93,7 @@ class Shape(NamedTuple):
             yield self.dim, self.expert_hidden, self.matrices * self.experts * (1 - self.dense_layers / self.layers)
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return FLOPs of forward and backward of a token, causal or not."""
+        """Return the FLOPs of forward and backward per token, without the savings of a causal mask."""
         active = self.of_dense + self.experts_per_token * self._of_expert
         return 6 * (self.layers * active + self.of_head) + 12 * self.layers * self.width * sequence
 
@@ -108,18 +108,19 @@ class Job:
     micro_batch: int
     accumulation: int
     recompute: str = "none"
-    """``none``, ``full``, ``selective`` (half of the products, and all but products) or ``attention`` alone."""
+    """``none``, ``full``, ``selective`` (half of the matrix products and all memory-bound operations) or
+    ``attention``."""
     recomputing: float = 1.0
     """Share of the blocks that use ``recompute``."""
     rest: str = "none"
     """Recomputation of the other blocks."""
     precision: str = "bf16"
-    """Precision of matrix products, as ``Device.peak`` takes it."""
+    """Precision of matrix products, one of the names in ``Device.peak``."""
     frees_after_forward: bool = True
     reduces_each: bool = True
     """Whether gradients are reduced after each micro-batch."""
     is_fused: bool = False
-    """Whether operations between products are fused, as a compiler does."""
+    """Whether operations between matrix products are fused, as by ``torch.compile``."""
     is_flash: bool = True
     """Whether attention is one kernel that skips masked scores. Otherwise the scores are materialized."""
     hides_exchanges: float = 0.0
@@ -215,7 +216,7 @@ def block_work(job: Job) -> Work:
     layout = job.layout
     tokens = job.tokens
     tensor = layout.tensor
-    parts = tensor if layout.sequence else 1  # of activations between the matrices
+    parts = tensor if layout.sequence else 1  # ranks that activations between the matrices are sharded over
     projections = 2 * shape.dim * (shape.width + shape.kv_heads * shape.head_dim)
     products: dict[tuple[int, int, int], float] = {}
 
@@ -237,7 +238,7 @@ def block_work(job: Job) -> Work:
         add(flops, of_one, shape.dim, shape.expert_hidden)
         inner += shape.experts_per_token * (shape.expert_hidden + 2 * shape.dim) / parts
     scores = 4 * tokens * job.sequence * shape.attended * shape.width / tensor * (0.5 if job.is_flash else 1.0)
-    # Bytes that norms, rotations, activations and sums read and write, and how often.
+    # Number of reads and writes by norms and residual additions, activation functions, and rotary embeddings.
     norms, activations, rotations = (
         (6, 3 if shape.is_gated else 4, 4) if job.is_fused else (12, 6 if shape.is_gated else 4, 8)
     )
@@ -250,7 +251,7 @@ def block_work(job: Job) -> Work:
 
 
 class _Clock:
-    """Seconds of each activity of a job's ranks."""
+    """Computes the seconds of each activity on the ranks of a job."""
 
     def __init__(self, job: Job, cluster: Cluster, rates: Rates) -> None:
         self.job = job
@@ -292,10 +293,10 @@ class _Clock:
         job = self.job
         shape = job.shape
         layout = job.layout
-        full = job.recomputing if job.recompute == "full" else 0.0  # messages are not kept
+        full = job.recomputing if job.recompute == "full" else 0.0  # communication is repeated
         found = {}
         if layout.tensor > 1:
-            half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # a sum over ranks is two of them
+            half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # an all-reduce takes two
             if layout.sequence:
                 half *= 1 - job.hides_exchanges
                 found["tensor"] = 4 * half, (5 + 3 * full) * half
@@ -313,7 +314,7 @@ class _Clock:
         return found
 
     def head(self) -> dict[str, float]:
-        """Return the seconds of head and loss, forward and backward."""
+        """Return the seconds of forward and backward of the head and loss."""
         job = self.job
         shape = job.shape
         tensor = job.layout.tensor
@@ -322,7 +323,7 @@ class _Clock:
         products = {(m, n, k): 3 * job.tokens * shape.of_head / tensor / (m * n * k)}
         return self._seconds(Work(products, moved_bytes=12 * job.tokens * shape.vocab / tensor))
 
-    # all of it ---------------------------------------------------------------------------------------------------
+    # full step ---------------------------------------------------------------------------------------------------
 
     def _work(self, block: _Block, head: Mapping[str, float], times: float) -> dict[str, float]:
         """Return the seconds of all blocks and the ``head`` for ``times`` micro-batches."""

@@ -1,8 +1,8 @@
 """Fragmentation of torch's CUDA caching allocator, computed by its own rules.
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
-free range that holds it, which is split if enough is left, and free neighbours of a segment merge. Free memory stays
-reserved. Requests of up to 1 MiB have segments of their own, some MiB in all, and are left out. With
+free range that is large enough. The range is split if enough is left, and adjacent free ranges of a segment merge. Free
+memory stays reserved. Requests of up to 1 MiB use separate segments, a few MiB in total, and are left out. With
 ``expandable_segments:True``, which runs set, a stream has one segment that grows.
 """
 
@@ -20,29 +20,29 @@ _SMALL = _MIB
 _SEGMENT = 20 * _MIB
 """Size of a segment that several requests share."""
 _SHARED_UP_TO = 10 * _MIB
-"""Requests from this size on have a segment of their own."""
+"""Requests of at least this size get their own segment."""
 _SEGMENT_MULTIPLE = 2 * _MIB
-"""Multiple that the size of a request's own segment is rounded up to."""
+"""Multiple to which the size of a segment with a single request is rounded up."""
 _LEAST_LEFT = _MIB + 1
-"""Bytes from which the rest of a range is split off; of an expandable segment, one multiple."""
+"""Smallest remainder of a range that is split off, in bytes; in an expandable segment it is ``_MULTIPLE``."""
 
 Request = tuple[Hashable, int, int]
-"""Block, bytes and stream; 0 bytes: the block is freed."""
+"""(Block, bytes, stream); 0 bytes free the block."""
 Phase = list[tuple[int, ...]]
-"""Size and stream of each request. A block that is freed also has the phase of its request, and its index among the
-remaining blocks of equal size, stream and phase: negative if they are freed last first."""
+"""Size and stream of each request. A freed block also has the phase of its request, and its index among the remaining
+blocks of equal size, stream and phase. The index is negative if these blocks are freed in reverse order."""
 
 
 def has_expandable_segments() -> bool:
-    """Return whether runs have expandable segments: unless the user has configured the allocator without."""
+    """Return whether runs use expandable segments, the default unless the user configures the allocator otherwise."""
     settings = [setting for setting in map(os.environ.get, ALLOCATOR_SETTINGS) if setting]
     return not settings or any(EXPANDABLE_SEGMENTS in setting for setting in settings)
 
 
 def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
-    """Return ``phases`` without the identity of blocks, so that equal blocks of a model request equal things.
+    """Return ``phases`` without block identities, so that equal blocks of a model have equal requests.
 
-    Of the first, which sets up, what lasts is left: on a GPU it happens in another way.
+    The first phase is the set-up. Only memory that outlives it is kept, because the set-up differs on a GPU.
     """
     first, *others = map(list, phases)
     lasting: dict[Hashable, Request] = {}
@@ -56,7 +56,7 @@ def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
     for number, phase in enumerate([[*lasting.values()], *others]):
         found.append([])
         ends: dict[tuple[int, ...], bool] = {}
-        """Whether blocks are counted from the last: decided by the first that is freed; always within a phase."""
+        """Whether blocks are counted from the last. The first freed block decides; within one phase they always are."""
         for block, size, stream in phase:
             if size > _SMALL:
                 size = -(-size // _MULTIPLE) * _MULTIPLE
@@ -73,9 +73,13 @@ def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
 
 
 def extended(few: list[Phase], more: list[Phase], proof: list[Phase], times: int) -> list[Phase] | None:
-    """Return the requests of a model with ``times`` as many more blocks than ``few`` as ``more`` has.
+    """Extrapolate the requests of a model by its number of blocks; return None if ``proof`` contradicts the result.
 
-    ``proof`` has twice as many more. Returns None if it contradicts the other two.
+    Args:
+        few: requests of a model with few blocks.
+        more: requests with n more blocks than ``few``.
+        proof: requests with 2n more blocks than ``few``.
+        times: number of times that n blocks are added to ``few``.
     """
     if not len(few) == len(more) == len(proof):
         return None
@@ -98,7 +102,7 @@ def _repeated(first: Phase, second: Phase, changes: Iterable[tuple[str, int, int
 
 
 def unused_bytes(phases: Sequence[Phase], *, is_expandable: bool) -> int:
-    """Return the bytes that the allocator reserves in all, less the peak in use."""
+    """Return the total bytes that the allocator reserves, minus the peak in use."""
     streams: dict[int, _Stream] = defaultdict(lambda: _Stream(is_expandable=is_expandable))
     live: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     now = peak = 0
@@ -116,20 +120,20 @@ def unused_bytes(phases: Sequence[Phase], *, is_expandable: bool) -> int:
 
 
 class _Stream:
-    """The memory of a stream: ranges of addresses."""
+    """Memory of one stream, as ranges of addresses."""
 
     def __init__(self, *, is_expandable: bool) -> None:
         self.reserved = 0
         self._is_expandable, self._end = is_expandable, 0
         self._free: list[tuple[int, int]] = []
-        """Size and start, ascending."""
+        """(Size, start) of the free ranges, ascending."""
         self._sizes: dict[int, int] = {}
         """Sizes of the free ranges by start."""
         self._starts: dict[int, int] = {}
         """Starts of the free ranges by end."""
 
     def take(self, size: int) -> tuple[int, int]:
-        """Return start and size of a range with at least ``size`` bytes."""
+        """Allocate a range of at least ``size`` bytes. Return its start and size."""
         place = bisect_left(self._free, (size, 0))
         if self._is_expandable and place + 1 < len(self._free) and sum(self._free[place]) == self._end:
             place += 1  # the last range can grow, so it counts as the largest
@@ -162,7 +166,7 @@ class _Stream:
             self.reserved += self._end - before
             return start, self._end - start
         there = _SEGMENT if size < _SHARED_UP_TO else -(-size // _SEGMENT_MULTIPLE) * _SEGMENT_MULTIPLE
-        start = self._end + _MULTIPLE  # no neighbour of the segment before
+        start = self._end + _MULTIPLE  # not adjacent to the previous segment
         self._end = start + there
         self.reserved += there
         return start, there

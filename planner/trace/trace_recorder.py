@@ -23,12 +23,12 @@ KEPT, WORKING = "kept for backward", "working memory"
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
-"""Operations that hold a copy of their input while they run, which no result shows."""
+"""Operations that hold a copy of their input while they run, which their outputs do not show."""
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
     "wait_tensor", "_unsafe_view", "lift_fresh",
 }  # fmt: skip
-"""Operations that move no bytes, besides views."""
+"""Operations other than views that move no bytes."""
 _COLLECTIVES = {
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
@@ -46,12 +46,12 @@ class Collective(NamedTuple):
     """Name of its process group."""
     ranks: int
     bytes: int
-    """Bytes that this rank sends in a ring: (n - 1)/n of a whole tensor to gather or scatter, twice that to sum."""
+    """Bytes that this rank sends in a ring: (n - 1)/n of the full tensor to gather or scatter, twice that to sum."""
 
 
 def known_workspace(name: str, inputs: Sequence[Tensor]) -> int:
     """Return the bytes that an operation allocates and frees while it runs."""
-    if name == "index":  # which converts indices
+    if name == "index":  # converts int32 indices to int64
         return sum(2 * index.nbytes for index in inputs[1:] if index.dtype == torch.int32)
     return inputs[0].nbytes if name in _COPY_THEIR_INPUT else 0
 
@@ -110,7 +110,8 @@ class StepTrace(LiveStorages):
     """Records storages, collectives and operations from ``begin`` on."""
 
     def __init__(self, *, is_pipeline: bool = False) -> None:
-        """``is_pipeline``: the first step asks for numbers that are flags: whether shapes are known on all ranks."""
+        """``is_pipeline``: in the first step, ranks read int32 flags that report whether shapes are known on all
+        ranks."""
         super().__init__()
         if is_pipeline:
             self._flags = torch.bool, torch.int32
@@ -123,7 +124,7 @@ class StepTrace(LiveStorages):
         self._events: list[tuple[Block, int, str]] = []
         """(Block, growth in bytes, phase) of each change of a storage."""
         self._phases: list[list[tuple[Block, int, torch.cpu.Stream]]] = [[]]
-        """Storages, their sizes and the streams of FSDP2 that allocate them, from the first on."""
+        """(Storage, size, FSDP2 stream that allocates it) of all requests, by phase."""
         self._resize = torch.UntypedStorage.resize_
 
     def begin(self) -> None:
@@ -199,7 +200,7 @@ class StepTrace(LiveStorages):
         super().resize(block, size)
 
     def __enter__(self) -> "StepTrace":
-        # FSDP2 frees and allocates gathered parameters by this method, which no dispatch mode sees.
+        # FSDP2 frees and allocates gathered parameters with this method, which dispatch modes do not see.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
             self.record(storage, size)
@@ -256,7 +257,7 @@ class _Tally:
             self._moved_bytes += sum(tensor.nbytes for tensor in [*inputs, *outputs])
 
     def _add_grouped(self, a: Tensor, b: Tensor) -> None:
-        """Count the products of groups of rows, or of columns, as if all groups were of one size."""
+        """Count the products of groups of rows, or of columns, as if all groups had the same size."""
         if b.ndim == 3:
             self._products[a.shape[0] // len(b), b.shape[-1], a.shape[-1]] += len(b)
         else:

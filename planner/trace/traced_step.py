@@ -1,7 +1,7 @@
-"""The trace of a run's step: its own model, sharded and trained as in a run, on tensors without data.
+"""Trace of a training step: the run's own model, sharded and trained as in the run, on tensors without data.
 
-torch's fake tensors have shapes and types alone, and the process group exchanges nothing. So the trace follows any
-module, any layout of any size, and the version of torch that is installed.
+torch's fake tensors have only shapes and dtypes, and the process group communicates nothing. The trace therefore covers
+any module, any layout of any size, and the installed version of torch.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # of torch.fx and of torch.distributed's own estimates
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch.fx and torch.distributed use it too
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
 from serried.configs.errors import UserError
@@ -55,30 +55,30 @@ class CannotTrace(Exception):
 
 @dataclass(frozen=True)
 class Traced:
-    """A step of one rank, the first of those at its coordinate of the pipeline; or the difference that blocks make."""
+    """Traced step of the first rank at a pipeline rank, or the difference that additional blocks make."""
 
     rank: int
     memory: Mapping[str, float]
     """Bytes at the peak, by kind."""
     phase: str
     by_phase: Mapping[str, float]
-    """The peak of each phase."""
+    """Peak of each phase in bytes."""
     flows: Mapping[tuple[str, str, str, int], tuple[float, float]]
-    """(Axis, kind, phase, ranks) of collectives -> (bytes sent, calls)."""
+    """(Bytes sent, calls) of the collectives, by (axis, kind, phase, ranks)."""
     work: Mapping[str, Work]
-    """Work by phase: of the optimizer for a step, of other phases for one micro-batch."""
+    """Work by phase: for a step in the optimizer phase, for one micro-batch in other phases."""
     requests: list[Phase] | None
     """Allocator requests; None if unknown."""
     border: Tensor | None = None
-    """Tensor sent from stage to stage of a pipeline, on meta."""
+    """Tensor sent from stage to stage of a pipeline, without data."""
 
     @property
     def peak(self) -> float:
-        """Bytes held at most on the device."""
+        """Peak memory on the device in bytes."""
         return sum(size for kind, size in self.memory.items() if not kind.endswith(IN_HOST_MEMORY))
 
     def plus(self, other: "Traced", times: float) -> "Traced":
-        """Return this and ``times`` times the other."""
+        """Return the sum of this step and ``times`` times ``other``."""
 
         def sums(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, float]:
             return {key: mine.get(key, 0) + times * theirs.get(key, 0) for key in {**mine, **theirs}}
@@ -98,7 +98,7 @@ class Traced:
 def trace_step(
     config: RunConfig, task: RunTask, layout: Layout, accumulation: int, *, is_open: bool = False
 ) -> list[Traced]:
-    """Trace a step on the first rank of each pipeline coordinate that differs from the others.
+    """Trace a step on the first rank of the first, second and last pipeline rank. Ranks in between are like the second.
 
     Equal blocks add equal amounts of memory and work, so only a few are traced. One more block checks the
     extrapolation; if it fails, all blocks are traced. ``is_open``: whether the data of ``task`` is open.
@@ -131,7 +131,7 @@ def memory_of(stages: Sequence[Traced]) -> Memory:
 
 
 def reserved_memory_of(stages: Sequence[Traced], *, is_expandable: bool) -> Memory:
-    """Return the memory of the rank that needs the most, with what torch's allocator takes beyond it on a GPU."""
+    """Return the memory of the rank that needs the most, with the unused bytes that torch's allocator reserves."""
     worst = max(stages, key=lambda stage: stage.peak)
     requests = worst.requests
     unused = None if requests is None else unused_bytes(requests, is_expandable=is_expandable)
@@ -182,7 +182,7 @@ class _Tracer:
         per_stage = -(-here // len(mine))
         first = self._leading + 2 * every + (per_stage - self._leading) % every
         points = [first, first + every, first + 2 * every]
-        is_mixed = self._config.trainer.activation_memory_budget < 1  # by the number of blocks
+        is_mixed = self._config.trainer.activation_memory_budget < 1  # the mix depends on the number of blocks
         if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
             return self._trace(rank, None, border)
         low, high, proof = (self._trace(rank, point * layout.stages, border) for point in points)
@@ -197,7 +197,7 @@ class _Tracer:
         layout = self._layout
         if blocks is not None and layout.layers_of_stages:
             layout = replace(layout, layers_of_stages=())
-        # Gradients of weights that zero-bubble schedules have formed are summed up in the round after.
+        # Zero-bubble schedules accumulate weight gradients in the round after the one that computes them.
         rounds = 3 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 2
         most = 2 if layout.pipeline == 1 else rounds * layout.pipeline
         micro_batches = min(self._accumulation, most)
@@ -205,7 +205,7 @@ class _Tracer:
             self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border
         )
         peak = trace.peak()
-        if found is not None:  # a stage has a buffer for each message of a step
+        if found is not None:  # a stage has one buffer for each message of a step
             stages = layout.stages_of(rank * layout.pipeline // layout.world)
             borders = sum((stage > 0) + (stage < layout.stages - 1) for stage in stages)
             peak.parts["other"] = peak.parts.get("other", 0) - micro_batches * borders * found.nbytes
@@ -257,10 +257,14 @@ def _trace_rank(
     config: RunConfig, task: RunTask, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
     border: Tensor | None,
 ) -> tuple[StepTrace, Mapping[str, str], list[Phase], Tensor | None]:  # fmt: skip
-    """Return a step of ``rank``, with only the first ``blocks`` of the model unless None; the axis of each process
-    group; the allocator requests of two steps; and the tensor that passes from stage to stage."""
+    """Trace two steps of ``rank``, with only the first ``blocks`` blocks of the model unless None.
+
+    Returns:
+        The trace of the second step, the axis of each process group, the allocator requests of both steps, and the
+        tensor sent from stage to stage.
+    """
     has_buckets = keeps_buckets(config, layout)
-    if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
+    if layout.is_replicated:  # DDP's reducer needs data. One process does the same except the all-reduce.
         layout = Layout("single")
     model = model_to_train(config, task)
     mix = planned_mix(config, task, layout, model.plan, model.module)
@@ -286,14 +290,14 @@ def _trace_rank(
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
             _without_data(parallel, model.plan, groups, is_for_gpu=config.launch.device != "cpu")
             repeated = model.blocks
-            del model  # of which a pipeline's stages are copies
+            del model  # pipeline stages are copies of it
             low_dtype = LOW_DTYPES[config.precision.name]
             optimizer = model_optimizer(parallel, config.optim, repeated, low_dtype, config.trainer.seed)
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
             weight = task.weight_per_sample()
             step = train_step(config, task, weight, parallel, optimizer, average)
-            step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
+            step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first step
             trace.label(PARAMETERS + place, [held.tensor for held in parallel.parameters])
             for held in parallel.parameters:
                 for value in optimizer.state.get(held.tensor, {}).values():
@@ -314,10 +318,10 @@ def _trace_rank(
 
 
 class _GroupsAlone(Groups):
-    """Process groups of a rank without other ranks. It receives its own messages."""
+    """Process groups of a single rank, which receives its own messages."""
 
     def __init__(self, layout: Layout, border: Tensor | None) -> None:
-        """``border``: tensor sent from stage to stage of a pipeline, on meta; None if not known yet."""
+        """``border``: tensor sent from stage to stage of a pipeline, without data; None if not known yet."""
         super().__init__(layout, "cpu")
         self._border = border
 
@@ -335,7 +339,7 @@ class _GroupsAlone(Groups):
 
 
 class _EvenExchange(Exchange):
-    """Sends equally many rows to each rank: the numbers that a router chooses are data."""
+    """Sends the same number of rows to each rank, because the router's choice depends on data."""
 
     def sizes(self, rows: int, counts: Tensor, table: Tensor) -> tuple[list[int], list[int]]:
         del counts, table
@@ -344,15 +348,15 @@ class _EvenExchange(Exchange):
 
 
 class _GatherOnGPU(Gather):
-    """Attends without the mask of queries x keys that only a CPU needs."""
+    """Attention without the mask of queries x keys that only a CPU needs."""
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        whole = make(None)  # as if all of the sequence were here
+        whole = make(None)  # as for an unsharded sequence
         return super().mask(make, length, device) if isinstance(whole, Tensor) else whole
 
 
 def _without_data(parallel: DistributedModel, plan: ParallelPlan, groups: Groups, *, is_for_gpu: bool) -> None:
-    """Put extension points into the model that need no data."""
+    """Replace the model's extension points with versions that need no data."""
     for module in parallel.modules:
         for mixture in mixtures(module, plan).values():
             if groups.expert is not None:

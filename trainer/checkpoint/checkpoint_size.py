@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint, before anything is saved."""
+"""Sizes of checkpoints in bytes, computed before anything is saved."""
 
 import torch
 from torch import nn
@@ -10,13 +10,15 @@ from serried.trainer.precision import trained_type
 
 
 def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
-    """Return the bytes of a checkpoint, over all ranks."""
+    """Return the size of a checkpoint in bytes, over all ranks."""
     return sum(_saved_weights_and_state(config, model, plan))
 
 
 def copied_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan, device: str) -> int:
-    """Return the bytes that a save copies to host memory, over all ranks: all, or those on the ``device`` while
-    training waits."""
+    """Return the number of bytes that a save copies to host memory, over all ranks.
+
+    An asynchronous save copies all data, a synchronous save only the data on ``device``.
+    """
     weights, state = _saved_weights_and_state(config, model, plan)
     if config.checkpoint.mode == "async":
         return weights + state
@@ -25,7 +27,7 @@ def copied_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan, device
 
 
 def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> tuple[int, int]:
-    """Return the bytes of weights, with their averages, and of optimizer state in a checkpoint."""
+    """Return the bytes of weights, including their averages, and of optimizer state in a checkpoint."""
     named = dict(model.named_parameters())
     trained = {name for name, parameter in named.items() if parameter.requires_grad}
     is_whole = config.adapter.method == "none" and not config.task.has_teacher

@@ -1,10 +1,10 @@
 """Export of a committed checkpoint, or of the mean of several, as a plain Hugging Face model folder.
 
-The weights may be converted to another dtype and split into files of another size; training state is left out.
+The weights may be converted to another dtype and split into files of another size. Training state is left out.
 
 A checkpoint of adapters becomes a PEFT folder, or a model folder if the adapters are merged into their base model.
 
-The export is streamed, so that a machine whose memory cannot hold the model can do it.
+The export is streamed, so it also works on a machine whose memory cannot hold the model.
 """
 
 import json
@@ -48,16 +48,16 @@ def export(
 
     The weights are the mean over ``checkpoint`` and the checkpoints of the same run in ``averaged_with``.
 
-    For a checkpoint of adapters, only the adapters are written, in PEFT's format; or, with ``base``, the base model
-    with the adapters merged into it.
+    For a checkpoint of adapters, only the adapters are written, in PEFT's format. If ``base`` is given, the base model
+    with the adapters merged into it is written instead.
 
-    Floating-point weights are converted to ``dtype`` (None: unchanged). A file holds at most ``shard_bytes`` of
+    Floating-point weights are converted to ``dtype`` (None: unchanged). A file contains at most ``shard_bytes`` of
     weights, or one larger tensor: ``model.safetensors`` if all weights fit into one file, else
     ``model-00001-of-0000N.safetensors`` with an index. ``dtype`` is written to config.json, generation_config.json
-    is derived from it if missing, and the other files of the model (tokenizer) are copied. All files are compared
-    with the manifest first. ``out`` appears complete or not at all.
+    is derived from it if missing, and the other files of the model (tokenizer) are copied. All files are verified
+    first. The export is atomic: ``out`` is complete or is not created.
 
-    Memory: a few times 64 MiB, for any size of the model or of a tensor; with ``base`` also one matrix in fp32.
+    Peak memory is a few times 64 MiB for any model size, plus one matrix in fp32 if ``base`` is given.
 
     Raises:
         UserError: the checkpoint is damaged, ``out`` is in use, the disk is too full or fails, or a weight is too
@@ -94,7 +94,7 @@ def export(
     temporary = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was killed
+        shutil.rmtree(temporary, ignore_errors=True)  # left over from a killed export
         temporary.mkdir()
         is_model = not is_adapter or base is not None
         files = _shards(specs, shard_bytes) if is_model else {f"{ADAPTER}.safetensors": specs}
@@ -110,7 +110,7 @@ def export(
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; nothing is left there; use out=FOLDER") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # no longer there, unless something failed
+        shutil.rmtree(temporary, ignore_errors=True)  # exists only if something failed
     return sorted(out.iterdir())
 
 
@@ -131,8 +131,10 @@ def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
 
 
 def _verified(checkpoint: Path) -> dict[str, FileRecord]:
-    """Return the records of the model's files by name, without the training state. Raises ``UserError`` if a file is
-    not intact."""
+    """Verify the model's files, and return their records by name. Training state is skipped.
+
+    Raises ``UserError`` if a file is damaged.
+    """
     try:
         records = check_files(checkpoint, lambda name: name != STATE and not name.startswith(OPTIMIZER))
     except Damaged as damaged:
@@ -153,13 +155,13 @@ def _check_space(out: Path, needed: int) -> None:
 
 
 def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    # One-byte values are meaningless without the scales stored beside them, so both stay unchanged.
+    # One-byte values are meaningless without the scales stored next to them, so both stay unchanged.
     converts = dtype is not None and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
     return TensorSpec(spec.name, dtype, spec.shape) if dtype is not None and converts else spec
 
 
 def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Assign tensors to files in the given order. Return the tensors of each file name."""
+    """Assign tensors to files in the given order. Returns the tensors by file name."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:
@@ -175,7 +177,7 @@ def _write_weights(path: Path, weights: TensorFolder | Merged | Mean, specs: lis
     with path.open("wb") as file:
         file.write(header(specs))
         for spec in specs:
-            # By elements, not rows: a single row of a large matrix may be large, too.
+            # Read by elements, not by rows: a single row of a matrix may be large, too.
             step = _PIECE_BYTES // max(spec.dtype.itemsize, weights.specs[spec.name].dtype.itemsize)
             for first in range(0, spec.numel, step):
                 values = weights.read_elements(spec.name, first, min(step, spec.numel - first))
@@ -216,7 +218,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _commit(temporary: Path, out: Path) -> None:
-    """Flush everything to the disk, then rename the folder (over an empty one, if it exists)."""
+    """Flush all files to the disk, then rename the folder to ``out``, which may be an existing empty folder."""
     for path in temporary.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,9 +1,9 @@
 """Assignment of a checkpoint's tensors to files and of files to ranks, and the transfers that fill them.
 
-Every tensor is stored whole, by one owner, so that each file is written from front to back by one process. All file
-systems do this best, and any reader can open the result. A block is the group of ranks that together hold one stage
-of one model replica. Its ranks send their shards to the owners, in rounds of one bucket per owner. A stage's tensors
-are distributed over the ranks that hold it.
+Every tensor is stored unsharded, by one owner rank, so each file is written sequentially by one process. All file
+systems do this best, and any reader can open the result. A block is the group of ranks that together hold one
+pipeline stage of one model replica. Its ranks send their shards to the owners, in rounds of one bucket per owner. The
+tensors of a stage are distributed over the ranks that hold it.
 """
 
 from bisect import bisect_left
@@ -25,29 +25,29 @@ from serried.parallel.layout.shard_specs import Box, ShardSpec
 from serried.records.safetensors_files import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
-"""Size of the data that an owner receives at a time."""
+"""Maximum number of bytes that an owner receives per round."""
 _ALIGNMENT = 16  # bytes: a multiple of every element's size
 
 _FILE_BYTES = 5 * 10**9
 
 
 class Part(NamedTuple):
-    """One tensor of the state, as held by this rank."""
+    """This rank's shard of one tensor of the state."""
 
     name: str
     """Name, unique within the state. A rank that holds a tied parameter twice has two parts of the same name."""
     held: HeldTensor
     fragments: tuple[Fragment, ...]
-    """Position of its elements in the tensors of a checkpoint."""
+    """Location of its elements in the tensors of a checkpoint."""
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's shard as a plain tensor over the same memory."""
+        """This rank's shard as a plain tensor that shares its memory."""
         return self.held.local
 
     @property
     def shards(self) -> ShardSpec:
-        """Return the shard of the tensor that each rank holds."""
+        """Sharding of the tensor over the ranks."""
         return self.held.spec
 
 
@@ -68,7 +68,7 @@ class Target:
 
 
 class PlannedFile(NamedTuple):
-    """A file with its owner's rank and its tensors in order."""
+    """A file, the rank that writes it, and its tensors in order."""
 
     name: str
     owner: int
@@ -76,7 +76,7 @@ class PlannedFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of one rank's shard of a part."""
+    """A box of a rank's shard, sent to the rank that writes it."""
 
     part: str
     source: int
@@ -101,7 +101,7 @@ class Window(NamedTuple):
     sizes: tuple[int, ...]
     pieces: tuple[Piece, ...]
     is_in_order: bool
-    """Whether concatenating the pieces gives the window's bytes; otherwise they must be put into place."""
+    """Whether the concatenated pieces are the window's bytes. Otherwise each piece must be copied into place."""
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +114,9 @@ class Plan:
 
     files: list[PlannedFile]
     sends: list[list[list[Piece]]]
-    """Pieces to send, [round][owner's rank within the block], in the owner's order."""
+    """Pieces to send, indexed by [round][owner's rank within the block], in the order in which they are written."""
     writes: list[list[Window]]
-    """Windows of this rank's own files, [round], in file order."""
+    """Windows of this rank's own files, indexed by [round], in file order."""
 
     @property
     def total_bytes(self) -> int:
@@ -125,7 +125,7 @@ class Plan:
 
 
 def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
-    """Return the tensors that pipeline stage ``stage`` saves, by name. Tensors of an earlier stage are left out."""
+    """Return the tensors that pipeline stage ``stage`` saves, by name, except those that an earlier stage saves."""
     found: dict[str, Target] = {}
     seen: set[str] = set()
     for part in parts:
@@ -144,10 +144,10 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
 def deal_files(
     stages: Sequence[Sequence[TensorSpec]], stem: str, ranks: int, *, is_spread: bool = True
 ) -> list[PlannedFile]:
-    """Distribute tensors, in their order, over files of about equal size, numbered over all stages.
+    """Distribute tensors, in order, over files of about equal size, and number the files over all stages.
 
-    Each stage has one file for each of its ``ranks``, or a single file unless ``is_spread``; more files if they
-    would exceed 5 GB. Ranks are numbered stage by stage.
+    Each stage has one file per rank, or a single file unless ``is_spread``. It has more files if they would exceed
+    5 GB. ``ranks``: number of ranks per stage. Ranks are numbered stage by stage.
     """
     filled: list[tuple[int, tuple[TensorSpec, ...]]] = []
     for stage, specs in enumerate(stages):
@@ -179,8 +179,10 @@ def _fill_files(specs: Sequence[TensorSpec], ranks: int) -> list[tuple[TensorSpe
 def make_plan(
     files: list[PlannedFile], targets: Mapping[str, Target], layout: Layout, rank: int, bucket_bytes: int
 ) -> Plan:
-    """Return the data that ``rank`` sends and writes. ``targets``: the tensors in the files of this rank's stage, by
-    name."""
+    """Return the data that ``rank`` sends and writes.
+
+    ``targets``: the tensors in the files of this rank's stage, by name.
+    """
     block, me = divmod(rank, layout.block)
     sends: list[list[list[Piece]]] = []
     writes: list[list[Window]] = []
@@ -208,7 +210,7 @@ def make_plan(
 def _windows_of(
     file: int, target: Target, layout: Layout, owner: int, limit: int, sender: int | None
 ) -> Iterator[Window]:
-    """Yield the windows of a tensor that ``owner`` writes; with only the pieces of ``sender``, if that is given."""
+    """Yield the windows of a tensor that ``owner`` writes. If ``sender`` is given, include only its pieces."""
     spec, origins = target.spec, target.origins
     geometry = tuple((replace(origin.shards, name=""), origin.fragment._replace(name="")) for origin in origins)
     sources, windows = _geometry(spec.shape, geometry, layout, limit // spec.dtype.itemsize)
@@ -231,7 +233,7 @@ def _windows_of(
 
 
 class _Source(NamedTuple):
-    """A shard that holds elements of a tensor of a checkpoint."""
+    """A shard that contains elements of a checkpoint's tensor."""
 
     origin: int
     """Index of the origin."""
@@ -244,11 +246,11 @@ class _Source(NamedTuple):
 
 
 _WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...], bool]
-"""A window of the tensor; for each piece (index of its source, box within the source's shard, box in the window);
-and whether the pieces are in order."""
+"""A window of the tensor, its pieces, and whether the pieces are in order. A piece is (index of its source, box within
+the source's shard, box within the window)."""
 
 
-@cache  # many tensors are sharded alike
+@cache  # many tensors have the same sharding
 def _geometry(
     shape: tuple[int, ...], origins: tuple[tuple[ShardSpec, Fragment], ...], layout: Layout, limit: int
 ) -> tuple[list[_Source], list[_WindowPieces]]:

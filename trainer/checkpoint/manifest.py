@@ -1,11 +1,10 @@
-"""MANIFEST.json: every file of a checkpoint with its size and checksum. It is written last; verifying it finds
-damage.
+"""MANIFEST.json: size and checksum of every file of a checkpoint. It is written last and used to detect damage.
 
 The checksum is zlib's CRC-32. It is in the standard library, runs at several GB/s and lets other threads run. It
-finds every single flipped bit and every burst of up to 32 bits, and misses one in 2^32 of all other damage; sizes
+detects every single flipped bit and every burst of up to 32 bits, and misses one in 2^32 of all other damage. Sizes
 are compared as well. It protects against accidents (a full disk, a killed copy, failing hardware), not against an
 attacker, who could write a matching manifest. Files from untrusted sources are safe for another reason: safetensors
-and JSON are data, and both are checked before use.
+and JSON are pure data formats, and both are validated before use.
 """
 
 import errno
@@ -33,12 +32,11 @@ class FileRecord(NamedTuple):
     size: int
     """Size in bytes."""
     crc32: int
-    """``zlib.crc32`` of the whole file."""
+    """``zlib.crc32`` of the full file."""
 
 
 class Damaged(Exception):
-    """A checkpoint differs from the state in which it was written. The message names the file and the damage in one
-    line."""
+    """A checkpoint differs from what was written. The message describes the file and the damage in one line."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -59,10 +57,10 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint by name. Does not look at the files themselves.
+    """Return the records of a checkpoint's files by name. The files themselves are not read.
 
     Raises:
-        Damaged: the manifest is missing, cannot be read, or differs in any byte from the written one.
+        Damaged: the manifest is missing, cannot be read, or differs in any byte from what was written.
     """
     path = folder / MANIFEST
     try:
@@ -78,14 +76,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         files = {name: _record(name, entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Damaged(f"{path} does not list files with sizes and checksums") from None
-    # The text is a function of its content, including the checksum, so every changed byte is found, even a space.
+    # The text is a function of its content, including the checksum, so every changed byte is detected, even a space.
     if text != _canonical(files):
         raise Damaged(f"{path} has been changed: its {len(text)} bytes do not match its checksum")
     return files
 
 
 def check_file(folder: Path, name: str, record: FileRecord) -> None:
-    """Read the whole file and compare it with its ``record``. Other threads can run during the read.
+    """Read the full file and compare it with its ``record``. Other threads can run during the read.
 
     Raises:
         Damaged: it is missing, cannot be read, or has another size or checksum.
@@ -100,8 +98,10 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool]) -> dict[str, FileRecord]:
-    """Compare the files whose names are ``wanted`` with their records, and return these records. Raises the same
-    errors as ``check_file`` and ``read_manifest``."""
+    """Compare the files whose names satisfy ``wanted`` with their records, and return these records.
+
+    Raises the same errors as ``check_file`` and ``read_manifest``.
+    """
     records = {name: record for name, record in read_manifest(folder).items() if wanted(name)}
     for name, record in records.items():
         check_file(folder, name, record)
@@ -109,7 +109,7 @@ def check_files(folder: Path, wanted: Callable[[str], bool]) -> dict[str, FileRe
 
 
 def check_size(folder: Path, name: str, record: FileRecord) -> None:
-    """Compare only the file's size with its ``record``; the file is not opened.
+    """Compare only the file's size with its ``record``. The file is not opened.
 
     Raises:
         Damaged: it is missing, not a regular file, or has another size.
@@ -149,7 +149,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def _canonical(files: Mapping[str, FileRecord]) -> bytes:
-    """Return the unique text of a manifest of ``files``."""
+    """Return the canonical text of a manifest of ``files``."""
     entries = {name: {"size": files[name].size, "crc32": f"{files[name].crc32:08x}"} for name in sorted(files)}
     crc32 = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
     return (json.dumps({"version": VERSION, "files": entries, "crc32": crc32}, indent=2) + "\n").encode()

@@ -38,8 +38,10 @@ class Built:
 
 
 class Merged:
-    """``base`` with PEFT adapters merged into its matrices, in fp32, and with the trained head, if any. Has the
-    interface of ``TensorFolder``."""
+    """``base`` with PEFT adapters merged into its matrices, in fp32, and with the trained head, if any.
+
+    Implements the interface of ``TensorFolder``.
+    """
 
     def __init__(self, base: TensorFolder | Built, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
         """``config``: content of ``adapter_config.json``."""
@@ -55,7 +57,7 @@ class Merged:
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
-        """Like ``TensorFolder.read_elements``; fp32 for an adapted matrix."""
+        """Read elements like ``TensorFolder.read_elements``. Adapted matrices are returned in fp32."""
         if name in self._heads:
             return self._adapters.read_elements(PREFIX + name, first, count)
         module = PREFIX + name.removesuffix(".weight")
@@ -76,14 +78,14 @@ class Merged:
 
 
 class Mean:
-    """The mean of several ``TensorFolder``s of equal names and shapes, computed in fp32. Has their interface."""
+    """Mean of several ``TensorFolder``s with equal names and shapes, computed in fp32. Implements their interface."""
 
     def __init__(self, folders: Sequence[TensorFolder]) -> None:
         self.specs: Mapping[str, TensorSpec] = folders[-1].specs
         self._folders = folders
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
-        """Like ``TensorFolder.read_elements``. Non-float values are taken from the last folder."""
+        """Read elements like ``TensorFolder.read_elements``. Non-float values are taken from the last folder."""
         values = [folder.read_elements(name, first, count) for folder in self._folders]
         if not values[-1].is_floating_point():
             return values[-1]

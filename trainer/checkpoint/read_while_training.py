@@ -1,4 +1,4 @@
-"""Reading a checkpoint while its run trains and may delete it."""
+"""Read a checkpoint while its run is training and may delete it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class Deleted(UserError):
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """Context manager: an error that results from the deletion of ``checkpoint`` becomes ``Deleted``."""
+    """Context manager that converts an error caused by the deletion of ``checkpoint`` into ``Deleted``."""
     try:
         yield
     except Exception as error:
@@ -27,8 +27,10 @@ def reading(checkpoint: Path) -> Iterator[None]:
 
 
 def read_by_all(session: Session, checkpoint: Path, function: Callable[[], _T]) -> _T:
-    """Return the result of ``function``, which reads ``checkpoint``. A collective: if the checkpoint was deleted
-    during the read of any rank, all ranks raise ``Deleted``."""
+    """Return the result of ``function``, which reads ``checkpoint``.
+
+    A collective: if the checkpoint was deleted while any rank read it, all ranks raise ``Deleted``.
+    """
     deleted, result = None, None
     try:
         with reading(checkpoint):
@@ -42,10 +44,9 @@ def read_by_all(session: Session, checkpoint: Path, function: Callable[[], _T]) 
 
 
 def with_chosen(choose: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
-    """Return ``use(choose())``, where ``choose`` returns a checkpoint. If the run deletes it in the meantime, choose
-    again.
+    """Return ``use(choose())``, where ``choose`` returns a checkpoint. If it is deleted meanwhile, choose again.
 
-    Raises ``UserError`` if ``choose`` finds no other, and every error of ``use`` except ``Deleted``.
+    Raises ``Deleted`` if ``choose`` returns the deleted checkpoint again, and all other errors of ``use``.
     """
     checkpoint = choose()
     while True:

@@ -1,4 +1,4 @@
-"""Start of a run: from scratch, from its own checkpoint, from another run's, or from the weights of a model folder."""
+"""Start of a run: from scratch, its own checkpoint, another run's checkpoint, or the weights of a model folder."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
 CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints, in its run folder."""
+"""Name of the folder with the checkpoints in a run folder."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Start:
     """Starting point of a run. Without ``checkpoint`` and ``weights``, it starts at step 0 with initial weights."""
 
     checkpoint: Path | None = None
-    """Checkpoint to resume from. Every file was compared with its checksum."""
+    """Checkpoint to resume from. The checksums of all its files were verified."""
     weights: Path | None = None
-    """Model folder of which only the weights are loaded."""
+    """Model folder from which only the weights are loaded."""
     origin: str | None = None
-    """Path in ``checkpoint.resume`` of this run, or of the run that it continues."""
+    """Path in ``checkpoint.resume`` of this run, or of the run that it resumes."""
     state: dict[str, Any] = field(default_factory=dict)
     """Content of the checkpoint's state.json."""
     notes: list[str] = field(default_factory=list)
     """Lines to print for the user."""
     changed: Sequence[str] = ()
-    """Settings that change the numbers of the run and differ from the settings of ``checkpoint``."""
+    """Settings that affect the results of the run and differ from the settings of ``checkpoint``."""
 
     @property
     def step(self) -> int:
@@ -55,20 +55,20 @@ class Start:
 
     @property
     def source(self) -> Path | None:
-        """Folder that weights are read from; None for initial weights."""
+        """Folder that the weights are read from. None for initial weights."""
         return self.checkpoint or self.weights
 
     def continues(self, run_dir: Path) -> bool:
-        """Whether the run continues in its own folder, with its own records."""
+        """Return whether the run resumes in its own folder, with its own records."""
         return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
 
 
 def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None) -> Start:
-    """Choose where to start, and check it. A collective: the ranks share the reading.
+    """Choose the starting point of a run, and verify it. A collective: the ranks share the reading.
 
-    ``pretrained`` returns the initial weights of a new run, on one rank.
+    ``pretrained``: called on one rank, returns the folder of the initial weights of a new run, if any.
 
-    Raises ``UserError`` if there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or
+    Raises ``UserError`` if there is no checkpoint but ``checkpoint.resume`` requires one, all are damaged, or
     resuming would silently change the run.
     """
     chosen = session.once(partial(_candidates, config, pretrained))
@@ -110,9 +110,9 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
                 "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
             }  # fmt: skip
         given = expanded(resume).absolute()
-        origin = os.path.normpath(given)  # with any spelling; a link keeps its name, wherever it points now
+        origin = os.path.normpath(given)  # the same for every spelling of the path; links are not resolved
         if own and _origin(own) == origin:
-            # The same command again: the run started there once, and has its own checkpoints since.
+            # The same command was run before. That run started from ``origin`` and has its own checkpoints now.
             note = f"this run began at {resume} and has checkpoints of its own since: continuing from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
         return {"origin": origin, "notes": [], **_open(given, config)}
@@ -127,7 +127,7 @@ def _not_read(error: OSError, folder: Path) -> UserError:
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     if found := _checkpoints_in(path):
         own_folder = config.run.dir / CHECKPOINTS
-        if found[0].resolve().parent == own_folder.resolve():  # by the path that the run uses for it
+        if found[0].resolve().parent == own_folder.resolve():  # use the run's own spelling of the path
             found = [own_folder / checkpoint.resolve().name for checkpoint in found]
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():
@@ -154,14 +154,18 @@ def _newest_first(checkpoints: Path) -> list[Path]:
 
 
 def _checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoints that ``path`` names, newest first. ``path``: a checkpoint, a run folder, or its folder of
-    checkpoints."""
+    """Return the checkpoints in ``path``, newest first.
+
+    ``path``: a checkpoint, a run folder, or its folder of checkpoints.
+    """
     return [path] if (path / MANIFEST).is_file() else _newest_first(path / CHECKPOINTS) or _newest_first(path)
 
 
 def resumed_checkpoints(config: RunConfig) -> list[Path]:
-    """Return the checkpoints that ``find_start`` would try, newest first, before it looks for damage; none if the run
-    starts from scratch or with weights alone. Raises ``UserError`` if the folder cannot be read."""
+    """Return the checkpoints that ``find_start`` would try, newest first, without verifying them.
+
+    Empty if the run starts from scratch or only from weights. Raises ``UserError`` if the folder cannot be read.
+    """
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
         own = _newest_first(own_folder)
@@ -175,7 +179,7 @@ def resumed_checkpoints(config: RunConfig) -> list[Path]:
 
 
 def _origin(own: list[str]) -> str | None:
-    """Return the path from which the run of the newest own checkpoint was started."""
+    """Return the path that the run was started from, as recorded in its newest intact checkpoint."""
     for path in own:
         try:
             check_file(Path(path), STATE, read_manifest(Path(path))[STATE])
@@ -187,7 +191,7 @@ def _origin(own: list[str]) -> str | None:
 
 
 def _damage(path: Path, session: Session) -> str | None:
-    """Return the damage of a checkpoint in words, None if it is intact. All ranks read a share of its files."""
+    """Return a description of a checkpoint's damage, or None if it is intact. Each rank reads a share of its files."""
 
     def check() -> str | None:
         try:
@@ -211,8 +215,10 @@ def _damage(path: Path, session: Session) -> str | None:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint. Refuses files that a reader would load but its manifest does not list: they
-    were added later."""
+    """Return the state in a checkpoint.
+
+    Raises ``UserError`` if the folder has files that would be loaded but are not in the manifest.
+    """
     records = read_manifest(path)
     for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
@@ -222,8 +228,10 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def make_room(folder: RunFolder, start: Start) -> list[str]:
-    """Set aside files in the run folder that belong to an earlier run. Called on one rank. Returns notes for the
-    user. Raises ``UserError`` if checkpoints cannot be written."""
+    """Move files in the run folder that belong to an earlier run aside. Called on one rank.
+
+    Returns notes for the user. Raises ``UserError`` if checkpoints cannot be written.
+    """
     checkpoints = folder.path / CHECKPOINTS
     notes: list[str] = []
     if start.continues(folder.path):
@@ -243,8 +251,11 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
 
 
 def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Collection[str] = ()) -> bool:
-    """Return whether the checkpoint was trained on data with another fingerprint than ``fingerprint`` or an
-    ``earlier`` one of the same data. Raises ``UserError`` if so and not allowed."""
+    """Return whether the checkpoint was trained on other data.
+
+    ``fingerprint``: fingerprint of the data now. ``earlier``: fingerprints of the same data in earlier versions. Raises
+    ``UserError`` if the data differs and this is not allowed.
+    """
     if start.checkpoint is None or start.state["data_fingerprint"] in (fingerprint, *earlier):
         return False
     keys = [key for key in flatten(plain(config)) if is_free(key, config, by_content=True)]
@@ -263,21 +274,20 @@ def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Colle
 
 
 def steps_before_changes(start: Start, has_other_data: bool, run_dir: Path) -> list[int]:
-    """Return the step of the run's last checkpoint before its settings or data changed, if they did; retention keeps
-    it."""
+    """Return the steps of the checkpoints to keep because the run's settings or data changed after them."""
     earlier = list(start.state.get("changed_after") or [])
     is_changed = start.continues(run_dir) and (has_other_data or bool(start.changed))
     return [start.step] if is_changed else earlier
 
 
-# what changed ---------------------------------------------------------------------------------------------------------
+# changed settings -----------------------------------------------------------------------------------------------------
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunConfig]) -> dict[str, str]:
     """Return ``key: old -> new`` for all settings that differ between two resolved configs of ``schema``."""
     before, after = flatten(earlier), flatten(now)
-    before = {key: _default(key, schema) for key in after} | before  # an older version did not know all keys
-    # Keys of an optimizer or schedule that is not chosen now: the change of its name is reported already.
+    before = {key: _default(key, schema) for key in after} | before  # an older version may lack keys
+    # Ignore keys of an optimizer or schedule that is not selected now: the change of its name is already reported.
     before = {key: value for key, value in before.items() if key in after or key.partition(".")[0] not in CHOSEN}
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
@@ -289,12 +299,12 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
 
 
 def _named(config: dict[str, Any]) -> set[str]:
-    """Return the sections whose keys are the user's names: sources, validation sets, parameter groups."""
+    """Return the sections whose keys are user-defined names: sources, validation sets, parameter groups."""
     return {f"{path}.{name}" for path in all_keys().named for name in value_at(path, config) or {}}
 
 
 def _default(key: str, schema: type[RunConfig]) -> Any:
-    """Return the behavior of a version without ``key``, as JSON data: the default; None if there is none."""
+    """Return the default of ``key`` as JSON data, which is how versions without ``key`` behave. None if it has none."""
     *sections, last = key.split(".")
     model: Any = schema
     for name in sections:
@@ -309,7 +319,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _own_sections(config: RunConfig) -> list[str]:
-    """Return the sections that only some tasks have, data first."""
+    """Return the task-specific sections, starting with ``data``."""
     return ["data", *(section for section in type(config).model_fields if section not in RunConfig.model_fields)]
 
 
@@ -321,8 +331,10 @@ def _allowing(keys: Sequence[str], config: RunConfig) -> str:
 
 
 def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> list[str]:
-    """Return the keys that change the numbers and differ from the ``earlier`` config of checkpoint ``path``. Raises
-    ``UserError`` if one of them must not change."""
+    """Return the keys that affect the results and differ from the ``earlier`` config of checkpoint ``path``.
+
+    Raises ``UserError`` if one of them is not allowed to change.
+    """
     changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
     if config.adapter.method != "none":  # the base model may have moved: its content is compared
@@ -336,7 +348,7 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
         return counting
     named = [key for key in changed if key in counting or is_free(key, config, by_content=True)]
     named = [key for key in named if not config.checkpoint.allows(key)]
-    own = _own_sections(config)  # first
+    own = _own_sections(config)  # listed first
     named.sort(key=lambda key: own.index(key.partition(".")[0]) if key.partition(".")[0] in own else len(own))
     if path.parent == config.run.dir / CHECKPOINTS:
         ways = [f"{config.another_run} to keep both", "checkpoint.resume=never to start again here"]
@@ -344,11 +356,11 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
         ways = [weights_alone(path)]
     of_model = [key for key in named if key.startswith("model.")]
     if of_model and before.get("model.path") and "model.path" not in of_model:
-        # Keys that its config.json leaves out may be interpreted differently since then.
-        parents = {key: key.rpartition(".")[0] for key in of_model}  # in before, if the whole section was null
+        # Keys that config.json does not set may have another meaning in this version.
+        parents = {key: key.rpartition(".")[0] for key in of_model}  # in before, if the full section was null
         settable = dict.fromkeys(parents[key] if parents[key] in before else key for key in of_model)
         ways.append(" ".join(f"{key}={shown(before.get(key))}" for key in settable) + " to resume as it began")
-    # The weights would not fit another model.
+    # The weights would not fit another model, so its keys cannot be allowed to change.
     if not any(key.startswith("model.") and key != "model.path" for key in named):
         ways.append(f"{_allowing(named, config)} to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
@@ -356,8 +368,8 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
 
 
 def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
-    """Return a line about values in the run folder's ``config.yaml`` that neither the checkpoint nor this command
-    has, which means that somebody edited the file."""
+    """Return a warning about values in the run folder's ``config.yaml`` that differ from both the checkpoint and this
+    command. Such values mean that the file was edited."""
     path = config.run.dir / "config.yaml"
     try:
         recorded = flatten(read_saved_config(path))
@@ -374,8 +386,10 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
 
 
 def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
-    """Return whether a change of ``key`` leaves the numbers of a run unchanged, as its section declares. With
-    ``by_content``, return whether ``key`` names something whose content is compared instead."""
+    """Return whether ``key`` may change without affecting the results of a run, as its section declares.
+
+    With ``by_content``, return whether ``key`` names a resource whose content is compared instead.
+    """
     section: Any = config
     for part in key.split("."):
         if isinstance(section, Section) and section.has_free(part, by_content=by_content):
@@ -385,8 +399,10 @@ def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
 
 
 def changes(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
-    """Return a line about differences from the run of a checkpoint's ``state``, if they affect more than the end of
-    the run."""
+    """Return a line that lists the changes since a checkpoint's ``state``, except settings that do not affect training.
+
+    Empty if there are none.
+    """
     changed = differences(state["config"], plain(config), type(config))
     chosen = ["trainer.micro_batch"] if config.trainer.micro_batch == AUTO else []
     silent = ("run.", "checkpoint.", "slurm.", "dry_run", "trainer.stop_at", "trainer.max_minutes", *chosen)

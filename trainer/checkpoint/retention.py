@@ -1,8 +1,8 @@
-"""Contents of ``<run>/checkpoints``, and deletion of old checkpoints. The folder is read from the disk each time.
+"""Contents of ``<run>/checkpoints``, and deletion of old checkpoints. The folder is listed again on each call.
 
 A checkpoint is written as ``.step-00000100.partial`` and renamed to ``step-00000100`` when complete. To delete it,
-it is renamed to ``.step-00000100.deleting`` first. So whenever a process dies, a name without a dot is a complete
-checkpoint.
+it is renamed to ``.step-00000100.deleting`` first. So even if a process is killed, a folder whose name does not start
+with a dot is a complete checkpoint.
 """
 
 import re
@@ -20,7 +20,7 @@ MODEL = "model"
 ADAPTER = "adapter_model"
 OPTIMIZER = "optimizer"
 STEMS = (MODEL, ADAPTER, OPTIMIZER)
-"""Stems of the files of weights, of adapters' weights, and of optimizer state."""
+"""Stems of the names of weight files, adapter weight files and optimizer state files."""
 
 _NAME = re.compile(r"step-([0-9]{8,255})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
@@ -32,8 +32,10 @@ def folder_name(step: int) -> str:
 
 
 def weights_alone(checkpoint: Path) -> str:
-    """Describe how to start a run with the weights of ``checkpoint`` only. ``serried export`` reads only models with
-    a configuration, which a user's module does not have."""
+    """Return instructions for starting a run from the weights of ``checkpoint`` only.
+
+    ``serried export`` requires a model configuration, which a user's own module does not have.
+    """
     is_described = any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json"))
     source = shlex.quote(str(checkpoint))
     copy = f"serried export {source} out=weights" if is_described else f"mkdir weights && cp {source}/model* weights"
@@ -51,23 +53,22 @@ def deleting_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the checkpoint name ``path``; None if the name has another form."""
+    """Return the step in the checkpoint name ``path``, or None if it is not a checkpoint name."""
     match = _NAME.fullmatch(path.name)
-    is_ours = match is not None and folder_name(int(match[1])) == path.name  # rejects a ninth digit that is a zero
+    is_ours = match is not None and folder_name(int(match[1])) == path.name  # rejects superfluous leading zeros
     return int(match[1]) if match is not None and is_ours else None
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints of a run, ordered by step: folders with a checkpoint's name that hold a manifest.
+    """Return the checkpoints of a run, ordered by step: folders that have a checkpoint's name and a manifest.
 
-    They are not verified (see ``read_manifest`` and ``check_file``). A missing folder has none.
+    They are not verified (see ``read_manifest`` and ``check_file``). Empty if the folder does not exist.
     """
     return [path for path in named(checkpoints) if (path / MANIFEST).is_file()]
 
 
 def named(checkpoints: Path) -> list[Path]:
-    """Like ``committed``, including checkpoints that have lost their manifest: a name without a dot was once
-    complete."""
+    """Return all folders that have a checkpoint's name, ordered by step, including those that lost their manifest."""
     try:
         paths = list(checkpoints.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -77,10 +78,11 @@ def named(checkpoints: Path) -> list[Path]:
 
 
 def sweep(checkpoints: Path) -> list[str]:
-    """Remove the remains of interrupted saves and deletions. Must not run while a checkpoint is saved or deleted
-    here.
+    """Remove the remains of interrupted saves and deletions.
 
-    Returns one line for each that could not be removed. Does not raise if the disk fails.
+    Must not be called during a save or deletion.
+
+    Returns a message for each item that could not be removed. Does not raise if the disk fails.
     """
     try:
         leftovers = sorted(path for path in checkpoints.iterdir() if _LEFTOVER.fullmatch(path.name))
@@ -100,13 +102,13 @@ def prune(
 ) -> list[Path]:  # fmt: skip
     """Delete the checkpoints that need not be kept, oldest first. Returns the deleted paths.
 
-    Kept are the newest ``keep``; those whose step is a multiple of ``keep_every`` (0: none) or in ``also``; and the
-    best one. ``best`` is a metric (such as "loss") and "min" or "max"; evaluations after the save count, too, and of
-    equal checkpoints the oldest is best. A checkpoint whose manifest cannot be read, or whose files have other sizes
-    than the manifest's, neither counts nor is deleted: damage must not push out the last good one, and may help to
-    find its cause. Checksums are not compared, since that requires reading everything.
+    The newest ``keep`` checkpoints, those whose step is a multiple of ``keep_every`` (0: none) or in ``also``, and the
+    best checkpoint are kept. ``best``: a metric (such as "loss") and "min" or "max". Evaluations after the save are
+    included, and of equally good checkpoints the oldest is the best. A checkpoint with an unreadable manifest or wrong
+    file sizes is not counted and not deleted: damage must not displace the last good checkpoint, and may help to find
+    the cause. Checksums are not verified, since that requires reading all files.
 
-    Does not raise if the disk fails; failures are appended to ``problems``, one line each.
+    Does not raise if the disk fails. One message per failure is appended to ``problems``.
     """
     problems = [] if problems is None else problems
     try:
@@ -123,7 +125,7 @@ def prune(
 
 
 def best_checkpoint(checkpoints: Path, section: CheckpointSection) -> tuple[Path, float] | None:
-    """Return the checkpoint that ``checkpoint.keep_best`` keeps, with its ``best_metric``; None if there is none."""
+    """Return the checkpoint that ``checkpoint.keep_best`` keeps, and its ``best_metric``. None if there is none."""
     intact = [path for path in committed(checkpoints) if _has_its_sizes(path)] if section.keep_best else []
     return _best(intact, section.best_metric, section.best_mode)
 
@@ -139,17 +141,17 @@ def _best(paths: Sequence[Path], metric: str, mode: str) -> tuple[Path, float] |
 
 
 def _delete(path: Path, problems: list[str]) -> bool:
-    """Return whether the checkpoint is no longer visible. A later ``sweep`` deletes its remains."""
+    """Delete a checkpoint. Returns whether it is no longer visible. A later ``sweep`` deletes any remains."""
     aside = path.with_name(deleting_name(_step(path)))
     try:
-        if aside.exists() and not _remove(aside, problems):  # left by an earlier deletion of the same step
+        if aside.exists() and not _remove(aside, problems):  # left over from an earlier deletion of the same step
             return False
         path.rename(aside)
     except OSError as error:
         problems.append(f"cannot delete {path}: {error.strerror}")
         return False
     try:
-        fsync_folder(path.parent)  # a power cut must not bring the name back without its files
+        fsync_folder(path.parent)  # after a power failure the name must not reappear without its files
     except OSError as error:
         problems.append(f"cannot delete {path}: {error.strerror}")
     else:

@@ -1,10 +1,11 @@
-"""Asynchronous checkpoint saves: copied to host memory, sent to their owners, written, and committed by a rename.
+"""Asynchronous checkpoint saves: copy to host memory, send to the files' owners, write, and commit by a rename.
 
-A failed save (disk full, permission lost) costs only that checkpoint: training continues, and every earlier
-checkpoint stays.
+A failed save (disk full, permission lost) loses only that checkpoint: training continues, and all earlier checkpoints
+are kept.
 
 A save may begin before an evaluation of the same step. Its files are then written during the evaluation, and the
-commit waits for the results. If the run ends in the evaluation, on any rank, it is committed without them.
+commit waits for the results. If the run ends during the evaluation on any rank, the checkpoint is committed without
+them.
 """
 
 import json
@@ -49,10 +50,10 @@ _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
 _OUTGOING_BYTES = 2**31
 _LEAST_BUCKET_BYTES = 4 * 2**20
-_ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
+_ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills processes 30 s after SIGTERM
 _LOOK_SECONDS, _ANSWERS_WITHIN_SECONDS = 1.0, 5.0
 _ENDS = "a rank ends"
-"""Key in the store that a rank sets if it ends while a save waits for its state."""
+"""Key in the store that a rank sets if it ends while a save waits for the final state."""
 
 
 @dataclass(frozen=True)
@@ -63,38 +64,40 @@ class Saved:
     path: Path
     nbytes: int
     seconds: float
-    """Seconds of writing and commit, without a wait for an evaluation in between."""
+    """Duration of writing and commit in seconds, excluding the wait for an evaluation in between."""
     stall_seconds: float
     """Seconds that training waited during the save."""
     problem: str | None
-    """Reason why there is no checkpoint, in one line; None if it is committed."""
+    """One-line reason why no checkpoint was saved. None if it is committed."""
     notes: list[str]
     """Other problems, such as an old checkpoint that cannot be deleted."""
 
 
 class _Ranks:
-    """The ranks that save together: their groups in the background, and the plan of who writes what."""
+    """The ranks that save together: their process groups for background threads, and the assignment of files."""
 
     def __init__(self, session: Session, layout: Layout) -> None:
-        """Make the groups. A collective."""
+        """Create the process groups. A collective."""
         self.layout, self._rank = layout, session.rank
         blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
         self._world = session.background_group([range(session.world_size)])
-        # Blocks of one rank exchange nothing.
+        # Blocks that have a single rank exchange nothing.
         self.block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
 
     @property
     def rank_of_block(self) -> int:
-        """This rank's number within its block."""
+        """Index of this rank within its block."""
         return self._rank % self.layout.block
 
     def all(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, by rank, through the group of the background thread. The training thread
-        may use it, too, while the background thread is idle."""
+        """Return the ``value`` of every rank, in rank order, gathered by the group of the background thread.
+
+        The training thread may also call this while the background thread is idle.
+        """
         return [value] if self._world is None else gather_plain(value, self._world)
 
     def make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
-        """Plan who writes what of ``parts``, this rank's. A collective of a pipeline's stages."""
+        """Assign ``parts``, the parts of this rank, to files and ranks. A collective of the pipeline stages."""
         stage = self.layout.coordinates(self._rank).pipeline
         files: list[PlannedFile] = []
         targets: dict[str, Target] = {}
@@ -102,14 +105,14 @@ class _Ranks:
             mine = targets_of((part for of, part in parts if of == stem), stage)
             files += deal_files(
                 self._of_all_stages(mine), stem, self.layout.world // self.layout.pipeline, is_spread=stem != ADAPTER
-            )  # PEFT opens a single file
+            )  # PEFT opens only a single file
             targets |= mine
-        # In one round, all owners may need bytes of the same rank.
+        # In one round, all owners may need data from the same rank.
         bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self.layout.block))
         return make_plan(files, targets, self.layout, self._rank, bucket)
 
     def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
-        """Return the tensors that the ranks of each stage save; ``mine`` are this rank's."""
+        """Return the tensors that each stage saves. ``mine``: tensors that this rank's stage saves."""
         specs, stages = [target.spec for target in mine.values()], self.layout.pipeline
         if stages == 1:
             return [specs]
@@ -119,7 +122,7 @@ class _Ranks:
 
 
 class HostCopies:
-    """The tensors of the state, and copies in host memory of those that this rank's replica writes."""
+    """The tensors of the state, and host memory copies of the data that this rank's replica writes."""
 
     def __init__(self, parts: Callable[[], Iterable[tuple[str, Part]]], session: Session, mode: str) -> None:
         """``parts``: see ``Checkpointer``. ``mode``: ``checkpoint.mode``."""
@@ -130,15 +133,15 @@ class HostCopies:
         self._copies: dict[str, Tensor] = {}
 
     def tensors(self) -> list[tuple[str, Part]]:
-        """Return the tensors that exist now, each with the stem of its files."""
+        """Return the current tensors of the state, each with the stem of its files."""
         return list(self._parts())
 
     def are_outdated(self) -> bool:
-        """Return whether there are other tensors than at the last ``allocate``."""
+        """Return whether the names, dtypes or shapes of the tensors have changed since the last ``allocate``."""
         return _names_and_shapes(self._parts()) != self._planned
 
     def allocate(self, held: Sequence[tuple[str, Part]], plan: Plan, rank_of_block: int) -> None:
-        """Allocate copies of the tensors of ``held`` that ``plan`` needs from this rank."""
+        """Allocate copies of the tensors in ``held`` for which ``plan`` needs data from this rank."""
         self._planned = _names_and_shapes(held)
         pieces = (piece for bucket in plan.writes for window in bucket for piece in window.pieces)
         mine = {piece.part for piece in pieces if piece.source == rank_of_block}
@@ -147,7 +150,7 @@ class HostCopies:
         self._copies = self._allocated([*kept.values()])
 
     def take(self) -> dict[str, Tensor]:
-        """Return this rank's bytes of the tensors that its replica writes, as CPU tensors by name."""
+        """Copy this rank's shards of the tensors that its replica writes. Returns CPU tensors by name."""
         staged: dict[str, Tensor] = {}
         for _, part in self._parts():
             name, local = part.name, part.local.detach()
@@ -156,16 +159,15 @@ class HostCopies:
             if name in self._copies:
                 staged[name] = self._copies[name].copy_(local, non_blocking=True)
             elif name in self._kept:
-                staged[name] = local.contiguous()  # training waits, so nothing changes it meanwhile
+                staged[name] = local.contiguous()  # training waits, so it does not change meanwhile
         wait_for_device(self._session.device)
         return staged
 
     def _allocated(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Allocate a copy of ``parts`` in host memory, by name; if training waits, only of tensors outside host
-        memory.
+        """Allocate copies of ``parts`` in host memory, by name. If training waits, skip tensors in host memory.
 
-        The copy is allocated in chunks, since pinned memory is rounded up to powers of two: up to twice the size for
-        single tensors.
+        The copies are allocated in chunks, since pinned memory is rounded up to powers of two. Single tensors could
+        take up to twice their size.
 
         Raises ``UserError`` if there is not enough memory.
         """
@@ -194,7 +196,7 @@ class HostCopies:
 
 
 class Checkpointer:
-    """Saves the state of a run, one checkpoint at a time. Every rank has one and calls it at the same steps."""
+    """Save the state of a run, one checkpoint at a time. Every rank has one instance and calls it at the same steps."""
 
     def __init__(
         self,
@@ -208,9 +210,8 @@ class Checkpointer:
         """Plan the files. A collective.
 
         Args:
-            parts: yields the state's tensors, each with the stem of its files, always in the same order on every
-                rank.
-            write_extras: writes further files next to the weights.
+            parts: Yields the tensors of the state, each with the stem of its files, in the same order on every rank.
+            write_extras: Writes the files that are stored with the weights.
         """
         self._folder = folder
         self._section = section
@@ -222,33 +223,32 @@ class Checkpointer:
         self._plan_save()
         self._running: Future[Saved] | None = None
         self._final_state: Future[dict[str, Any] | None] | None = None
-        """Set by ``finish``, for which the running save waits; None: the state of ``begin``."""
+        """Set by ``finish``. The running save waits for it. If the result is None, the state of ``begin`` is saved."""
         self._is_closed = False
         self._stall_seconds = 0.0
 
     def _plan_save(self) -> None:
-        """Plan which rank writes which data, for the currently existing tensors."""
+        """Assign the data of the current tensors to files and ranks."""
         held = self._copies.tensors()
         self._plan = self._ranks.make_plan(held)
         self._copies.allocate(held, self._plan, self._ranks.rank_of_block)
 
     @property
     def is_begun(self) -> bool:
-        """Whether a save waits for ``finish``."""
+        """Whether a started save waits for ``finish``."""
         return self._final_state is not None and not self._final_state.done()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Start to save ``step``; with ``checkpoint.mode=sync`` also write all tensors. ``finish`` commits it.
+        """Start to save ``step``. With ``checkpoint.mode=sync``, also write all tensors. ``finish`` commits the save.
 
-        ``state``: plain data, for state.json. If the run ends before ``finish``, ``close`` commits it as it is now.
+        ``state``: plain data for state.json. If the run ends before ``finish``, ``close`` commits the save with it.
 
-        Returns as soon as training may change the tensors. The result of the previous save must have been taken by
-        ``wait``.
+        Returns as soon as training may change the tensors. Call ``wait`` first to take the result of the previous save.
         """
         assert self._running is None, "one save at a time"
         started = time.perf_counter()
-        has_changed = self._copies.are_outdated()  # optimizer state that the first step created
-        if self._ranks.layout.pipeline > 1:  # only a stage's own ranks know its state
+        has_changed = self._copies.are_outdated()  # the first step creates optimizer state
+        if self._ranks.layout.pipeline > 1:  # each rank knows the state of its own stage only
             has_changed = any(self._ranks.all(has_changed))
         if has_changed:
             self._plan_save()
@@ -261,7 +261,7 @@ class Checkpointer:
         self._stall_seconds = time.perf_counter() - started
 
     def finish(self, state: dict[str, Any] | None = None) -> None:
-        """Commit the save that ``begin`` started; with ``checkpoint.mode=sync`` return when that is done.
+        """Commit the save that ``begin`` started. With ``checkpoint.mode=sync``, wait until it is committed.
 
         ``state`` replaces the state given to ``begin``.
         """
@@ -275,14 +275,14 @@ class Checkpointer:
         self._stall_seconds += time.perf_counter() - started
 
     def poll(self) -> Saved | None:
-        """Return the result of the running save if it has ended on this rank; does not wait."""
+        """Return the result of the running save if it has ended on this rank, else None. Does not wait."""
         return self._take() if self._running is not None and self._running.done() else None
 
     def wait(self) -> Saved | None:
-        """Like ``poll``, but wait for the end. None: no save is running.
+        """Wait for the running save and return its result. None if no save is running.
 
         Raises:
-            RuntimeError: a participating rank has ended.
+            RuntimeError: A participating rank has ended.
         """
         if self._running is None:
             return None
@@ -300,21 +300,22 @@ class Checkpointer:
         return replace(saved, stall_seconds=self._stall_seconds)
 
     def close(self) -> Saved | None:
-        """Wait a short time for a running save, whose content is valid however the run ended.
+        """Wait a short time for a running save. Its content is valid no matter how the run ended.
 
-        If it waits for ``finish``, all ranks commit it with the state of ``begin``, without their training threads.
+        If the save waits for ``finish``, all ranks commit it with the state of ``begin``. Their training threads need
+        not take part.
 
-        Returns its result; None if there was none or it is not complete. May be called again.
+        Returns the result, or None if no save was running or it is not complete. May be called again.
 
         Raises:
-            RuntimeError: a participating rank has ended.
+            RuntimeError: A participating rank has ended.
         """
         if self._is_closed:
             return None
         self._is_closed = True
         if self._final_state is not None and not self._final_state.done():
             self._final_state.set_result(None)
-            with suppress(RuntimeError):  # the store is gone, with its host
+            with suppress(RuntimeError):  # the store is gone if its host has failed
                 self._session.own_connection("checkpoint", _ANSWERS_WITHIN_SECONDS).set(_ENDS, "")
         try:
             self._thread.submit(lambda: None).result(_ABANDONED_AFTER_SECONDS)
@@ -323,10 +324,10 @@ class Checkpointer:
         self._thread.shutdown(wait=False, cancel_futures=True)
         return self.poll()
 
-    # in the background ----------------------------------------------------------------------------------------------
+    # background thread ----------------------------------------------------------------------------------------------
 
     def _write_all(self, step: int, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
-        """Write the files of tensors of all ranks. Returns them, and the reason if that failed on any rank."""
+        """Write the tensor files of all ranks. Returns their records, and the reason if this failed on any rank."""
         partial = self._folder / partial_name(step)
         problem = self._ranks.all(self._prepare(partial) if self._session.is_main else None)[0]
         if problem is not None:
@@ -358,7 +359,7 @@ class Checkpointer:
                     )  # fmt: skip
             try:
                 problem = self._ranks.all(problem)[0]
-            except RuntimeError:  # a rank is gone, which ends the run, and rank 0 reports what it has committed
+            except RuntimeError:  # a rank has ended, which ends the run; rank 0 still reports its commit
                 if not self._session.is_main:
                     raise
         if problem is not None and self._session.is_main:
@@ -367,11 +368,13 @@ class Checkpointer:
         return Saved(step, final, self._plan.total_bytes, seconds, 0.0, problem, notes)
 
     def _await(self, final_state: "Future[dict[str, Any] | None]") -> dict[str, Any] | None:
-        """Return the state that ``finish`` sets, or None as soon as another rank ends before that: this rank's training
-        thread may wait for it in the evaluation."""
+        """Return the state that ``finish`` sets, or None as soon as another rank ends before that.
+
+        This rank's training thread may then wait for the ended rank in the evaluation.
+        """
         with suppress(TimeoutError):
             return final_state.result(_LOOK_SECONDS)
-        with suppress(RuntimeError):  # the store is gone, with its host
+        with suppress(RuntimeError):  # the store is gone if its host has failed
             store = self._session.own_connection("checkpoint", _ANSWERS_WITHIN_SECONDS)
             while not store.check([_ENDS]):
                 with suppress(TimeoutError):
@@ -380,7 +383,7 @@ class Checkpointer:
         return final_state.result()
 
     def _prepare(self, partial: Path) -> str | None:
-        """Create the folder and check the free space. Return the reason if this fails."""
+        """Create the folder and check the free space. Returns the reason if this fails, else None."""
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -389,20 +392,22 @@ class Checkpointer:
             return f"cannot write {partial}: {error.strerror}"
 
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
-        """Send this rank's pieces to their owners, and write the files that it owns. A collective of the ranks of
-        one block, completed even if this rank cannot write any more."""
+        """Send this rank's pieces to their owners, and write the files that this rank owns.
+
+        A collective of the ranks of one block. It is completed even if this rank can no longer write.
+        """
         plan, ranks = self._plan, self._ranks
         exchange = Exchange(plan, staged, ranks.rank_of_block, ranks.layout.block, ranks.block)
         writer = Writer(partial, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):
             contents = exchange.end(number)
-            exchange.begin(number + 1)  # transferred while this bucket is written
+            exchange.begin(number + 1)  # transfer the next bucket while this one is written
             writer.write(writes, contents)
         return writer.finish()
 
     def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
-        """Complete the folder and rename it. Return the reason if this fails."""
+        """Complete the folder and rename it. Returns the reason if this fails, else None."""
         try:
             for stem in STEMS:
                 specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
@@ -421,7 +426,7 @@ class Checkpointer:
             partial.rename(final)
         except OSError as error:
             return f"cannot write {final}: {error.strerror}"
-        except Exception as error:  # an error in a task's files ends the checkpoint, not the run
+        except Exception as error:  # an error in the task's export_files() fails the save, not the run
             return f"cannot write {final}: {type(error).__name__}: {error}"
         with suppress(OSError):
             fsync_folder(self._folder)
@@ -429,7 +434,7 @@ class Checkpointer:
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:
-    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``; None if it fits."""
+    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``, or None if it fits."""
     free = shutil.disk_usage(folder).free
     if free >= nbytes + _SPARE_BYTES:
         return None

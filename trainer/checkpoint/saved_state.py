@@ -1,4 +1,4 @@
-"""Reading ``state.json`` of a checkpoint, which may come from an untrusted source and is checked before use."""
+"""Read ``state.json`` of a checkpoint. It may come from an untrusted source and is validated before use."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +23,10 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of ``state.json`` in ``checkpoint``. Raises ``UserError`` if it cannot be read or is not in
-    the format of a run."""
+    """Return the content of ``state.json`` in ``checkpoint``.
+
+    Raises ``UserError`` if it cannot be read or has an invalid format.
+    """
     path = checkpoint / STATE
     try:
         state = read_json(path)
@@ -44,8 +46,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def taking_from(checkpoint: Path | None) -> Iterator[None]:
-    """Context manager that turns errors caused by invalid values in ``state.json`` into a one-line ``UserError``. A
-    value is invalid if a run writes another type, length or name."""
+    """Context manager that converts errors caused by invalid values in ``state.json`` into a one-line ``UserError``.
+
+    A value is invalid if no run would write its type, length or name.
+    """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Transfer of pieces to the owners of their tensors: one bucket per owner at a time, the next while one is written."""
+"""Exchange of tensor pieces: owners receive one bucket at a time, while they write the previous bucket."""
 
 from collections.abc import Iterable
 from itertools import accumulate, chain
@@ -11,17 +11,17 @@ from serried.trainer.checkpoint.file_assignment import Piece, Plan, Window, alig
 
 
 class Exchange:
-    """Rounds of a plan. Each round transfers one bucket from the ranks of this block, one round at a time."""
+    """The exchange rounds of a plan within a block. Each round transfers at most one bucket to every owner."""
 
     def __init__(
         self, plan: Plan, staged: dict[str, Tensor], rank: int, ranks: int, group: "dist.ProcessGroup | None"
     ) -> None:
-        """``rank``: this rank's number among the ``ranks`` of the block. ``group``: the block's process group."""
+        """``rank``: index of this rank among the ``ranks`` of the block. ``group``: the block's process group."""
         self._group = group
         self._rank = rank
         self._staged = staged
         self._under_way: dist.Work | None = None
-        # [round][rank of the block]: sizes to send, and sizes to receive.
+        # Indexed by [round][rank within the block]: pieces to send, and pieces to receive.
         self._sends = [[[] if to == rank else send for to, send in enumerate(sends)] for sends in plan.sends]
         self._writes, self._is_alone = plan.writes, ranks == 1
         self._receives: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in plan.writes]
@@ -31,7 +31,7 @@ class Exchange:
                     receives[piece.source].append(piece)
         self._outgoing = _buffer(_room(chain(*sends)) for sends in self._sends)
         most = max((_room(chain(*receives)) for receives in self._receives), default=0)
-        # Two buffers: one is written while the next bucket arrives.
+        # Two buffers: one is written to disk while the next bucket arrives.
         self._incoming = [_buffer([most]), _buffer([most])]
         self._placed = _buffer(sum(aligned(w.nbytes) for w in windows if not w.is_in_order) for windows in plan.writes)
 
@@ -50,8 +50,10 @@ class Exchange:
         )  # fmt: skip
 
     def end(self, number: int) -> list[list[Tensor]]:
-        """Return the contents of each window that this rank writes in round ``number``, in order. They are valid
-        until the next round."""
+        """Wait for round ``number``, and return the contents of each window that this rank writes in it, in order.
+
+        They are valid until the next round.
+        """
         if self._under_way is not None:
             self._under_way.wait()
         incoming = self._incoming[number % 2]
@@ -84,7 +86,7 @@ def put_into_place(whole: Tensor, window: Window, contents: list[Tensor]) -> Ten
 
 
 def _view(buffer: Tensor, position: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    """Return a part of a byte buffer as a tensor."""
+    """Return a slice of a byte buffer as a tensor."""
     nbytes = dtype.itemsize * torch.Size(sizes).numel()
     return buffer[position : position + nbytes].view(dtype).view(sizes)
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name: weights as exported, optimizer state as <weight>.<state>."""
+"""Tensors of a checkpoint: weights by exported name, optimizer state as ``<weight>.<state>``."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,20 +22,20 @@ from serried.trainer.optim.optimizer_state import ensure_state, tensor_state
 
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20
-"""Bytes read at a time: the memory that loading needs in addition to the model."""
+"""Number of bytes read at a time. Loading needs this much memory in addition to the model."""
 _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Suffixes of tensors that a folder may hold in addition to the model's; they can be derived from the others."""
+"""Suffixes of tensors that a folder may contain although the model lacks them: they can be derived from others."""
 _OF_DRAFTS = "eh_proj.weight"
 """Suffix of a tensor that only layers for speculative decoding have."""
 
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
-"""Maps (name, shape) of a parameter to the position of its elements in the tensors of a checkpoint."""
+"""Maps the name and shape of a parameter to the location of its elements in the tensors of a checkpoint."""
 Averages = Mapping[int, Tensor]
 """Average of each parameter, by the parameter's ``id``."""
 _NO_AVERAGES: Averages = {}
 _TRAINED = "trained"
-"""Name of the trained parameter among its state, if the checkpoint's model is the average."""
+"""Key of the trained parameter in the optimizer state, if the checkpoint's model is the average."""
 
 
 def state_parts(
@@ -45,11 +45,10 @@ def state_parts(
     stem: str = MODEL,
     averages: Averages = _NO_AVERAGES,
 ) -> Iterator[tuple[str, Part]]:
-    """Yield all tensors that training changes, each with the stem of its files (``stem`` for weights), always in the
-    same order.
+    """Yield all tensors that training changes, always in the same order, each with the stem of its files.
 
-    If there are ``averages`` of the weights, they are the checkpoint's model, and the trained weights are stored
-    with the optimizer's state.
+    ``stem``: stem of the weight files. If there are ``averages``, they are saved as the model, and the trained weights
+    are saved with the optimizer state.
     """
     for part in _weights(parallel, exported, averages):
         yield stem, part
@@ -82,8 +81,10 @@ def _optimizer_state(
 
 
 def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported: Exported) -> tuple[Fragment, ...]:
-    """Return the fragments of a parameter's state ``key``, which is sharded like the parameter if it has the same
-    shape."""
+    """Return the fragments of the state ``key`` of a parameter.
+
+    State that has the shape of the parameter is sharded like the parameter.
+    """
     fragments = exported(of.name, of.spec.shape)
     if shape == of.spec.shape:
         return tuple(fragment._replace(name=f"{fragment.name}.{key}") for fragment in fragments)
@@ -102,9 +103,9 @@ def load_state(
     stem: str = MODEL,
     averages: Averages | None = None,
 ) -> None:
-    """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads only its own shards.
+    """Load weights, optimizer state and ``averages`` from a checkpoint. Each rank reads only its own shards.
 
-    ``averages``: None if the run keeps none. It may be empty, on a stage without trained parameters.
+    ``averages``: None if the run keeps none. Empty on a pipeline stage without trained parameters.
 
     Raises ``UserError`` if the checkpoint belongs to another model.
     """
@@ -148,12 +149,12 @@ def load_weights(
     left_out: Collection[str] = (),
     averages: Averages = _NO_AVERAGES,
 ) -> None:
-    """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads only its own shards.
+    """Load weights from the files ``stem`` of a folder, in any float dtype. Each rank reads only its own shards.
 
-    Parameters named in ``left_out`` are checked but not filled. If there are ``averages``, they are filled, too. A
-    folder that the run did not write must have passed ``check_names``, which compares tensors that are stored twice.
+    Parameters in ``left_out`` are checked but not loaded. ``averages`` are loaded as well, if there are any. A folder
+    that the run did not write must have passed ``check_names``, which compares tensors that are stored twice.
 
-    Raises ``UserError`` if the folder holds another model.
+    Raises ``UserError`` if the folder contains another model.
     """
     tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported, averages)
     shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
@@ -169,8 +170,11 @@ def load_weights(
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
-    """Compare names and shapes of ``folder`` with the parameters of ``module``, which may be on meta. No values are
-    read, except for tensors that are stored twice. Raises ``UserError`` if the folder holds another model."""
+    """Compare names and shapes in ``folder`` with the parameters of ``module``, which may be on the meta device.
+
+    Values are read only to compare tensors that are stored twice. Raises ``UserError`` if the folder contains another
+    model.
+    """
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -182,7 +186,7 @@ def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str =
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
-    """Return one fragment of each tensor of a checkpoint, by name."""
+    """Return one fragment per tensor of a checkpoint, by name."""
     return {fragment.name: fragment for name, shape in shapes.items() for fragment in exported(name, shape)}
 
 
@@ -191,14 +195,14 @@ def _names(fragments: Iterable[Fragment]) -> set[str]:
 
 
 def _unread(module: nn.Module) -> Collection[str]:
-    """Return regular expressions of names that transformers' model does not read."""
+    """Return regular expressions for names of tensors that the transformers model ignores."""
     return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def _further_names(
     module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:  # fmt: skip
-    """Return other names under which a folder may hold a shared parameter, mapped to its first name."""
+    """Return the alternative names of shared parameters in a folder, mapped to their first names."""
     further = dict(tied_names(module))
     for path, each in module.named_modules():
         start = f"{path}." if path else ""
@@ -212,7 +216,7 @@ def _further_names(
 
 
 def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, str]) -> TensorFolder:
-    """Return ``folder`` with tensors renamed to their ``wanted`` name if they have another name of ``further``."""
+    """Return ``folder`` with tensors renamed from alternative names in ``further`` to their ``wanted`` names."""
     folder.named_like(wanted)
     for name, first in further.items():
         if name in folder.specs and first not in folder.specs:
@@ -221,7 +225,7 @@ def _named(folder: TensorFolder, wanted: Collection[str], further: Mapping[str, 
 
 
 def _refuse_differing(folder: TensorFolder, further: Mapping[str, str]) -> None:
-    """Raise ``UserError`` if ``folder`` holds a shared parameter twice, with different values."""
+    """Raise ``UserError`` if ``folder`` contains a shared parameter twice, with different values."""
     for name, first in further.items():
         if name in folder.specs and first in folder.specs and not _are_equal(folder, first, name):
             raise UserError(
@@ -254,7 +258,7 @@ def _check(
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
     known = {*wanted, *aliases}
     extra = [name for name in folder.specs if name not in known and not name.endswith(_UNUSED)]
-    extra = [name for name in extra if folder.specs[name].numel]  # no empty ones, such as absent shared experts
+    extra = [name for name in extra if folder.specs[name].numel]  # ignore empty tensors, such as absent shared experts
     extra = [name for name in extra if not name.startswith(drafts) and not any(re.search(key, name) for key in unread)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
@@ -297,7 +301,7 @@ def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
 
 
 def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:
-    """Fill ``into`` with ``box`` of a tensor: read whole rows from the file, then select the columns."""
+    """Read ``box`` of a tensor into ``into``: read full rows from the file, then select the columns."""
     spec = folder.specs[name]
     for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
         first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))

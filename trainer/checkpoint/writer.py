@@ -1,4 +1,4 @@
-"""Writer of a rank's own files of a checkpoint: sequential, with checks and checksums on the way."""
+"""Sequential writer of a rank's own checkpoint files, with checks and checksums."""
 
 import math
 import os
@@ -14,15 +14,14 @@ from serried.trainer.checkpoint.manifest import FileRecord
 
 NOT_SHARED = "run.dir must be on a disk that all nodes share"
 
-_PIECE_BYTES = 4 * 2**20  # bytes per call: the piece stays in a cache, and other threads wait for less time
+_PIECE_BYTES = 4 * 2**20  # bytes per call: the piece stays in the CPU cache, and other threads wait for less time
 _MOST_VIEWS = 512  # per call; POSIX systems accept at least 1024
 _PUSH_BYTES = 16 * 2**20
 _REMEMBERED_BYTES = 8 * _PUSH_BYTES
 
 
 class Writer:
-    """Writes this rank's files, one after the other. After the first error nothing more is written, but calls still
-    succeed."""
+    """Write this rank's files one after the other. After an error nothing more is written, but calls still succeed."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
@@ -33,7 +32,7 @@ class Writer:
         self._pushed = 0
 
     def write(self, windows: list[Window], contents: list[list[Tensor]]) -> None:
-        """Append the ``contents`` of each of ``windows`` to its file."""
+        """Append the contents of each window to its file."""
         ready: list[memoryview] = []
         try:
             for window, tensors in zip(windows, contents, strict=True):
@@ -56,7 +55,7 @@ class Writer:
             self._fail(error)
 
     def finish(self) -> tuple[dict[str, FileRecord], str | None]:
-        """Return the written files, flushed to the disk, and the error if there was one."""
+        """Flush the files to the disk. Returns their records, and the error if there was one."""
         for index, descriptor in self._open_files.items():
             self._file = index
             try:
@@ -74,10 +73,10 @@ class Writer:
         self._problem = reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
 
     def _open(self, index: int) -> memoryview:
-        """Start a file. Return its first bytes."""
+        """Create a file. Returns its header."""
         file = self._plan.files[index]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        # Kept open: the disk writes the first file while the next is filled, and all are flushed together at the end.
+        # Keep the file open: the disk writes it while the next is filled, and all are flushed together at the end.
         self._open_files[index] = os.open(self._folder / file.name, flags, 0o666)
         self._file, self._pushed = index, 0
         self._records[file.name] = FileRecord(0, 0)
@@ -91,7 +90,7 @@ class Writer:
         self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
 
     def _append(self, contents: list[memoryview]) -> None:
-        """Write to the open file. Large calls let systems allocate a file's pages in larger units."""
+        """Write to the current file. Large writes let file systems allocate pages in larger units."""
         if not contents:
             return
         descriptor = self._open_files[self._file]
@@ -108,11 +107,10 @@ class Writer:
             self._push(descriptor, size)
 
     def _push(self, descriptor: int, size: int) -> None:
-        """Start writing to the disk now, instead of everything at the end.
+        """Start writing to the disk now, instead of writing everything at the end.
 
-        The call asks the system to drop the pages. The system starts to write pages that are not on the disk yet,
-        and drops pages that are, from earlier calls. A checkpoint then reuses the same pages instead of evicting the
-        pages that training reads.
+        The call asks the system to drop pages from the cache. It starts to write dirty pages, and drops pages that were
+        written after earlier calls. So a checkpoint reuses the same pages and does not evict pages that training reads.
         """
         if hasattr(os, "posix_fadvise"):
             first = max(0, self._pushed - _REMEMBERED_BYTES)
@@ -124,6 +122,6 @@ class Writer:
 def _is_finite(content: Tensor) -> bool:
     if not content.is_floating_point() or not content.numel():
         return True
-    # One pass without copies, while isfinite().all() takes several: min and max are NaN if any number is.
+    # One pass without copies, whereas isfinite().all() needs several: min and max are NaN if any value is NaN.
     low, high = content.aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())

@@ -1,4 +1,4 @@
-"""Batches, prefetched by threads."""
+"""Batch loader with prefetching in threads."""
 
 import time
 from collections import deque
@@ -15,26 +15,26 @@ from serried.trainer.data.sampler import BatchShare, Order, Stream, micro_batch_
 from serried.trainer.task import Dataset, map_tensors
 
 PADDING_ID = -1
-"""Sample number of padding in a micro-batch. ``Task.collate_numbered`` gives it weight zero."""
+"""Sample number that marks padding in a micro-batch. ``Task.collate_numbered`` gives padding a weight of 0."""
 
 _LOOKAHEAD_STEPS = 2
 
 _PLANNED_STEPS = 32
-"""Number of steps whose sample numbers are computed at once. A single step alone would take 0.3 ms."""
+"""Number of steps whose sample numbers are computed at once. Computing them for a single step takes 0.3 ms."""
 
 Augment = Callable[[Any, int], Any]
-"""Maps a sample and its position in the order to the sample, perhaps changed at random."""
+"""Maps a sample and its position in the order to the sample, possibly with random changes."""
 
 Collate = Callable[[Sequence[Any], np.ndarray], Any]
 """Maps samples and their numbers [batch], int64, to a batch: tensors in dicts, lists, tuples and named tuples."""
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read. The message contains its number; the cause is the data set's exception."""
+    """A sample could not be read. The message contains its number. The cause is the exception of the data set."""
 
 
 class Reader(NamedTuple):
-    """Reads samples and makes batches of them."""
+    """Read samples and collate them into batches."""
 
     dataset: Dataset
     collate: Collate
@@ -63,11 +63,11 @@ class Reader(NamedTuple):
 class BatchLoader:
     """Iterator over steps. Each item is the list of this rank's micro-batches of one step.
 
-    About two steps are read ahead by ``workers`` threads; 0 reads in the caller's thread. The batches do not depend
-    on the number of threads. Threads are used instead of processes: reading copies out of a memory map, which
-    releases the interpreter lock. Processes would have to be forked under a live NCCL or Gloo group, which does not
-    survive that, and would receive the trainer's signals. An exception in a thread is raised in the caller's thread,
-    at the step to which it belongs.
+    Threads read about two steps ahead. With ``workers=0``, samples are read in the caller's thread. The batches do not
+    depend on the number of threads. Threads are used instead of processes: reading copies from a memory map, which
+    releases the GIL. Processes would have to be forked from a process with a live NCCL or Gloo group, which is not
+    supported, and would receive the trainer's signals. An exception in a thread is raised in the caller's thread, at
+    the step to which it belongs.
 
     Use it as a context manager: leaving it ends the threads.
     """
@@ -86,10 +86,14 @@ class BatchLoader:
         """Start to read ahead.
 
         Args:
-            steps: steps to yield, counted from 0.
-            pin_memory: put batches in pinned memory.
-            first_index: position in the order of the first step's first sample; by default as if all steps before
-                were done.
+            reader: Reads the samples.
+            order: Maps positions to sample numbers.
+            share: This rank's share of each global batch.
+            steps: Steps to yield, counted from 0.
+            workers: Number of threads.
+            pin_memory: Copy batches into pinned memory.
+            first_index: Position of the first step's first sample in the order. By default, the position after all
+                earlier steps.
         """
         self._reader = reader
         self._order = order
@@ -101,12 +105,12 @@ class BatchLoader:
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
-        # Enough to keep every thread busy if a step has fewer micro-batches than there are threads.
+        # If a step has fewer micro-batches than there are threads, more steps keep every thread busy.
         self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // share.accumulation))
         self._threads = self._start(workers) if workers else None
 
     def _start(self, workers: int) -> ThreadPoolExecutor:
-        # The current GPU is a property of the thread: a new thread would pin through GPU 0, on every rank.
+        # The current GPU is set per thread: a new thread on any rank would pin memory through GPU 0.
         device = torch.accelerator.current_device_index() if self._pin_memory else None
         use_device = (lambda: torch.accelerator.set_device_index(device)) if device is not None else None
         return ThreadPoolExecutor(workers, thread_name_prefix="batch-loader", initializer=use_device)
@@ -131,7 +135,7 @@ class BatchLoader:
         if not self._ahead:
             raise StopIteration
         batches = [future.result() for future in self._ahead.popleft()]
-        self._ask_ahead(threads)  # immediately, so that the threads work during the step
+        self._ask_ahead(threads)  # so that the threads work during the step
         return batches
 
     def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
@@ -139,8 +143,7 @@ class BatchLoader:
             self._ahead.append([threads.submit(self._read, step, *micro_batch) for micro_batch in places])
 
     def _plan(self, steps: range, first_index: int) -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
-        """Yield every step with the positions in the order, and the sample numbers, of each micro-batch on this
-        rank."""
+        """Yield every step with the positions and the sample numbers of each of this rank's micro-batches."""
         for first in range(0, len(steps), _PLANNED_STEPS):
             block = steps[first : first + _PLANNED_STEPS]
             indices = np.array([micro_batch_indices(step - steps.start, self._share, first_index) for step in block])
@@ -158,7 +161,7 @@ class BatchLoader:
         return waited
 
     def close(self) -> None:
-        """End the threads and drop their results. May be called more than once."""
+        """Stop the threads and discard their results. May be called more than once."""
         self._closed = True
         self._ahead.clear()
         if isinstance(self._reader.dataset, Stream):
@@ -176,8 +179,8 @@ class BatchLoader:
 def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
     """Return the sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
 
-    ``samples`` [samples] are distributed in order. All ranks get the same number of micro-batches, since ranks that
-    end at different times would wait for each other forever. Missing samples are filled with ``PADDING_ID``.
+    ``samples`` [samples] are distributed in order. All ranks get the same number of micro-batches: with different
+    numbers, they would wait for each other forever. Missing samples are filled with ``PADDING_ID``.
     """
     rounds = -(-len(samples) // share.of_all)
     dealt = np.full(rounds * share.of_all, PADDING_ID, np.int64)
@@ -186,10 +189,9 @@ def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
 
 
 def evaluation_batches(reader: Reader, samples: np.ndarray, share: BatchShare) -> Iterator[tuple[Any, bool]]:
-    """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each batch contains
-    any.
+    """Yield one rank's batches for an evaluation on ``samples`` [samples], and whether each batch contains any samples.
 
-    A batch without samples only keeps the rank in step with the others; see ``evaluation_ids``.
+    All ranks get the same number of batches, so a batch may have none, see ``evaluation_ids``.
     """
     for ids in evaluation_ids(samples, share):
         yield reader.read(ids, "of the evaluation"), bool((ids >= 0).any())

@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, global index).
 
 Nothing is stored or shuffled: the sample at any position of any epoch is computed from its index, in constant
-memory. Ranks, workers and restarts only choose which indices they ask for, so none of them can change the order, and
-a position in the data is one integer.
+memory. Ranks, workers and restarts only choose the indices to read, so none of them can change the order, and a
+position in the data is a single integer.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 _ROUNDS = 8
 _KEY_BYTES = 8 * _ROUNDS  # 64: the size of one BLAKE2b digest
 _LARGEST_BLOCK = 2**16
-"""Largest number of samples after which the choice of sources repeats. For a mixture, this part is kept in memory."""
+"""Maximum number of samples after which the choice of sources of a mixture repeats. It is kept in memory."""
 
 
 Order = Callable[[np.ndarray], np.ndarray]
@@ -25,20 +25,20 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 
 class SampleOrder:
-    """An endless order of ``size`` samples: each once per epoch, in a different order every epoch.
+    """An endless order of ``size`` samples. Each epoch contains every sample once, in a different order.
 
     The permutation of an epoch is a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations
-    from pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a
-    sample number, the network is applied again until it is one: cycle walking, which keeps it a permutation (Black
-    and Rogaway, "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2
-    applications on average.
+    from pseudorandom functions", 1988) over the smallest power of two that is at least ``size``. If the result is not a
+    sample number, the network is applied again until it is. This cycle walking keeps it a permutation (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). For 3 or more samples, it takes less than 2 applications on
+    average.
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        """``size``: number of samples, 1 to 2^62. ``seed``: a 64-bit number >= 0."""
+        """``size``: number of samples, 1 to 2^62. ``seed``: a 64-bit integer >= 0."""
         self.size, self.seed = size, seed
         bits = max(2, (size - 1).bit_length())
-        # The halves may differ by a bit: they exchange widths when they are swapped.
+        # The halves may differ by one bit. Their widths are exchanged when they are swapped.
         widths = ((bits // 2, bits - bits // 2), (bits - bits // 2, bits // 2))
         self._rounds = [
             tuple(np.uint64(n) for n in (low, 2**low - 1, high, 2**high - 1)) for low, high in widths * (_ROUNDS // 2)
@@ -65,8 +65,10 @@ class SampleOrder:
         return numbers.astype(np.int64)
 
     def _feistel(self, numbers: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return a permutation of [0, 2^bits): each round changes one half by a keyed hash of the other, and swaps
-        them."""
+        """Return a permutation of [0, 2^bits).
+
+        Each round XORs one half with a keyed hash of the other half, and swaps them.
+        """
         for key, (low_bits, low_mask, high_bits, high_mask) in zip(keys, self._rounds, strict=True):
             low = numbers & low_mask
             high = (numbers >> low_bits) ^ (_mix(low ^ key) & high_mask)
@@ -94,36 +96,39 @@ class Mixture(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """A data set that is read from front to back, each sample once.
+    """A data set that is read sequentially, each sample once.
 
-    Sample i comes after all earlier samples with the same remainder modulo the global batch.
+    Sample i is read after all earlier samples that have the same remainder modulo the global batch size.
     """
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return this rank's part of the position after ``samples`` samples, as JSON. ``load`` takes the parts of
-        all ranks, merged by key."""
+        """Return this rank's part of the position after ``samples`` samples, as JSON data.
+
+        ``load`` receives the parts of all ranks, merged by key.
+        """
 
     def load(self, state: dict[str, Any], samples: int) -> None:
-        """Continue after ``samples`` samples, from the merged ``state`` of all ranks, on any number of ranks."""
+        """Resume after ``samples`` samples from the merged ``state`` of all ranks. The number of ranks may differ."""
 
     def rewind(self, samples: int) -> None:
-        """Continue after ``samples`` samples, a few steps before the position that was reached, on the same ranks."""
+        """Go back to the position after ``samples`` samples, a few steps earlier, on the same ranks."""
 
     def close(self) -> None:
-        """Stop reading: no more samples are needed."""
+        """Stop reading. No more samples are needed."""
 
 
 class MixtureOrder:
     """An endless order over several sources with consecutively numbered samples, in proportion to their weights.
 
-    The choice of sources repeats after a block of samples that has an exact count of each. Within a block, and so at
-    any index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m sources,
-    which is optimal (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
-    its own ``SampleOrder``, whose seed depends on the source's name: adding another source does not reorder it.
+    The choice of sources repeats after a block of samples that has an exact count of each source. Within a block, and
+    so at any index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m
+    sources, which is optimal (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the
+    k-th of its own ``SampleOrder``, whose seed depends on the source's name, so adding another source does not reorder
+    it.
     """
 
     def __init__(self, parts: Mapping[str, Part], seed: int) -> None:
-        """``parts``: sources by name, at least one. ``seed``: like for ``SampleOrder``."""
+        """``parts``: sources by name, at least one. ``seed``: as in ``SampleOrder``."""
         self._counts = block_counts([part.weight for part in parts.values()])
         self._sources, self._earlier = _spread(self._counts)
         self._orders = [SampleOrder(part.samples, _seed_of(name, seed)) for name, part in parts.items()]
@@ -139,22 +144,26 @@ class MixtureOrder:
         return samples
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source at each of the global ``indices`` [n], and the number of samples of this source before
-        it, [n], int64."""
+        """Return the source at each of the global ``indices`` [n], and the number of earlier samples of that source.
+
+        Both are [n], int64.
+        """
         blocks, within = np.divmod(np.asarray(indices, np.int64), len(self._sources))
         sources = self._sources[within]
         return sources, blocks * np.array(self._counts)[sources] + self._earlier[within]
 
     def in_turn(self, count: int) -> list[np.ndarray]:
-        """Return the sample numbers of each source among the first ``count`` samples, if every source is read in
-        order and restarts after its end."""
+        """Return the sample numbers of each source among the first ``count`` samples.
+
+        Every source is read in order, and again from its start after its end.
+        """
         sources, places = self.places(np.arange(count))
         sizes = np.diff(self._first)
         return [self._first[source] + places[sources == source] % size for source, size in enumerate(sizes)]
 
 
 def sample_order(dataset: Sized, seed: int) -> Order:
-    """Return the order of a data set's training samples."""
+    """Return the order of the training samples of ``dataset``."""
     if isinstance(dataset, Stream):
         return lambda indices: np.asarray(indices, np.int64)
     if isinstance(dataset, Mixture):
@@ -163,8 +172,10 @@ def sample_order(dataset: Sized, seed: int) -> Order:
 
 
 def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
-    """Return the first ``count`` samples for an evaluation, or all if there are fewer; for a mixture, in proportion
-    to the weights. The result is by source, with the name "" for a single source."""
+    """Return the first ``count`` samples for an evaluation by source, or all samples if there are fewer.
+
+    For a mixture, their numbers are in proportion to the weights. A single source has the name "".
+    """
     count = min(count, len(dataset))
     if isinstance(dataset, Mixture):
         samples = MixtureOrder(dataset.parts, 0).in_turn(count)
@@ -173,8 +184,10 @@ def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
 
 
 def passes(dataset: Sized, samples: int) -> dict[str, float]:
-    """Return the epochs of each source in ``samples`` samples of training, with the name "" for a single source;
-    empty for a stream, whose size is unknown."""
+    """Return the number of epochs of each source in ``samples`` training samples.
+
+    A single source has the name "". Empty for a stream, whose size is unknown.
+    """
     if isinstance(dataset, Stream):
         return {}
     if not isinstance(dataset, Mixture):
@@ -189,8 +202,8 @@ def passes(dataset: Sized, samples: int) -> dict[str, float]:
 def block_counts(weights: Sequence[float]) -> list[int]:
     """Return the number of samples of each source in one block, in proportion to ``weights`` and at least 1.
 
-    Exact if the shares have a common denominator of at most 65,536, like weights of a few decimals; otherwise the
-    block has 65,536 samples, distributed by largest remainder.
+    The counts are exact if the shares have a common denominator of at most 65,536, such as weights with a few decimals.
+    Otherwise the block has 65,536 samples, distributed by largest remainder.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -207,11 +220,11 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the source at each position of a block [block], and the number of its earlier positions [block], int64.
 
-    Sample k of a source may be placed once its share has reached k + d, and must be placed before it passes k + 1 -
-    d, with d = 1 / (2m - 2). Of the sources that may be placed, the one with the earliest deadline is chosen. This
-    meets every deadline, as Tijdeman proved for this d.
+    Sample k of a source may be placed once its share has reached k + d, and must be placed before it exceeds
+    k + 1 - d, with d = 1 / (2m - 2). Of the sources that may be placed, the one with the earliest deadline is chosen.
+    Tijdeman proved that this meets every deadline.
     """
-    block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # at least 2, for a single source
+    block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # at least 2 if there is a single source
     sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)
 
     def window(source: int, k: int) -> tuple[int, int, int, int]:
@@ -254,16 +267,15 @@ class BatchShare(NamedTuple):
 
     @property
     def of_all(self) -> int:
-        """Samples of all ranks in one micro-batch each."""
+        """Number of samples in one micro-batch of every rank together."""
         return self.data_ranks * self.micro_batch
 
 
 def micro_batch_indices(step: int, share: BatchShare, first_index: int = 0) -> list[np.ndarray]:
-    """Return the global indices of one rank's micro-batches in a step (from 0): ``accumulation`` arrays
-    [micro_batch], int64.
+    """Return the global indices of one rank's micro-batches in a step: ``accumulation`` arrays [micro_batch], int64.
 
-    Step 0 starts at ``first_index``. A step takes the next global batch of indices, whichever ranks they are
-    assigned to.
+    Steps are counted from 0, and step 0 starts at ``first_index``. Each step uses the next global batch of indices, for
+    any assignment to ranks.
     """
     across_ranks = share.of_all
     first = first_index + step * share.accumulation * across_ranks + share.data_rank * share.micro_batch

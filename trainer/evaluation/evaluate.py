@@ -1,4 +1,4 @@
-"""How well a model predicts a data set: while it is trained, and of a checkpoint afterwards."""
+"""Evaluation of a model on a data set, during training or from a checkpoint."""
 
 import json
 import math
@@ -56,10 +56,12 @@ def evaluate_by_source(
     micro_batch: int,
     on_device: Callable[[Batches], Batches],
 ) -> Iterator[tuple[str, Sums]]:
-    """Evaluate the first ``samples`` samples (all, if there are fewer), by source of a mixture, or under the name "" if
-    there is one source. A collective: each rank reads its share.
+    """Evaluate the first ``samples`` samples, or all samples if there are fewer.
 
-    ``on_device`` is given pairs of a batch and whether it counts, and yields them with the batch on the device.
+    A collective: each rank reads its share. Yields the sums by source of a mixture, or under the name "" if there is a
+    single source.
+
+    ``on_device``: receives pairs of a batch and whether it counts, and yields them with the batch on the device.
     """
 
     for source, numbers in evaluation_samples(dataset, samples).items():
@@ -72,7 +74,7 @@ def evaluate_by_source(
 
 
 class Kept:
-    """Objective that keeps numbers of each sample. A subclass defines ``terms`` or overrides ``loss``."""
+    """Objective that stores values for each sample. Subclasses define ``terms`` or override ``loss``."""
 
     def __init__(self, task: RunTask, samples: int, columns: int, parallel: DistributedModel) -> None:
         self.inputs, self.slice_sequence, self._owns = task.inputs, task.slice_sequence, parallel.place.owns_loss
@@ -86,13 +88,13 @@ class Kept:
         raise NotImplementedError
 
     def keep(self, samples: Tensor, numbers: Tensor) -> LossTerms:
-        """Keep the ``numbers`` of some ``samples``, unless another rank has them too. Returns no loss."""
+        """Store ``numbers`` for ``samples``, unless another rank stores them. Returns a loss of weight 0."""
         if self._owns:
             self.numbers[samples] = numbers
         return LossTerms(self.numbers.new_zeros(()), 0)
 
     def total(self) -> Tensor:
-        """Return the numbers of all ranks, [samples, columns]. A collective: each number is 0 on all ranks but one."""
+        """Return the values of all ranks, [samples, columns]. A collective: each value is 0 on all ranks but one."""
         if dist.is_initialized():
             dist.all_reduce(self.numbers)
         return self.numbers
@@ -103,35 +105,35 @@ class Evaluated:
     """Result of an evaluation on one data set."""
 
     set: str
-    """Name of the validation set; for a source of a mixture also the source's name, after a slash."""
+    """Name of the validation set. For a source of a mixture, followed by a slash and the source's name."""
     sequences: int
     all_sequences: int
-    """Sequences in the data set."""
+    """Number of sequences in the data set."""
     tokens: int
-    """Number of targets, or of ``unit``."""
+    """Total weight of the loss: the number of target tokens, or of the task's ``unit``."""
     text_bytes: int
-    """UTF-8 bytes of the targets' text."""
+    """Number of UTF-8 bytes in the text of the targets."""
     loss_sum: float
     """Sum of the loss over the targets, in nats."""
     unit: str = "tokens"
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means of the task's own metrics."""
+    """Means of the task's named metrics."""
 
     @property
     def loss(self) -> float | None:
-        """Mean over the targets; None where there is none."""
+        """Mean loss over the targets. None if there are none."""
         return self.loss_sum / self.tokens if self.tokens else None
 
     @property
     def perplexity(self) -> float | None:
-        """exp(loss); infinite where no float is that large."""
+        """exp(loss). Infinite if it exceeds the range of a float. None if there is no loss."""
         if self.loss is None:
             return None
         return math.exp(self.loss) if self.loss < _LARGEST_EXPONENT else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits that the model needs for a byte of the text; None where the targets are not text."""
+        """Bits per byte of text. None if the targets are not text."""
         return self.loss_sum / (math.log(2) * self.text_bytes) if self.text_bytes else None
 
 
@@ -180,7 +182,7 @@ def _finite(value: Any) -> Any:
 
 
 def describe(found: Evaluated, global_batch: int) -> str:
-    """One line for the user."""
+    """Return one line about the result, for the user."""
     if found.loss is None:
         return f"{found.set:<10} no loss: its {found.sequences:,} sequences hold nothing to predict"
     named = "".join(f"  {name} {value:.4f}" for name, value in found.metrics.items())
@@ -208,14 +210,14 @@ def evaluate(
     sequences: int | None,
     console: Console,
 ) -> list[Evaluated]:
-    """Evaluate the weights of ``checkpoint`` as ``config`` says. A collective; the same result on every rank.
+    """Evaluate the weights of ``checkpoint`` with ``config``. A collective that returns the same result on every rank.
 
-    On the validation sets or, where ``is_whole``, on all of ``data``, each to its first ``sequences`` sequences. None:
-    to the end.
+    The validation sets are evaluated, or all of ``data`` if ``is_whole``. ``sequences``: maximum number of sequences
+    of each data set. None evaluates all of them.
 
-    Raises ``UserError`` if the checkpoint is damaged, or of another model or tokenizer than the data.
+    Raises ``UserError`` if the checkpoint is damaged, or its model or tokenizer does not match the data.
     """
-    read = partial(read_by_all, session, checkpoint)  # each is followed by a collective
+    read = partial(read_by_all, session, checkpoint)  # each call includes a collective
     read(partial(task.open_saved, checkpoint))
     console.doing("preparing data")
     read(lambda: task.open_data(session.once_per_node(partial(task.prepare, console.progress))))
@@ -240,8 +242,10 @@ def evaluate(
 
 
 def _datasets(task: RunTask, names: Sequence[str]) -> dict[str, Dataset]:
-    """Return the data sets ``names``, with all read that a batch of them needs of the checkpoint, such as a pad token.
-    Raises ``UserError`` if there is none of a name."""
+    """Return the data sets ``names``, after reading a batch of each, which may need files of the checkpoint.
+
+    Raises ``UserError`` if a data set does not exist.
+    """
     found = {}
     for name in names:
         dataset = task.dataset(name)
@@ -269,7 +273,7 @@ def _evaluate_on(
     wanted: int,
     console: Console,
 ) -> list[Evaluated]:
-    """The data set ``name`` and, where that is a mixture, each source of it."""
+    """Evaluate the data set ``name``. Returns its result, followed by the result of each source if it is a mixture."""
     sizes = {source: len(samples) for source, samples in evaluation_samples(dataset, wanted).items()}
     micro_batch, total = config.trainer.micro_batch, sum(sizes.values())
     done, text_bytes = 0, 0
@@ -302,12 +306,12 @@ def _evaluate_on(
 def load_model(
     config: RunConfig, task: RunTask, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
-    """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
-    check_products(config, device)  # as the trainer does
+    """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective."""
+    check_products(config, device)  # same check as in training
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
+        torch.manual_seed(config.trainer.seed)  # build_model() must initialize a base model as in training
         try:
-            model = model_to_train(config, task)  # frozen layers compute in their own way
+            model = model_to_train(config, task)  # whether a layer is frozen affects its precision
         except CannotAdapt as error:
             if (checkpoint / STATE).exists():
                 raise
@@ -325,7 +329,7 @@ def load_model(
 
 
 def check_weights(checkpoint: Path) -> None:
-    """Compare the files of the weights with their checksums. Raises ``UserError`` if one is damaged."""
+    """Verify the checksums of the weight files. Raises ``UserError`` if a file is damaged."""
     if not (checkpoint / STATE).exists() and not (checkpoint / MANIFEST).exists():
         return  # an exported model has no checksums
     try:

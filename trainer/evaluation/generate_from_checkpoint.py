@@ -1,4 +1,4 @@
-"""Text from a checkpoint, as it is made."""
+"""Text generation from a checkpoint, with streamed output."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,19 +17,19 @@ from serried.trainer.task import TextTask
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is made."""
+    """Sampling parameters of text generation."""
 
     tokens: int
-    """Largest number of tokens to generate."""
+    """Maximum number of tokens to generate."""
     temperature: float
-    """Sampling temperature. 0: always the most likely token."""
+    """Sampling temperature. 0 always selects the most likely token."""
     top_p: float
-    """Probability of the tokens that are drawn from, the likeliest ones."""
+    """Total probability of the most likely tokens from which the next token is drawn."""
     seed: int
 
 
 class Writer:
-    """Writes text with the model in a checkpoint."""
+    """Generate text with the model in a checkpoint."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class Writer:
         self._model: DistributedModel | None = None
 
     def load(self, said: Sequence[str]) -> None:
-        """Read all of the checkpoint that writing needs. Raises as ``write`` does for ``said``."""
+        """Load the tokenizer and the model. Raises the same errors as ``write``."""
         with reading(self._checkpoint):
             self._count(said)  # reads the tokenizer
             self._model = self._load()
 
     def write(self, said: Sequence[str], *, is_timed: bool = True) -> str:
-        """Write what follows ``said``: the text to continue; or of a chat the messages so far, the user's and the
-        model's in turn, of which the reply is returned.
+        """Generate the continuation of ``said``.
 
-        ``is_timed``: note how long it took, and not only what cut it off.
+        ``said``: a text, or the messages of a chat so far, alternating between user and model. For a chat, the reply is
+        returned. ``is_timed``: report the speed even if the text is not cut off.
 
-        Raises ``UserError`` if it is too long for the model, or the checkpoint is damaged.
+        Raises ``UserError`` if the text is too long for the model, or the checkpoint is damaged.
         """
         task, sampling = self._task, self._sampling
         prompt_tokens = self._count(said)
@@ -91,7 +91,7 @@ class Writer:
         return text
 
     def _count(self, said: Sequence[str]) -> int:
-        """Return the number of tokens of ``said``. Raises ``UserError`` if they are too many for the model."""
+        """Return the number of tokens in ``said``. Raises ``UserError`` if the model does not support that many."""
         tokens, longest = len(self._task.prompt_ids(said)), self._task.lengths()[1]
         if tokens >= longest:
             raise UserError(

@@ -1,8 +1,8 @@
-"""Tasks of lm-evaluation-harness, scored by the model of a run on its own layout.
+"""Benchmarks of lm-evaluation-harness, computed with the model of a run on the run's parallel layout.
 
-Every rank builds all requests; each data rank computes a share of them, in the same number of forwards; the numbers of
-all are added up, and every rank lets the harness make its metrics of them. So the metrics are those of one process.
-Imported only by runs that have such tasks: the harness imports much.
+Every rank builds all requests. Each data rank computes a share of them in the same number of forward passes. The
+results are summed over the ranks, and every rank computes the metrics with the harness, so they are the same as on one
+process. Imported only by runs that use benchmarks, since importing the harness is slow.
 """
 
 import hashlib
@@ -35,26 +35,26 @@ from serried.trainer.task import TextTask
 _IGNORE = -100
 """Target of a token that is not scored."""
 _LENGTHS = 64
-"""Batches are padded to a multiple of this number of tokens: compiled blocks are compiled again for a new length."""
-_SEED, _FEW_SHOT_SEED = 0, 1234  # the harness's own
+"""Batches are padded to a multiple of this number of tokens, since compiled blocks are recompiled for new lengths."""
+_SEED, _FEW_SHOT_SEED = 0, 1234  # defaults of the harness
 
 OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
-"""Moves batches to the device, until a rank asks to stop."""
+"""Moves batches to the device. Ends early if a rank requests a stop."""
 
 
 class Stopped(Exception):
-    """The ranks have agreed to stop."""
+    """The ranks agreed to stop."""
 
 
 class Benchmarks:
-    """The tasks that a run names in ``trainer.evaluate``."""
+    """The benchmarks in ``trainer.evaluate``."""
 
     def __init__(self, names: Sequence[str], documents: int, task: TextTask, session: Session) -> None:
-        """Load the tasks and their data, first on one rank of each node, which downloads it. A collective.
+        """Load the benchmarks and their data, first on one rank of each node, which downloads the data. A collective.
 
-        ``documents``: of each task, at most.
+        ``documents``: maximum number of documents of each benchmark.
 
-        Raises ``UserError`` if a task is unknown, has no log-likelihoods, or cannot be loaded; or the ranks see
+        Raises ``UserError`` if a benchmark is unknown, needs generated text or cannot be loaded, or if the ranks have
         different data.
         """
         self._documents, self._task, self._tasks = documents, task, dict[str, Any]()
@@ -69,7 +69,7 @@ class Benchmarks:
         session.same_everywhere("the data of trainer.evaluate", self.requests())
 
     def requests(self) -> str:
-        """Return how many requests each task makes, and a digest of them, in lines."""
+        """Return the number of requests of each benchmark and a hash of them, one benchmark per line."""
         lines = []
         for name, task in self._tasks.items():
             task.set_fewshot_seed(_FEW_SHOT_SEED)
@@ -80,7 +80,7 @@ class Benchmarks:
         return "\n".join(lines)
 
     def scores(self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> dict[str, float]:
-        """Return the metrics as TASK.METRIC. A collective.
+        """Return the metrics under the names ``TASK.METRIC``. A collective.
 
         Raises:
             Stopped: ``on_device`` ended early.
@@ -110,7 +110,7 @@ def _load(names: Sequence[str]) -> list[Any]:
         try:
             with _quiet(), _seeded():
                 found.append(manager.load(spec))
-        except Exception as error:  # of any kind: a task may be code, and its data may be anywhere
+        except Exception as error:  # any error: a benchmark may contain code, and its data may be anywhere
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"trainer.evaluate={name} cannot be loaded: {type(error).__name__}: {reason}") from None
         for task_name, task in found[-1]["tasks"].items():
@@ -123,7 +123,7 @@ def _load(names: Sequence[str]) -> list[Any]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ``UserError`` if one of ``names`` is neither a task of the harness nor a file."""
+    """Raise ``UserError`` if one of ``names`` is neither a benchmark of the harness nor a YAML file."""
     manager = _manager_of(names)
     for name in names:
         spec = name.removeprefix(HARNESS)
@@ -141,12 +141,12 @@ def _manager_of(names: Sequence[str]) -> TaskManager:
 
 @cache
 def _manager(with_its_own: bool) -> TaskManager:
-    """Return what knows the tasks: the harness's own are an index of thousands of files, read in seconds."""
+    """Return a task manager. Indexing the harness's own tasks reads thousands of files, which takes seconds."""
     return TaskManager(include_defaults=with_its_own)
 
 
 class _Request(NamedTuple):
-    """Tokens to score, behind others."""
+    """Tokens to score, and the context before them."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -156,13 +156,13 @@ class _Batch(NamedTuple):
     tokens: Tensor
     """[B, S]"""
     targets: Tensor
-    """[B, S], ``_IGNORE`` where nothing is scored"""
+    """[B, S]. ``_IGNORE`` for tokens that are not scored."""
     ids: Tensor
-    """[B], number of the request; -1: padding"""
+    """[B], number of the request. -1 for padding."""
 
 
 class _Scorer(TemplateLM):
-    """The model of a run, as the harness calls it; text becomes tokens as with an exported model."""
+    """Interface of the harness to the model of a run. Text is tokenized as for an exported model."""
 
     def __init__(self, task: TextTask, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _Scorer(TemplateLM):
         return self._scored([_Request(context, continuation) for _, context, continuation in requests])
 
     def _scored(self, requests: Sequence[_Request]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each request, and whether each of its tokens is the most likely one."""
+        """Return the log-likelihood of each request, and whether all of its tokens are the most likely ones."""
         if not requests:
             return []
         found = _Found(self._task, len(requests), 2, self._parallel)
@@ -207,7 +207,7 @@ class _Scorer(TemplateLM):
         rank, size, of_all = self._parallel.place.data_rank, self._micro_batch, self._parallel.layout.data_ranks
         starts, done = range(0, len(order), size * of_all), 0
         mine = (order[start + rank * size : start + (rank + 1) * size] for start in starts)
-        # A rank that has no request left computes one that does not count.
+        # A rank without remaining requests computes one whose result is ignored.
         batches = (
             self._batch(requests, numbers) if numbers else self._batch(requests, order[:1], -1) for numbers in mine
         )
@@ -232,7 +232,7 @@ class _Scorer(TemplateLM):
 
 
 class _Found(Kept):
-    """Keeps of each request its log-likelihood, and how many of its tokens are not the likeliest."""
+    """Store the log-likelihood of each request, and the number of its tokens that are not the most likely ones."""
 
     def loss(self, model: nn.Module, batch: _Batch) -> LossTerms:
         logits, wanted = model(batch.tokens), batch.targets != _IGNORE
@@ -246,9 +246,9 @@ class _Found(Kept):
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python and NumPy equally on all ranks in this context, as tasks shuffle with them.
+    """Seed Python and NumPy equally on all ranks in this context, since benchmarks use them for shuffling.
 
-    The generators' states are restored afterwards.
+    The states of the generators are restored afterwards.
     """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     random.seed(_SEED)
@@ -262,7 +262,7 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside this context the harness and the libraries under it show no bars and log nothing."""
+    """Suppress progress bars and log messages of the harness and its dependencies in this context."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

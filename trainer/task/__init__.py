@@ -1,4 +1,4 @@
-"""Tasks: the class that users subclass, its capabilities, and tasks of text."""
+"""Tasks: the class that users subclass, its capabilities, and text tasks."""
 
 from serried.trainer.callbacks import Event
 from serried.trainer.task.batches import map_tensors, to_device

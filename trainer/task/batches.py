@@ -11,10 +11,10 @@ from serried.configs.errors import UserError
 
 
 def default_batch(samples: Sequence[Any], task_name: str) -> Any:
-    """Return ``samples`` as a batch by torch's ``default_collate``.
+    """Collate ``samples`` into a batch with torch's ``default_collate``.
 
     Raises:
-        UserError: They make no batch.
+        UserError: The samples cannot be collated.
     """
     try:
         return default_collate(list(samples))
@@ -23,7 +23,7 @@ def default_batch(samples: Sequence[Any], task_name: str) -> Any:
 
 
 def no_batch(reason: str, task_name: str) -> UserError:
-    """Return the mistake of a task whose samples make no batch."""
+    """Return the error for a task whose samples cannot be collated."""
     return UserError(
         f"samples make no batch: {reason}; return samples with the same keys and shapes, or define "
         f"{task_name}.collate(samples)"
@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        kind: Any = type(batch)  # a dict, or one of its kin such as transformers' BatchEncoding
+        kind: Any = type(batch)  # a dict or a similar class, such as transformers' BatchEncoding
         return kind({key: map_tensors(function, value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(function, value) for value in batch))
@@ -45,18 +45,20 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch``, which is on the CPU, with its tensors on ``device``, without waiting for the copy if they are
-    pinned."""
+    """Return ``batch``, which is on the CPU, with its tensors moved to ``device``.
+
+    Does not wait for the copy of pinned tensors.
+    """
     if device.type == "cpu":
         return batch
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def difference(values: Sequence[Any], ids: Sequence[int], where: str = "sample") -> str:
-    """Return why the values that samples ``ids`` have at ``where`` make no batch; empty if nothing is known against it.
+    """Return why ``values`` cannot be collated, or an empty string if no difference is found.
 
-    ``default_collate`` fails on some of these without naming the key, and on others, depending on which sample comes
-    first, returns a batch with keys left out.
+    ``values`` are the values of samples ``ids`` at ``where``. For some differences, ``default_collate`` fails without
+    naming the key. For others, depending on which sample comes first, it returns a batch with missing keys.
     """
     forms = [_form(value) for value in values]
     for form, sample_id in zip(forms, ids, strict=True):
@@ -75,9 +77,9 @@ def difference(values: Sequence[Any], ids: Sequence[int], where: str = "sample")
 
 
 def _form(value: Any) -> str:
-    """Return the form of ``value``, which ``default_collate`` needs to be the same in all samples.
+    """Return a description of ``value`` that must be the same in all samples for ``default_collate``.
 
-    It mixes numbers and arrays without dims.
+    Numbers and zero-dimensional arrays have the same description, since ``default_collate`` accepts a mix of them.
     """
     if value is None:
         return "None"

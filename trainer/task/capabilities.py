@@ -1,7 +1,7 @@
-"""Capabilities of a task beyond a model, data and a loss, with defaults.
+"""Optional capabilities of a task, with defaults.
 
-Recipes inherit all of them through ``RunTask``. A user's ``Task`` may define any method, and ``task_for_run`` adds the
-defaults of the others.
+Recipes inherit all of them through ``RunTask``. A user's ``Task`` may define any of the methods, and ``task_for_run``
+adds the defaults of the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,37 +19,37 @@ from serried.trainer.task.task import Task
 
 @dataclass(frozen=True)
 class Reference:
-    """Numbers of each sample by the pretrained model, with which training compares.
+    """Reference values of the pretrained model for each sample, to which training compares the model.
 
-    They are computed once, before training, by the model of the run on its own layout, and kept in ``folder``.
+    The model of the run computes them once, before training, on the run's parallel layout. They are stored in
+    ``folder``.
     """
 
     columns: int
-    """Numbers of a sample."""
+    """Number of values per sample."""
     folder: Path
     settings: Mapping[str, Any]
-    """Settings that the numbers depend on beside weights and samples, as JSON."""
+    """Settings that the values depend on in addition to weights and samples, as JSON data."""
     numbers: Callable[[Any, Any], tuple[Tensor, Tensor]]
-    """Function of the model's output and the batch. Returns the ids of the samples [samples] and their numbers
-    [samples, columns] in fp64."""
+    """Maps the model's output and the batch to the sample ids [samples] and their values [samples, columns] in fp64."""
     use: Callable[[str, np.ndarray], None]
-    """Function of the name of a data set and the numbers of all its samples, [samples, columns]; NaN for samples that
-    no batch had."""
+    """Receives the name of a data set and the values of all its samples [samples, columns], NaN for samples that were
+    not needed."""
 
 
 class Described:
     """Descriptions for the plan and the console."""
 
     def describe_model(self) -> str:
-        """Return a description of the model, one line for the plan."""
+        """Return a one-line description of the model for the plan."""
         return type(self).__name__
 
     def describe_data(self) -> str:
-        """Return one line for the plan, before or after ``open_data``."""
+        """Return a one-line description of the data for the plan. May be called before ``open_data``."""
         return ""
 
     def describe_reference(self) -> str:
-        """Return one line for the plan about the reference of training; empty: there is none."""
+        """Return a one-line description of the reference for the plan, or an empty string if there is none."""
         return ""
 
     def describe_sample(self) -> Sequence[str]:
@@ -58,20 +58,20 @@ class Described:
 
     @property
     def opens_in(self) -> str:
-        """Other software that opens a checkpoint as it is."""
+        """Name of other software that can open a checkpoint without conversion."""
         return ""
 
     def describe_kernels(self, device: str) -> str:
-        """Return the names of the model's kernels for the plan, on a device of this type, such as ``cpu``.
+        """Return the names of the model's kernels for the plan. ``device``: device type, such as ``cpu``.
 
         Raises:
-            UserError: The model cannot be trained there with this configuration.
+            UserError: The model cannot be trained on this device with this configuration.
         """
         del device
         return ""
 
     def next_command(self, start: str) -> str:
-        """Return the next command of a user after a finished run; ``start`` is the command that started this one."""
+        """Return the command to suggest after a finished run. ``start``: the command that started the run."""
         return f"{start} run.name=OTHER for another run"
 
     def notes(self, starts_from_scratch: bool) -> Sequence[str]:
@@ -84,9 +84,9 @@ class Prepared:
     """Data that is downloaded or converted before a run."""
 
     def prepare(self, show: Callable[[str], None]) -> str:
-        """Download or convert the data; called by one process per node. Returns the argument of ``open_data``.
+        """Download or convert the data. Called by one process per node. Returns the argument of ``open_data``.
 
-        ``show`` takes progress lines, each in place of the one before; an empty one ends them.
+        ``show``: displays a progress line in place of the previous one. An empty line ends the progress.
         """
         del show
         return ""
@@ -95,63 +95,72 @@ class Prepared:
         """Open the result of ``prepare``. Called by every process."""
 
     def further_validation(self) -> Sequence[str]:
-        """Return names of validation splits besides ``validation``."""
+        """Return the names of validation splits other than ``validation``."""
         return ()
 
 
 class Exported:
-    """Names and files of checkpoints, which other software may open."""
+    """Names and files of checkpoints, so that other software can open them."""
 
     def export_name(self, name: str) -> str:
-        """Return the name in a checkpoint of parameter ``name``."""
+        """Return the name of parameter ``name`` in a checkpoint."""
         return name
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where the elements of parameter ``name`` of ``shape`` lie in the tensors of a checkpoint.
+        """Return the location of the elements of parameter ``name`` in the tensors of a checkpoint.
 
-        The default: in one tensor of the same shape, under its ``export_name``.
+        By default, one tensor of the same shape, named by ``export_name``.
         """
         return (Fragment.whole(self.export_name(name), shape),)
 
     def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
-        """Return ``exported`` for the model in ``folder``, with () for parameters that it lacks and that may start from
-        initial values. The default: it lacks none."""
+        """Return ``exported`` for the model in ``folder``.
+
+        It returns () for parameters that are missing there and may start from initial values. By default, no
+        parameter is missing.
+        """
         del folder
         return self.exported
 
     def export_files(self, folder: Path) -> None:
-        """Write files beside the weights of a checkpoint, such as a config that lets other software open it."""
+        """Write files next to the weights of a checkpoint, such as a config that lets other software open it."""
 
     def check_weights(self, folder: Path) -> None:
-        """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
+        """Raise ``UserError`` if the model in ``folder`` does not compute the same function as this model would."""
 
 
 class Pretrained:
-    """Start from the weights of a saved model, and open saved models."""
+    """Start from the weights of a saved model, or open a saved model."""
 
     def pretrained(self) -> Path | None:
-        """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""
+        """Return the folder of the weights that a new run starts from. None for initial values. Called on one rank."""
         return None
 
     def open_saved(self, checkpoint: Path) -> None:
-        """Prepare for the model in ``checkpoint``, which is opened and not trained further. Called before ``prepare``
-        and ``build_model``."""
+        """Prepare to open the model in ``checkpoint`` without training it.
+
+        Called before ``prepare`` and ``build_model``.
+        """
 
     def check_resumed(self, checkpoint: Path) -> None:
-        """Raise ``UserError`` if the numbers that the model in ``checkpoint`` takes or gives, such as ids of tokens or
-        classes, mean something else in the data now. Called after ``open_data``, on one rank."""
+        """Raise ``UserError`` if the ids of tokens or classes have another meaning for the model in ``checkpoint``.
+
+        Called after ``open_data``, on one rank.
+        """
 
 
 class Adapted:
     """Adapters, such as LoRA."""
 
     def heads(self) -> Sequence[str]:
-        """Return names of modules that are trained whole beside adapters, such as a new head. Called after
-        ``build_model``."""
+        """Return the names of modules that are fully trained in addition to the adapters, such as a new head.
+
+        Called after ``build_model``.
+        """
         return ()
 
     def adapter_settings(self) -> Mapping[str, Any]:
-        """Return further keys of ``adapter_config.json``, which PEFT reads."""
+        """Return additional items for ``adapter_config.json``, which PEFT reads."""
         return {}
 
 
@@ -159,11 +168,11 @@ class Taught:
     """A frozen teacher within the model."""
 
     def teacher_folder(self) -> Path | None:
-        """Return the folder of the weights of a frozen model within the model; None: there is none."""
+        """Return the folder of the teacher's weights, or None if the model contains no teacher."""
         return None
 
     def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where parameter ``name`` lies in the tensors of ``teacher_folder()``; () if it belongs to no teacher.
+        """Return the location of parameter ``name`` in the tensors of ``teacher_folder()``. Empty for other parameters.
 
         ``exported`` returns () for the teacher's parameters.
         """
@@ -172,10 +181,10 @@ class Taught:
 
 
 class Compared:
-    """Numbers of the pretrained model as the reference of training."""
+    """Reference values of the pretrained model for training."""
 
     def reference_numbers(self) -> Reference | None:
-        """Return the numbers to compute with the weights in ``pretrained()`` before training; None: there are none.
+        """Return the reference to compute before training with the weights in ``pretrained()``, or None.
 
         Called after ``open_data``.
         """
@@ -183,10 +192,10 @@ class Compared:
 
 
 class Hooked:
-    """Hooks, which are called on rank 0 alone and must not use collectives. ``serried.Callback`` has the same ones."""
+    """Hooks that are called on rank 0 only and must not use collectives. ``serried.Callback`` has the same hooks."""
 
     def on_start(self, event: Event) -> None:
-        """Called before the first step."""
+        """Called before the first step of a new or resumed run."""
 
     def on_step(self, event: Event) -> None:
         """Called after each logged step."""
@@ -198,15 +207,15 @@ class Hooked:
         """Called after each committed checkpoint."""
 
     def on_end(self, event: Event) -> None:
-        """Called once, after the last step."""
+        """Called once after the last step or a requested stop. Not called if the run fails."""
 
 
 class RunTask(Task, Described, Prepared, Exported, Pretrained, Adapted, Taught, Compared, Hooked):
-    """A task with all capabilities, as a run sees it."""
+    """A task with all capabilities, as used by a run."""
 
 
 def task_for_run(task: Task) -> RunTask:
-    """Return ``task``, whose class becomes a subclass with the defaults of the capabilities that it does not define."""
+    """Return ``task``, after changing its class to a subclass that has the defaults of missing capabilities."""
     if not isinstance(task, RunTask):
         own = type(task)
         names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -1,4 +1,4 @@
-"""The class that users subclass: a model, data and a loss."""
+"""``Task``, the class that users subclass: a model, data and a loss."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +16,27 @@ from serried.trainer.task.batches import default_batch, difference, no_batch
 
 
 class Dataset(Protocol):
-    """Samples by number. ``dataset[i]`` must depend on ``i`` alone, and may be called from several threads."""
+    """Samples by index. ``dataset[i]`` must depend only on ``i``, and may be called from several threads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Return a name for the content of ``dataset``: its ``fingerprint`` if it has one, else its class and length.
+    """Return an identifier of the content of ``dataset``.
 
-    A resumed run must see the same data; this name is compared.
+    It is the attribute ``fingerprint`` of the data set if it has one, else its class name and length. A resumed run
+    compares it, since it must use the same data.
     """
     return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__name__}-{len(dataset)}")
 
 
 class Task:
-    """A model, data and a loss. A task knows no rank, no device and no parallel layout.
+    """A model, data and a loss. A task does not depend on the rank, the device or the parallel layout.
 
-    ``build_model``, ``dataset`` and ``loss`` are required; every other method has a default. Methods are called on
+    ``build_model``, ``dataset`` and ``loss`` are required. Every other method has a default. Methods are called on
     every process. A task may also define methods of the capabilities in ``serried.trainer.task.capabilities``, such as
-    ``prepare``, ``pretrained``, ``export_files`` and the hooks ``on_...``; a run adds the defaults of those that it
+    ``prepare``, ``pretrained``, ``export_files`` and the hooks ``on_...``. A run adds defaults for those that the task
     does not define.
 
     Example:
@@ -56,11 +57,11 @@ class Task:
     """
 
     Config: ClassVar[type[Section]] = Section
-    """The task's own section of the configuration: its fields are the keys ``task.KEY``."""
+    """The task's own section of the configuration. Its fields are the keys ``task.KEY``."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of configuration keys, such as ``{"trainer.steps": 300}``; the command line overrides them."""
+    """Default values of configuration keys, such as ``{"trainer.steps": 300}``. The command line overrides them."""
     sections: ClassVar[tuple[str, ...]] = ()
-    """Sections of the built-in language models that the task reads: ``model``, ``data``. A user's task needs none."""
+    """Sections of the built-in language models that the task uses: ``model``, ``data``. A custom task needs none."""
     unit: ClassVar[str] = "samples"
     """Unit of the counts on the console and in the records: ``samples``, or the unit of ``LossTerms.weight``, such as
     ``tokens``."""
@@ -78,34 +79,35 @@ class Task:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
     def configure(self, run: RunConfig) -> None:
-        """Take the configuration of the run. Called once, before any other method."""
+        """Set the configuration of the run. Called once, before any other method."""
         self.run, self.config = run, run.task
 
     # required --------------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        """Return the model, on the CPU with its own initial values, or on the meta device with ``initial_std``.
+        """Return the model: on the CPU with its initial values, or on the meta device if ``initial_std`` is defined.
 
         Random numbers drawn from torch's generator are the same on every process and for every parallel layout.
         """
         raise UserError(f"{type(self).__name__} must define build_model()")
 
     def dataset(self, split: str) -> Dataset | None:
-        """Return the samples of ``train`` or ``validation``; None if there is no such split."""
+        """Return the samples of ``train`` or ``validation``, or None if there is no such split."""
         del split
         raise UserError(f"{type(self).__name__} must define dataset(split)")
 
     def loss(self, model: nn.Module, batch: Any) -> LossTerms:
         """Run ``model`` on ``batch`` and return its loss.
 
-        A task may define ``inputs`` and ``terms`` instead: a pipeline, which calls the model itself, needs them.
+        A task may define ``inputs`` and ``terms`` instead. They are required for pipeline parallelism, which calls the
+        model itself.
 
         Args:
-            model: The model of ``build_model``, or its sharded form.
-            batch: A batch of ``collate``, on the device: tensors [samples, ...].
+            model: The model returned by ``build_model``, or its sharded form.
+            batch: A batch returned by ``collate``, on the device: tensors [samples, ...].
 
         Returns:
-            Sums over the batch, not means. They are divided once, by the weight of all ranks.
+            Sums over the batch, not means. They are summed over all ranks and divided by the total weight.
         """
         inputs = self.inputs(batch)
         return self.terms(model(inputs.stream, **inputs.named), batch)
@@ -122,7 +124,7 @@ class Task:
         )
 
     def terms(self, output: Any, batch: Any) -> LossTerms:
-        """Return the loss, as in ``loss``, from the model's ``output`` for ``inputs(batch)``."""
+        """Return the loss for ``output``, the model's output for ``inputs(batch)``. Same format as in ``loss``."""
         del output, batch
         raise UserError(f"{type(self).__name__} must define terms(output, batch) beside inputs(batch)")
 
@@ -133,10 +135,10 @@ class Task:
         return default_batch(samples, type(self).__name__)
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        """Return a batch of ``samples`` whose numbers are ``ids`` [samples].
+        """Return a batch of ``samples`` with the indices ``ids`` [samples].
 
-        An id below 0 marks padding, which must have weight 0. The default drops it, and keeps one sample if all are
-        padding; the evaluation ignores the loss of such a batch.
+        An id below 0 marks padding, which must have weight 0. The default drops padding, or keeps one sample if all are
+        padding. The evaluation ignores the loss of such a batch.
         """
         kept = {place: sample_id for place, sample_id in enumerate(ids.tolist()) if sample_id >= 0} or {0: 0}
         samples = [samples[place] for place in kept]
@@ -145,23 +147,24 @@ class Task:
         return self.collate(samples)
 
     def example_batch(self, samples: int) -> Any:
-        """Return a batch of ``samples`` samples for a plan, which reads shapes and types alone."""
+        """Return a batch of ``samples`` samples for the plan, which uses only shapes and dtypes."""
         dataset = self.dataset("train")
         assert dataset is not None, "there is something to train on"
         ids = np.arange(samples) % len(dataset)
         return self.collate_numbered([dataset[index] for index in ids.tolist()], ids)
 
     def augment(self, sample: Any, seed: int) -> Any:
-        """Return ``sample`` with random changes, in training only.
+        """Return ``sample`` with random changes. Called only in training.
 
-        All of them must follow from ``seed``, which differs each time that a sample is used, and is the same on every
-        layout and after a resume.
+        The changes must depend only on ``sample`` and ``seed``. The seed differs each time that a sample is used. It is
+        the same on every layout and after a resume.
         """
         del seed
         return sample
 
     def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
-        """Return ``batch`` with ``part(tensor, dim)`` for each tensor that has one number per token along ``dim``."""
+        """Return ``batch`` with each tensor that has one element per token along ``dim`` replaced by
+        ``part(tensor, dim)``."""
         del batch, part
         raise UserError(
             f"{type(self).__name__} does not say which tensors of a batch contain the sequence; define "
@@ -169,25 +172,28 @@ class Task:
         )
 
     def weight_per_sample(self) -> int:
-        """Return the expected ``LossTerms.weight`` of one sample. Only keeps the loss in the range of fp16."""
+        """Return the expected ``LossTerms.weight`` of one sample. Used only to keep the loss in the range of fp16."""
         return 1
 
     # model -----------------------------------------------------------------------------------------------------------
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Return how ``model`` may be sharded. The default finds its repeated blocks."""
+        """Return the parallel plan of ``model``. The default finds its repeated blocks."""
         del model
         return ParallelPlan()
 
     def initial_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of parameter ``name`` of a model on meta; None: ones."""
+        """Return the standard deviation to initialize parameter ``name`` of a model on the meta device.
+
+        None initializes the parameter to ones.
+        """
         raise UserError(
             f"{type(self).__name__}.build_model() returns a model on the meta device, so its values must be chosen: "
             f"define initial_std(name), or build it on the CPU (parameter {name})"
         )
 
     def flops_per_sample(self, parameters: int) -> float | None:
-        """Return FLOPs of forward and backward for one sample; None if unknown, which leaves MFU out."""
+        """Return the FLOPs of forward and backward for one sample. None if unknown, then MFU is not reported."""
         del parameters
         return None
 

@@ -1,4 +1,4 @@
-"""Step results, read from the device once per log interval, and rates."""
+"""Step results, read from the device once per log interval, and throughput."""
 
 import resource
 import sys
@@ -15,11 +15,12 @@ from serried.trainer.monitor.straggler import Pace, SlowRank
 from serried.trainer.step import StepResult
 
 SAVING, PROFILING = "(saving)", "(profiling)"
-"""Names of pauses other than evaluations. An evaluation has the name of its data set, which begins with a letter."""
+"""Names of pauses other than evaluations. The pause of an evaluation has the name of its dataset, which begins with
+a letter."""
 
 _EXCHANGE_SECONDS, _MOST_LINES_WITHOUT = 1.0, 20
-"""Shortest time between exchanges of numbers between ranks: with steps of milliseconds, an exchange for each log line
-would cost more than a percent. Then the largest number of log lines without an exchange."""
+"""Minimum time between two exchanges of measurements between ranks, and maximum number of log lines without one.
+With steps of milliseconds, an exchange for each log line would cost more than one percent."""
 
 RATES = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
@@ -34,10 +35,10 @@ class Meter:
         """
         Args:
             flops_per_step: FLOPs of the model for a global batch.
-            peak_flops: Peak FLOP/s of one device; None: unknown.
+            peak_flops: Peak FLOP/s of one device; None if unknown.
         """
         self.pauses: dict[str, float] = {}
-        """Seconds of the last pause of each kind."""
+        """Duration of the last pause of each kind, in seconds."""
         self.slow = SlowRank()
         self._world_size = world_size
         self._flops_per_step, self._peak_flops = flops_per_step, peak_flops
@@ -49,11 +50,11 @@ class Meter:
         self._paused_seconds = 0.0
 
     def add(self, step: int, result: SumTable) -> None:
-        """Remember a TrainStep's result without reading it."""
+        """Store the result of a training step without reading it from the device."""
         self._results.append((step, result))
 
     def start_at(self, step: int, tokens: int) -> None:
-        """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
+        """Start measuring after ``step`` steps and ``tokens`` tokens."""
         self._last_step = step
         self._last_tokens = tokens
         self._last_time = time.perf_counter()
@@ -61,12 +62,12 @@ class Meter:
         self._of_all_ranks.start()
 
     def pause(self, what: str, seconds: float) -> None:
-        """Leave ``seconds`` of ``what``, such as an evaluation, out of the rates."""
+        """Exclude ``seconds`` of ``what``, such as an evaluation, from the rates."""
         self.pauses[what] = seconds
         self._paused_seconds += seconds
 
     def read(self) -> list[tuple[int, StepResult]]:
-        """Return all results since the last read. Waits for the device, once."""
+        """Return all results since the last read. Waits for the device once."""
         if not self._results:
             return []
         results = self._results
@@ -79,9 +80,13 @@ class Meter:
     ) -> dict[str, Any]:
         """Return the rates since the last call, after ``step`` with ``tokens`` trained in total. A collective.
 
-        ``data_seconds``: time this rank waited for data since the last call. ``time_split``: seconds of the phases of
-        a step on this rank, of the same step on all ranks or None on all. Numbers of all ranks may be from an earlier
-        call, about a second ago; ``time_split`` is None then.
+        Measurements of all ranks may be from an earlier call, about a second ago. The result then has ``time_split``
+        None.
+
+        Args:
+            data_seconds: Time that this rank waited for data since the last call.
+            time_split: Seconds of each phase of a step on this rank. Either all ranks pass it for the same step, or all
+                pass None.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
@@ -102,20 +107,21 @@ class Meter:
 
 
 class _NumbersOfAllRanks:
-    """Numbers that ranks exchange about once a second: memory, waits for data, phases of a step, the slowest rank."""
+    """Measurements that ranks exchange about once a second: memory, waits for data, phases of a step, the slowest
+    rank."""
 
     def __init__(self, device: torch.device, world_size: int, slow: SlowRank) -> None:
         self.data_share = 0.0
-        """Share of the time between two exchanges in which the rank that waited longest waited for data."""
+        """Longest wait for data on any rank, as a share of the time between two exchanges."""
         self._device, self._world_size = device, world_size
         self._pace, self._slow = Pace(device), slow
         self._exchanged: dict[str, Any] = {}
         self.start()
 
     def start(self) -> None:
-        """Forget this rank's numbers, and exchange with the next log line."""
+        """Discard this rank's measurements, and exchange at the next log line."""
         self._lines_without = 0
-        """Log lines left until ranks exchange their numbers again."""
+        """Number of log lines left without an exchange."""
         self._data_seconds = 0.0
         self._window_seconds = 0.0
         self._time_split: Mapping[str, float] = {}
@@ -123,7 +129,10 @@ class _NumbersOfAllRanks:
     def after_line(
         self, seconds: float, data_seconds: float, time_split: Mapping[str, float] | None
     ) -> Mapping[str, Any]:
-        """Return the numbers for a log line, ``seconds`` after the one before. A collective of lines that exchange."""
+        """Return the measurements for a log line, ``seconds`` after the previous line.
+
+        This is a collective if the line exchanges.
+        """
         self._data_seconds += data_seconds
         self._window_seconds += seconds
         self._time_split = time_split or self._time_split
@@ -135,11 +144,14 @@ class _NumbersOfAllRanks:
         return self._exchanged
 
     def _exchange(self, seconds: float) -> None:
-        """Exchange the numbers of all ranks, and plan the next exchange; ``seconds`` since the last log line."""
+        """Exchange the measurements of all ranks, and schedule the next exchange.
+
+        ``seconds``: time since the last log line.
+        """
         split = self._time_split
         allocated, reserved = peak_memory_bytes(self._device)
         pace = self._pace.seconds() if self._world_size > 1 else 0.0
-        # On the host, through Gloo: these are host numbers, and the device has better things to do.
+        # On the host, through Gloo: the values are on the host, and the device stays free for training.
         numbers = [float(allocated), float(reserved or 0), self._data_seconds, seconds, pace, *split.values()]
         mine = torch.tensor(numbers, dtype=torch.float64)
         ranks = [mine]
@@ -158,14 +170,14 @@ class _NumbersOfAllRanks:
         }
         self.data_share = waited / self._window_seconds
         self.start()
-        if self._world_size > 1:  # equal on all ranks, as the table is
+        if self._world_size > 1:  # equal on all ranks, because the table is
             self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
 
 
 def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:
-    """Return the remaining seconds of this start of the run after ``step``.
+    """Return the estimated seconds after ``step`` until this start of the run ends.
 
-    They include evaluations and saves from this step on, each as long as the last one took (``Meter.pauses``).
+    This includes evaluations and saves from this step on, each as long as the last one (``Meter.pauses``).
     """
     last = config.trainer.last_step
     evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
@@ -177,12 +189,18 @@ def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mappi
 
 
 def _times_due(every: int, step: int, last: int) -> int:
-    """Return how many times something due every ``every`` steps and after the last one is due from ``step`` on."""
+    """Return the number of times that an action is due from ``step`` on.
+
+    The action is due every ``every`` steps and after step ``last``.
+    """
     return last // every - (step - 1) // every + (last % every > 0) if every else 0
 
 
 def peak_memory_bytes(device: torch.device) -> tuple[int, int | None]:
-    """Most memory this process has held: allocated and reserved on the GPU; resident on the CPU, and None."""
+    """Return the peak memory of this process in bytes.
+
+    On a GPU, these are the allocated and the reserved memory; on a CPU, the resident memory and None.
+    """
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024

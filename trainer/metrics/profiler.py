@@ -1,7 +1,6 @@
-"""Profile of some steps: a Chrome trace of each rank, a table of the operators that took the most time, and a GPU's
-memory.
+"""Profile of selected steps: a Chrome trace per rank, a table of the slowest operators, and GPU memory.
 
-Profiling does not change the results of a step. A failure of the profile is a warning.
+Profiling does not change the results of a step. If profiling fails, a warning is printed.
 """
 
 import errno
@@ -43,7 +42,7 @@ _HISTORY_EVENTS = 100_000
 
 
 def remember_allocations(config: RunConfig, device: torch.device, console: Console) -> None:
-    """Make the GPU's allocator keep its history from now on, if ``profile.memory`` is set."""
+    """Start recording the allocation history of the GPU, if ``profile.memory`` is set."""
     if config.profile.memory and device.type == "cuda":
         record_history()
     elif config.profile.memory and config.profile.steps is None:
@@ -54,10 +53,10 @@ def remember_allocations(config: RunConfig, device: torch.device, console: Conso
 
 
 class StepProfiler:
-    """Profiles the steps ``profile.steps`` of one rank, if any. Open it around the steps of a run.
+    """Profiler of the steps ``profile.steps`` on one rank, a context manager around the training loop.
 
-    The step before the first is traced and discarded, so that the profiler's one-time work belongs to no step. If the
-    first profiled step is the first trained step, the profiler is prepared before it.
+    The step before the first profiled step is traced and discarded, so that the profiler's one-time work is not
+    measured. If the first profiled step is the first trained step, the profiler is prepared before it.
     """
 
     def __init__(
@@ -70,7 +69,12 @@ class StepProfiler:
         *,
         first_step: int,
     ) -> None:
-        """``first_step``: the first that is trained. ``pause`` receives seconds that belong to no step."""
+        """Prepare the profiler.
+
+        Args:
+            pause: Called with the seconds that profiling took, to exclude them from the step times.
+            first_step: First step that is trained.
+        """
         self._session = session
         self._console = console
         self._phases = phases
@@ -90,11 +94,11 @@ class StepProfiler:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, GoBack):
             self._guard(self._end)
-        else:  # left as it is: stopping waits for the device, which may wait for a rank that has ended
+        else:  # not stopped: that would wait for the device, which may wait for a rank that has ended
             self._listen(is_on=False)
 
     def begin(self, step: int) -> None:
-        """Start ``step``, which begins with the wait for its data."""
+        """Begin ``step``. Call this before the step waits for its data."""
         if self._wanted is None:
             return
         first, last = self._wanted
@@ -104,7 +108,7 @@ class StepProfiler:
             self._guard(partial(self._start, step))
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do ``work``; if that fails, there is no profile, and training continues."""
+        """Call ``work``. If it fails, there is no profile, and training continues."""
         started = time.perf_counter()
         try:
             work()
@@ -122,7 +126,7 @@ class StepProfiler:
 
     def _start(self, step: int) -> None:
         assert self._wanted is not None
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes two lines to the console, on each rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto prints two lines on each rank
         first = max(step, self._wanted[0])
         activities = [ProfilerActivity.CPU]
         if self._session.device.type == "cuda":
@@ -147,7 +151,7 @@ class StepProfiler:
         self._listen(is_on=True)
 
     def _listen(self, *, is_on: bool) -> None:
-        """Mark phases of the steps in the trace, or stop doing so."""
+        """Start or stop marking the phases of steps in the trace."""
         self._phases.listener = self._annotate if is_on else None
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -165,12 +169,12 @@ class StepProfiler:
         self._listen(is_on=False)
         ended, self._profile = self._profile, None
         ended.stop()
-        if not self._profiled:  # the run ended in the step before
+        if not self._profiled:  # the run ended before the first profiled step
             return
         self._write(ended)
         self._wanted = None
         del ended
-        gc.collect()  # its many events refer to each other, and garbage is not collected between steps
+        gc.collect()  # its events form reference cycles, and garbage collection does not run between steps
 
     def _write(self, ended: profile) -> None:
         first = self._profiled[0]
@@ -198,32 +202,32 @@ class StepProfiler:
 
 
 def _write_trace(ended: profile, path: Path) -> None:
-    """Write the trace completely or not at all."""
+    """Write the trace to ``path`` atomically."""
     plain = path.with_name(f".{path.stem}")
     try:
         ended.export_chrome_trace(str(plain))
-        if not plain.exists():  # a failure is silent
+        if not plain.exists():  # torch does not report a failure
             raise OSError(errno.ENOSPC, f"torch cannot write the trace to {path.parent}: is the disk full?")
         with plain.open("rb") as file, replacing(path) as raw, gzip.open(raw, "wb", _COMPRESSION) as target:
             shutil.copyfileobj(file, target)
     finally:
-        for left in (plain, plain.with_name(f"{plain.name}.tmp")):  # the second is torch's own
+        for left in (plain, plain.with_name(f"{plain.name}.tmp")):  # torch writes to the second, then renames it
             with suppress(OSError):
                 left.unlink()
 
 
 def record_history() -> None:
-    """Make the GPU's allocator record the stack of each allocation from now on, about 2 microseconds each."""
-    # Private, and there is no public name for it: torch's documentation of memory snapshots uses these two names.
+    """Start recording the stack of each GPU allocation. This costs about 2 microseconds per allocation."""
+    # Private API without a public equivalent: torch's documentation of memory snapshots uses these two functions.
     # tests/runs/test_profile.py guards them.
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=_HISTORY_EVENTS)
 
 
 def write_snapshot(path: Path, device: torch.device) -> None:
-    """Write what ``device`` (a GPU) holds, and the history of allocations if it was recorded.
+    """Write a memory snapshot of ``device`` (a GPU), with the history of allocations if it was recorded.
 
-    torch's own dump is a pickle, which nothing here writes; this is the same dictionary, and
-    docs/how-to/performance.md has the command that makes of it what pytorch.org/memory_viz reads.
+    torch dumps the same dictionary as a pickle, which this package never writes. docs/how-to/performance.md has the
+    command that converts this JSON file for pytorch.org/memory_viz.
     """
     snapshot = torch.cuda.memory._snapshot(device)  # private: see record_history
     with replacing(path) as raw, gzip.open(raw, "wt", compresslevel=_COMPRESSION, encoding="utf-8") as file:
@@ -231,9 +235,9 @@ def write_snapshot(path: Path, device: torch.device) -> None:
 
 
 def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bool) -> list[str]:
-    """Return the operators with the most self time, and the host's activities, in at most ten lines.
+    """Return the operators with the most self time and the shares of the phases on the host, in at most ten lines.
 
-    ``events`` are the profiler's averages over ``steps``. Times are of one step: on the GPU if ``on_device``, else on
+    ``events``: averages of the profiler over ``steps``. Times are per step, on the GPU if ``on_device``, otherwise on
     the CPU.
     """
     count = len(steps)

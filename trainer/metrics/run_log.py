@@ -21,8 +21,10 @@ _IDS_SHOWN = 8
 
 
 def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return what metrics.jsonl records of the tokens sent to experts: by layer the fewest, the most and all; and how
-    many times the mean the most are."""
+    """Return the entries of metrics.jsonl on tokens sent to experts.
+
+    They are the fewest, the most and the total per layer, and the ratio of the most to the mean.
+    """
     if not loads:
         return {}
     ratios = [max(layer) * len(layer) / max(1, sum(layer)) for layer in loads]
@@ -56,7 +58,10 @@ class RunLog:
         hosts: Sequence[str],
         tracker_run_id: str,
     ) -> None:
-        """Record the start. ``hosts``: of each rank; ``peak_flops``: of one device, None if not known."""
+        """Record the start of the run.
+
+        ``hosts``: host name of each rank. ``peak_flops``: peak FLOP/s of one device, None if not known.
+        """
         self._record(
             "start",
             unit=self._task.unit,
@@ -78,8 +83,13 @@ class RunLog:
         self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any],
         sample_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Report a step. ``lr`` is by parameter group; ``rates`` are ``RATES``, None between two log lines;
-        ``sample_ids`` of a step that was skipped because it was not finite."""
+        """Report a step.
+
+        Args:
+            lr: Learning rate by parameter group.
+            rates: Values of ``RATES``, None between two log lines.
+            sample_ids: Samples of a step that was skipped because its loss or gradient was not finite.
+        """
         metrics = result.metrics
         values = {
             "step": step,
@@ -105,7 +115,7 @@ class RunLog:
         self._callbacks.call("on_step", step, {"loss": result.loss, **metrics})
 
     def _expect_best_metric(self, metrics: Mapping[str, float]) -> None:
-        """Warn now about a metric that may be missing in the first evaluation, which may have others."""
+        """Warn early if ``checkpoint.best_metric`` is not a training metric. Evaluations may not have it either."""
         metric, trainer = self._config.checkpoint.best_metric, self._config.trainer
         if metric not in {"loss", *metrics} and trainer.evaluates_every and not trainer.evaluate:
             known = ", ".join(["loss", *metrics])
@@ -130,7 +140,7 @@ class RunLog:
         )
 
     def rolled_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
-        """Report a rollback to the checkpoint ``start``, which continues with sample number ``samples``."""
+        """Report a rollback to the checkpoint ``start``. Training continues with sample number ``samples``."""
         if self._folder is not None:
             self._folder.go_back(start.step)
         left_out = samples - int(start.state["samples"])
@@ -150,8 +160,10 @@ class RunLog:
         self, step: int, name: str, means: Mapping[str, float], weight: int, seconds: float,
         by_source: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """Report an evaluation on the set ``name``: ``means`` are loss and named metrics, ``by_source`` the losses of a
-        mixture's sources."""
+        """Report an evaluation on the dataset ``name``.
+
+        ``means``: loss and other metrics by name. ``by_source``: losses of the sources of a mixture.
+        """
         loss = means["loss"]
         finite = {source: value if math.isfinite(value) else None for source, value in by_source.items()}
         more: dict[str, Any] = {"source_losses": finite} if finite else {}
@@ -166,7 +178,7 @@ class RunLog:
             self._callbacks.raise_failure()  # all ranks save this step, and repeat the evaluation on resume
 
     def not_evaluated(self, step: int, name: str) -> None:
-        """Report an evaluation on the set ``name`` without targets, which has no loss."""
+        """Report an evaluation on the dataset ``name`` that has no loss, because there were no targets."""
         self._record("eval", step=step, set=name, loss=None, tokens=0)
         self._console.say(
             f"WARNING    the evaluation on {name} found nothing to predict in its sequences, so it has no loss; "
@@ -175,7 +187,7 @@ class RunLog:
         )
 
     def saved(self, saved: Saved) -> None:
-        """Report a checkpoint that is complete."""
+        """Report a completed checkpoint."""
         for note in saved.notes:
             self._console.say(f"WARNING    {note}")
         self._console.say(
@@ -189,11 +201,11 @@ class RunLog:
         self._callbacks.call("on_save", saved.step, checkpoint=saved.path)
 
     def not_saved(self, step: int, problem: str, newest: str) -> None:
-        """Report a save that failed. ``newest``: a clause on the newest checkpoint."""
+        """Report a failed save. ``newest``: a clause about the newest checkpoint."""
         self._console.say(f"WARNING    no checkpoint of step {step}: {problem}. Training continues; {newest}")
 
     def interrupted(self, step: int, saved_step: int) -> None:
-        """Report the checkpoint of ``saved_step``, after an error ended the run at ``step``."""
+        """Report that an error ended the run at ``step``, and that the newest checkpoint is at ``saved_step``."""
         self._console.say(
             f"ended      at step {step}; the newest checkpoint is that of step {saved_step}; run the "
             "same command to resume from there"
@@ -202,7 +214,8 @@ class RunLog:
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> None:
         """Report the end at ``step`` after ``seconds``.
 
-        ``sample``: text of the trained model; ``request``: why the run was asked to stop, None: it was not.
+        ``sample``: text generated by the trained model. ``request``: reason for a requested stop, None if none was
+        requested.
         """
         config, progress = self._config, self._progress
         counts, is_finished = progress.counts, progress.is_finished(step, config)
@@ -223,7 +236,7 @@ class RunLog:
         if config.adapter.method != "none":
             opens_in = opens_in and "PEFT"
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
-        # A tracker's process may not have made its folder yet.
+        # A tracker's process may not have created its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         of_best = ""
         if self._folder is not None and (best := best_checkpoint(config.run.dir / CHECKPOINTS, config.checkpoint)):
@@ -242,7 +255,7 @@ class RunLog:
                 f"WARNING    {counts.skipped:,} of {step:,} steps ({counts.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
             )
-        if self._folder is not None:  # before on_end, which may be killed
+        if self._folder is not None:  # before on_end, during which the process may be killed
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
         self._callbacks.call("on_end", step, progress.validation)

@@ -12,14 +12,14 @@ from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 
 CONTROL = "control"
-"""File in the run folder that contains a command word."""
+"""Name of the file in the run folder that contains the user's command."""
 
 _LOOK_SECONDS = 1.0
 _MOST_BYTES = 100
 
 
 class Control:
-    """Requests that arrive through the run folder, between ``start`` and ``end``."""
+    """Requests of the user through the run folder, checked between ``start`` and ``end``."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self.asks_to_stop = False
@@ -47,7 +47,7 @@ class Control:
             self._ended.wait(_LOOK_SECONDS)
 
     def look_at_folder(self) -> None:
-        """Set ``has_lost_folder``."""
+        """Check whether the folder still belongs to this run, and set ``has_lost_folder``."""
         self.has_lost_folder = not self._folder.is_ours
 
     def look(self) -> None:
@@ -72,7 +72,7 @@ class Control:
         else:
             self.asks_to_save.set()
         try:
-            path.unlink()  # only now: a missing file shows the user that the next step executes the command
+            path.unlink()  # last, so that a missing file shows the user that the command takes effect
             self._seen = None
         except OSError as error:
             self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request is followed once")

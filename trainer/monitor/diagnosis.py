@@ -1,4 +1,4 @@
-"""Diagnosis of the rank that holds up a run, from the reports of all ranks."""
+"""Diagnosis of the ranks that block a run, from the reports of all ranks."""
 
 import math
 from collections import Counter
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from serried.trainer.monitor.heartbeat import END, EVALUATE, LOG, PHASES, TRAIN
 
 _LEFT_SECONDS = 60.0
-"""Seconds that a rank which has left may hold up others that wait for it on their devices: it does not return. If
-longer, a fifth of ``launch.step_timeout_seconds``."""
+"""Time limit in seconds for a rank that has ended while others wait for it on their devices, since it will not
+return. The effective limit is at least a fifth of ``launch.step_timeout_seconds``."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Beat:
     rank: int
     host: str
     number: int
-    """Number that increases with every beat. A stopped process sends no more beats."""
+    """Number of the report, which increases with every report. A stopped process sends no more reports."""
     phase: str
     step: int
     age_seconds: float
@@ -27,27 +27,28 @@ class Beat:
     limit_seconds: float | None
     """Time limit of the phase; None if there is none."""
     warn_seconds: float
-    """Time in the phase without a warning."""
+    """Time in the phase after which to warn."""
     waits_for: str | None = None
-    """Ranks that it waits for, if known (in exchanges through the store)."""
+    """Description of the ranks that this rank waits for, if known (in exchanges through the store)."""
     peers: list[int] = field(default_factory=list)
-    """Ranks from which it awaits a message, in a pipeline; empty unless it is waiting."""
+    """Ranks from which this rank awaits a message, in a pipeline. Empty if it does not wait."""
     stack: list[str] = field(default_factory=list)
     """Stack of the training thread, innermost frame last; empty until the thread has made no progress for a while."""
     collectives: list[tuple[str, int, str, bool]] = field(default_factory=list)
-    """Latest collectives: group, number in the group, operation with sizes, and whether it is done. Empty at first."""
+    """Latest collectives, as (group, number in the group, operation with sizes, whether it is done). Empty until the
+    rank has made no progress for a while."""
     not_started: list[tuple[str, int]] = field(default_factory=list)
-    """Collectives among these, by group and number, that are queued on the GPU and that it has not begun."""
+    """Collectives that are queued on the GPU and have not started, as (group, number in the group)."""
     silent_seconds: float = 0.0
     """Time since the rank's last report."""
 
     @property
     def stands_seconds(self) -> float:
-        """Seconds since the rank is known to have started something new."""
+        """Time since this rank is known to have entered its phase, in seconds."""
         return self.age_seconds + self.silent_seconds
 
     def where(self) -> str:
-        """Return ``rank 5 on n2 in data.next of step 812 for 61 s``."""
+        """Return a description such as ``rank 5 on n2 in data.next of step 812 for 61 s``."""
         text = f"rank {self.rank} on {self.host} in {self.phase}"
         if self.step:
             text += f" of step {self.step}"
@@ -64,11 +65,11 @@ def _longest_limit(beats: Iterable[Beat]) -> float | None:
 
 @dataclass
 class Verdict:
-    """The ranks that hold up the run."""
+    """The ranks that block the run."""
 
     culprits: list[Beat]
     others: str
-    """Activity of the other ranks; empty if there are none."""
+    """Description of the other ranks' activity; empty if there are no others."""
     stands_seconds: float
     """Time since any rank has made progress."""
 
@@ -89,7 +90,10 @@ class Verdict:
 
 
 def judge_silent_by_others(beats: list[Beat]) -> None:
-    """Give silent ranks the limits of the others: their activity since their last report is unknown."""
+    """Replace the limits of silent ranks with the limits of the others.
+
+    The activity of a silent rank since its last report is unknown.
+    """
     awake = [beat for beat in beats if not beat.silent_seconds]
     for beat in beats:
         if beat.silent_seconds and awake:
@@ -114,7 +118,7 @@ def _silent(beats: list[Beat]) -> tuple[list[Beat], str] | None:
 
 
 def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None:
-    """Find ranks that are missing from a collective in which others wait, or that entered another one instead."""
+    """Find ranks that are missing from a collective in which others wait, or that entered a different one."""
     missing: dict[int, Beat] = {}
     odd: dict[int, tuple[Beat, str, str]] = {}
     is_any_pending = False
@@ -157,8 +161,7 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
 
 
 def _hung(beats: list[Beat]) -> list[Beat]:
-    """Return the ranks whose GPU has started no collective that it has been given, although others wait in one of
-    them."""
+    """Return the ranks whose GPU has started none of its queued collectives, although others wait in one of them."""
     pending = {
         beat.rank: {(group, number) for group, number, _, done in beat.collectives if not done} for beat in beats
     }
@@ -168,7 +171,7 @@ def _hung(beats: list[Beat]) -> list[Beat]:
 
 
 def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
-    """Find ranks whose message others await and that await no message themselves."""
+    """Find ranks that others await a message from and that await no message themselves."""
     waiting = [beat for beat in beats if beat.peers]
     if not waiting:
         return None
@@ -179,8 +182,10 @@ def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
 
 
 def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
-    """Follow the chains of ranks that await a message of another; return the ranks at their ends, except for starts
-    that await none."""
+    """Follow the chains of ranks that await messages, and return the ranks at their ends.
+
+    Ranks in ``starts`` that await no message are not the end of a chain.
+    """
     by_rank, reached = {beat.rank: beat for beat in beats}, {beat.rank for beat in starts}
     left = [rank for beat in starts for rank in beat.peers]
     ends: dict[int, Beat] = {}
@@ -197,20 +202,21 @@ def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
 def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
     """Find the ranks that are furthest behind, except ranks that report that they wait."""
     working = [beat for beat in beats if beat.waits_for is None] or beats
-    order = {phase: place for place, phase in enumerate(PHASES)}  # the others wait for a callback: it comes first
+    # The others wait for a callback, so it counts as the earliest phase.
+    order = {phase: place for place, phase in enumerate(PHASES)}
     behind = min((beat.step, order.get(beat.phase, -1)) for beat in working)
     culprits = [beat for beat in working if (beat.step, order.get(beat.phase, -1)) == behind]
     return _beside(culprits, beats)
 
 
 def _beside(culprits: list[Beat], beats: list[Beat]) -> tuple[list[Beat], str]:
-    """Return ``culprits``, and the place in which most other ranks of ``beats`` wait."""
+    """Return ``culprits`` and a description of where most other ranks in ``beats`` wait."""
     named = {beat.rank for beat in culprits}
     return culprits, _waiting([beat for beat in beats if beat.rank not in named])
 
 
 def _waiting(beats: list[Beat]) -> str:
-    """Return the place in which most ranks of ``beats`` wait."""
+    """Return a description of where most ranks in ``beats`` wait."""
     if not beats:
         return ""
     kinds = Counter(
@@ -239,5 +245,5 @@ def details(beats: Iterable[Beat]) -> list[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a waiting time: 1.5 s, 61 s."""
+    """Format a duration, as in ``1.5 s`` or ``61 s``."""
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

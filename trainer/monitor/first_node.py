@@ -1,4 +1,4 @@
-"""Watch over the first node, whose failure takes the rendezvous store and the ranks that judge with it."""
+"""Detection of a failure of the first node, which hosts the rendezvous store and the ranks that judge the reports."""
 
 import threading
 import time
@@ -12,9 +12,10 @@ _GONE_AFTER_SECONDS, _ANSWERS_WITHIN_SECONDS = 60.0, 5.0
 
 
 class FirstNodeWatch:
-    """A thread that acts if for a minute the store has not answered and the training thread has entered no phase.
+    """Thread that ends this process if the first node has failed.
 
-    It is a thread of its own: a store on a machine without power leaves a question open for long.
+    The first node counts as failed if, for a minute, the store has not answered and the training thread has entered no
+    phase. This is a separate thread, because a request to a store on a machine without power may block for long.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class FirstNodeWatch:
         """Start the thread.
 
         Args:
-            answers: Returns the number of times that the store has answered.
+            answers: Returns the number of answers from the store so far.
             end: Ends this process; takes the phase of this rank and the seconds without an answer.
             closing: Set when the thread is to end.
         """
@@ -40,7 +41,7 @@ class FirstNodeWatch:
         last = time.monotonic()
         while not self._closing.wait(self._interval_seconds):
             now = time.monotonic()
-            # A machine that slept, or a suspended job, has not hung.
+            # Limited, because a machine that slept, or a suspended job, has not hung.
             elapsed, last = min(now - last, 2 * self._interval_seconds), now
             is_still = answers == self._answers() and moment is self._pulse.now
             silent = silent + elapsed if is_still else 0.0
@@ -51,7 +52,10 @@ class FirstNodeWatch:
                 silent = 0.0
 
     def _store_answers(self) -> bool:
-        """Return whether the store answers a new connection: the reporting thread may fail for another reason."""
+        """Return whether the store answers on a new connection.
+
+        The reporting thread may have failed for another reason.
+        """
         has_answered = threading.Event()
 
         def ask() -> None:

@@ -15,7 +15,7 @@ SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
 )  # fmt: skip
 """Phases of a rank, in the order of a step."""
 CALLBACK = "callback "
-"""Start of the name of a phase in which a callback runs, within one of the others."""
+"""Prefix of the name of a phase in which a callback runs. Such a phase is inside one of the others."""
 
 _WORDS = {
     DATA: "waiting for the data of step {step}",
@@ -58,9 +58,10 @@ class Pulse:
 
     @contextmanager
     def during_callback(self, name: str) -> Iterator[None]:
-        """Set the phase to the callback ``name`` inside this context.
+        """Context manager that sets the phase to the callback ``name``.
 
-        Other ranks wait for it in a step, with the timeout of a step; only in set-up and at the end it may take longer.
+        Within a step, other ranks wait for the callback, so it has the timeout of a step. In set-up and at the end of a
+        run it may take longer.
         """
         before = self.now
         self.now = Moment(f"{CALLBACK}{name}", before.step, is_first=before.phase in (SET_UP, END))
@@ -71,11 +72,14 @@ class Pulse:
 
 
 class Patience:
-    """Time limit of a phase: short in a step, long for phases that happen once, and at least twice the first
-    duration. A step that is always slow is not a hang."""
+    """Time limits of phases.
+
+    Limits are short within a step and long for phases that happen once. A limit is at least twice the duration of the
+    first time in the phase, since a step that is always slow has not hung.
+    """
 
     def __init__(self, section: LaunchSection, *, is_alone: bool) -> None:
-        """``is_alone``: no other process waits, so set-up and saving have no limit."""
+        """``is_alone``: whether no other process waits, so that set-up, saving, the end and callbacks have no limit."""
         self._section, self._is_alone = section, is_alone
         self._moment: Moment | None = None
         self._age_seconds = 0.0
@@ -83,8 +87,10 @@ class Patience:
         self._longest: dict[str, float] = {}
 
     def measure(self, moment: Moment, elapsed_seconds: float) -> tuple[float, float | None, float]:
-        """Return the age of ``moment``, its limit (None if it has none) and the age at which to warn,
-        ``elapsed_seconds`` after the previous call."""
+        """Return the age of ``moment``, its limit (None if it has none) and the age at which to warn.
+
+        ``elapsed_seconds``: time since the previous call.
+        """
         if moment is not self._moment:
             if self._moment is not None:
                 phase = self._moment.phase
@@ -103,12 +109,14 @@ class Patience:
 
 
 def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, Any] | None) -> Doing | None:
-    """Return the phase of ``pulse``; None during set-up, which the console describes.
+    """Return the phase of ``pulse`` for the status line.
+
+    The result is None during set-up, which the console describes, unless this rank waits for others.
 
     Args:
-        waits_for: description of the ranks that this one waits for.
-        steps: number of steps of the whole run.
-        last: values of the last logged step.
+        waits_for: Description of the ranks that this rank waits for.
+        steps: Number of steps of the whole run.
+        last: Values of the last logged step.
     """
     moment = pulse.now
     if moment.phase == SET_UP:

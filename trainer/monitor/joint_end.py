@@ -1,4 +1,4 @@
-"""End of all ranks of a run that makes no progress, with the same reason, resumable."""
+"""Joint, resumable end of all ranks of a run that makes no progress, with the same reason."""
 
 import json
 import os
@@ -28,21 +28,22 @@ _WRITTEN_WITHIN_SECONDS = 5.0
 
 
 class JointEnd:
-    """Ends this process together with the others: ending alone would raise an error in ranks that wait for it.
+    """Ends this process together with the other ranks.
 
-    Only a rank's own watchdog thread can end a rank that hangs in a collective.
+    If one rank ended first, ranks that wait for it would raise an error. Only a rank's own watchdog thread can end a
+    rank that hangs in a collective.
     """
 
     def __init__(
         self, session: Session, run_dir: Path, console: Console, folder: RunFolder | None, report: RankReport
     ) -> None:
-        """``folder``: on rank 0 only."""
+        """``folder``: run folder, on rank 0 only."""
         self._session, self._run_dir = session, run_dir
         self._console, self._folder = console, folder
         self._report = report
 
     def of_all_ranks(self, store: "Store", verdict: Verdict, beats: list[Beat], say: Callable[[str], None]) -> NoReturn:
-        """End the run on all ranks because of ``verdict``, the result of their reports ``beats``."""
+        """End the run on all ranks because of ``verdict``, which is based on the reports ``beats``."""
         reason = f"no progress for {seconds_text(verdict.stands_seconds)}: {verdict}"
         awake = [beat for beat in beats if not beat.silent_seconds]
         step = min(_steps_done(beat.phase, beat.step) for beat in awake)
@@ -57,7 +58,7 @@ class JointEnd:
             text = "\n".join([reason, *details(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
         self._record(step, reason)
-        with suppress(RuntimeError):  # not all are, in that time
+        with suppress(RuntimeError):  # some ranks are not ready in time
             ready = [f"ready/{beat.rank}" for beat in awake if beat.rank != self._session.rank]
             store.wait(ready, timedelta(seconds=_OTHERS_READY_WITHIN_SECONDS))
         store.set("leave", "")
@@ -74,7 +75,7 @@ class JointEnd:
                 record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
 
     def asked_by_another(self, store: "Store", end: dict[str, Any]) -> NoReturn:
-        """End this process because of another rank's ``end`` of the run."""
+        """End this process because another rank ends the run. ``end``: culprit and reason."""
         self._prepare(end)
         store.set(f"ready/{self._session.rank}", "")
         with suppress(RuntimeError):
@@ -82,7 +83,10 @@ class JointEnd:
         os._exit(EXIT_STOPPED)
 
     def without_first_node(self, moment: Moment, silent: float) -> NoReturn:
-        """End this process, ``silent`` seconds after the last answer of the store. The disk may have been there too."""
+        """End this process, ``silent`` seconds after the last answer of the store.
+
+        Writing to the run folder has a time limit, because its disk may be on the first node.
+        """
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = f"the first node is gone: its store at {where} has not answered for {seconds_text(silent)}"
         step = _steps_done(moment.phase, moment.step)
@@ -115,5 +119,5 @@ class JointEnd:
 
 
 def _steps_done(phase: str, step: int) -> int:
-    """Return the steps that a rank has done when it is in ``phase`` of ``step``."""
+    """Return the number of steps that a rank in ``phase`` of ``step`` has done."""
     return max(0, step - (phase in (DATA, TRAIN)))

@@ -1,4 +1,4 @@
-"""Report of a rank about itself: its phase and age, and, if it stands still, its stack and collectives."""
+"""Report of a rank about itself: its phase and age, and, without progress, its stack and collectives."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from serried.trainer.monitor.diagnosis import Beat
 from serried.trainer.monitor.heartbeat import Patience, Pulse
 
 _TELL_STACK_AT = 0.1
-"""Share of the step timeout after which a report has the stack of the training thread."""
+"""Share of the step timeout after which a report includes the stack of the training thread."""
 _STACK_FRAMES = 40
 _COLLECTIVES_TOLD = 8
 
 
 class RankReport:
-    """Makes the reports of this rank. To be created by the training thread."""
+    """Creates the reports of this rank. Construct it in the training thread."""
 
     def __init__(self, section: LaunchSection, session: Session, pulse: Pulse) -> None:
         self._session, self._pulse = session, pulse
@@ -44,8 +44,10 @@ class RankReport:
         return beat
 
     def stack(self) -> list[str]:
-        """Return the stack of the training thread. Does not read source files: the disk may be the reason of the
-        hang."""
+        """Return the stack of the training thread.
+
+        Does not read source files, since the disk may be the cause of the hang.
+        """
         frame = sys._current_frames().get(self._training_thread)
         frames = traceback.StackSummary.extract(
             traceback.walk_stack(frame), limit=_STACK_FRAMES, lookup_lines=False
@@ -54,8 +56,10 @@ class RankReport:
 
 
 def last_collectives(leave_out: Iterable[str]) -> list[tuple[str, int, str, bool]]:
-    """Return the latest collectives that this process entered, oldest first, in the format of ``Beat.collectives``,
-    without the groups in ``leave_out``. Empty if the backend does not record them."""
+    """Return the latest collectives that this process entered, in the format of ``Beat.collectives``, oldest first.
+
+    Groups in ``leave_out`` are skipped. The result is empty if the backend does not record collectives.
+    """
     left_out = set(leave_out)
     told: dict[str, list[tuple[str, int, str, bool]]] = {}
     for record in flight_records():
@@ -68,15 +72,18 @@ def last_collectives(leave_out: Iterable[str]) -> list[tuple[str, int, str, bool
             if sizes:
                 operation += f" of {sum(sizes)} numbers"
             group = told.setdefault(f"{backend}/{name}", [])
-            if group and number <= group[-1][1]:  # a second run in this process: groups are numbered from the start
+            if group and number <= group[-1][1]:  # a second run in this process starts numbering again
                 group.clear()
             group.append((f"{backend}/{name}", number, operation, entry["retired"] or entry["state"] == "completed"))
     return [entry for group in told.values() for entry in group[-_COLLECTIVES_TOLD:]]
 
 
 def queued_collectives(leave_out: Iterable[str]) -> list[tuple[str, int]]:
-    """Return the collectives that this process has entered and its GPU has not begun, in the format of
-    ``Beat.not_started``. Only NCCL records when a collective begins, with ``TORCH_NCCL_ENABLE_TIMING``."""
+    """Return the collectives that this process has entered and its GPU has not started.
+
+    The result has the format of ``Beat.not_started``. Only NCCL records the start of a collective, with
+    ``TORCH_NCCL_ENABLE_TIMING``.
+    """
     left_out = set(leave_out)
     return [
         (f"nccl/{entry['process_group'][0]}", entry["collective_seq_id"])
@@ -88,8 +95,8 @@ def queued_collectives(leave_out: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def flight_records() -> list[dict[str, Any]]:
-    """Return torch's records of this process's collectives, of NCCL and of other backends."""
-    # Private, and there is no public name for it: torch's own tools read a pickle of the same.
+    """Return the collectives in the flight recorder of this process, for NCCL and other backends."""
+    # Private API without a public equivalent: torch's own tools read a pickle of the same records.
     # tests/runs/test_watchdog.py guards its shape.
     from torch._C import _distributed_c10d as c10d
 

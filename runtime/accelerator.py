@@ -1,16 +1,16 @@
-"""The accelerator of this process: GPUs of NVIDIA and AMD, both called cuda by torch, XPU, or what a package registers.
+"""The accelerator of this process: an NVIDIA or AMD GPU (both ``cuda`` in torch), an XPU, or a registered device.
 
-Other modules ask here, or ``torch.accelerator``, instead of ``torch.cuda``. They name cuda only for what other devices
-lack: compute capabilities, NCCL's versions and records, and the allocator's history.
+Other modules use this module or ``torch.accelerator`` instead of ``torch.cuda``. They use ``torch.cuda`` only for
+features that other devices lack: compute capabilities, NCCL's versions and records, and the allocator's history.
 """
 
 import torch
 
 
 def accelerator_type() -> str | None:
-    """Return the type of this machine's accelerators, such as ``cuda``; None if there are none.
+    """Return the device type of this machine's accelerators, such as ``cuda``; None if there are none.
 
-    Apple's GPUs (mps) do not count: torch computes no fp64 on them, in which a step's totals are summed.
+    Apple GPUs (``mps``) do not count: torch does not support fp64 on them, and the totals of a step are summed in fp64.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None or found.type == "mps" else found.type
@@ -42,33 +42,33 @@ def device_names() -> list[str]:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return a name of the accelerator that no other one of the machine has; None if the driver knows none."""
+    """Return a unique identifier of the accelerator; None if the driver does not provide one."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     identity = None if properties is None else getattr(properties(device), "uuid", None)
     return None if identity is None else str(identity)
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total memory of an accelerator."""
+    """Return the free and the total memory of an accelerator, in bytes."""
     free, total = torch.accelerator.get_memory_info(device)
     return int(free), int(total)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given. A CPU has."""
+    """Wait until all queued work on ``device`` is done. Returns immediately for a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed the random numbers of the current accelerator, if this process has used one."""
+    """Seed the random number generator of the current accelerator, if this process has used one."""
     found = torch.accelerator.current_accelerator()
     if found is not None and _is_in_use(found):
         torch.get_device_module(found).manual_seed(seed)
 
 
 def wait_for_stream() -> None:
-    """Wait until the current stream has done what it was given, if this process has used an accelerator."""
+    """Wait until all queued work on the current stream is done, if this process has used an accelerator."""
     found = torch.accelerator.current_accelerator()
     if found is not None and _is_in_use(found):
         torch.accelerator.current_stream().synchronize()

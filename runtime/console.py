@@ -25,11 +25,11 @@ class Doing(NamedTuple):
     """One activity of the run."""
 
     what: str
-    """Description: ``saving step 100``."""
+    """Description, such as ``saving step 100``."""
     key: Hashable
     """Identity of the activity. The clock restarts when it changes."""
     line: str = ""
-    """Text that a terminal shows instead of ``what``, for steps. Elsewhere, steps are not printed."""
+    """Text for a step, which a terminal shows instead of ``what``. Elsewhere, steps are not printed."""
 
 
 class Live:
@@ -54,7 +54,7 @@ class Live:
         self._thread = threading.Thread(target=self._run, name="status line", daemon=True)
 
     def start(self) -> None:
-        """Start to show activities. May be called more than once."""
+        """Start showing activities. May be called more than once."""
         if self._thread.ident is None and not self._closed.is_set():
             self._thread.start()
 
@@ -67,7 +67,7 @@ class Live:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Clear the line while whole lines of other text are printed."""
+        """Context manager that clears the status line while other text is printed."""
         with self._lock:
             self._draw("")  # even if nothing was drawn: the terminal may have put a ^C there
             self._said = time.monotonic()
@@ -127,7 +127,7 @@ def announced(what: str, *, speaks: bool) -> Iterator[None]:
 
 
 class Console:
-    """Prints for the user on rank 0. Every rank logs to ``log/rank-N.log``, once that is open."""
+    """Prints for the user on rank 0. Every rank logs to ``log/rank-N.log`` after ``open``."""
 
     def __init__(self, speaks: bool, rank: int) -> None:
         self._speaks, self._rank = speaks, rank
@@ -158,7 +158,10 @@ class Console:
         self.log(text)
 
     def progress(self, text: str) -> None:
-        """Show the progress of an operation: in a terminal in the status line, which an empty ``text`` clears."""
+        """Show the progress of an operation.
+
+        In a terminal, the status line shows it, and an empty ``text`` clears it.
+        """
         if not self._speaks:
             return
         if is_terminal():
@@ -168,14 +171,19 @@ class Console:
                 print(printable(text), flush=True)
 
     def doing(self, what: str, kind: str = "") -> None:
-        """Set the current activity. A terminal shows it in the status line; elsewhere it is printed if it takes
-        long. Another ``what`` of the same ``kind`` counts as the same activity."""
+        """Set the current activity.
+
+        A terminal shows it in the status line; elsewhere it is printed if it takes long. Another ``what`` of the same
+        ``kind`` counts as the same activity.
+        """
         self._doing = Doing(what, kind or what)
         self._live.start()
 
     def follow(self, describe: Callable[[], Doing | None]) -> None:
-        """Like ``doing``, but ask ``describe`` for the activity, in another thread. If it returns None, the activity
-        set by ``doing`` is shown."""
+        """Like ``doing``, but call ``describe`` for the activity, in another thread.
+
+        If it returns None, the activity set by ``doing`` is shown.
+        """
         self._describe = describe
         self._live.start()
 
@@ -183,7 +191,7 @@ class Console:
         return self._describe() or self._doing
 
     def quiet(self) -> None:
-        """Print and log only from now on, without a status line."""
+        """Stop the status line. Text is still printed and logged."""
         self._live.close()
 
     def log(self, text: str) -> None:

@@ -41,8 +41,8 @@ _SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process e
 
 _MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes to a pipe are atomic
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
-"""Longest time until torchrun ends all processes, once one has ended. A process without a report lets the reporting
-one end first."""
+"""Longest time until torchrun ends all processes, after one has ended. A process that prints no report waits this
+long, so that the process that prints it ends first."""
 
 
 class Failure(NamedTuple):
@@ -85,7 +85,7 @@ def _note(lines: Sequence[str]) -> None:
 
 
 def report_mistake(error: UserError) -> int:
-    """Print ``error`` on rank 0 only: without a session all processes make the same mistake.
+    """Print ``error`` on rank 0 only, because without a session all processes raise the same error.
 
     Returns the exit code.
     """
@@ -93,7 +93,10 @@ def report_mistake(error: UserError) -> int:
 
 
 def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard: bool) -> int:
-    """Print the error that ended this process before it joined the others. Return the exit code."""
+    """Print the error that ended this process before it joined the others. Return the exit code.
+
+    ``is_heard``: whether this process is one that prints.
+    """
     if isinstance(error, StopRequested):
         if is_heard:
             say_why(f"stopped: {error} while the processes were joining; run the same command to resume")
@@ -116,7 +119,7 @@ def print_traceback(error: BaseException) -> None:
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError, ValueError):  # the reader is gone, or it is a file on a full disk
+    with suppress(OSError, ValueError):  # the reader has closed the pipe, or the file is on a full disk
         print(text, file=sys.stderr, flush=True)
     tell_launcher(said=text[-_MOST_TOLD_CHARACTERS:])
 
@@ -129,7 +132,7 @@ def leave(code: int) -> NoReturn:
     """
     code = code_for_agent(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader is gone
+        with suppress(OSError, ValueError):  # the reader has closed the pipe
             stream.flush()
     os._exit(code)
 
@@ -180,8 +183,10 @@ class Cause:
         return self._failure
 
     def _without_store(self, mine: Failure) -> Failure:
-        """Return ``mine``, unless it is a consequence of the launcher's end before there was anything to save, or in
-        a rollback, in which there is nothing to save either."""
+        """Return ``mine``, unless it is a consequence of the launcher's end while there is nothing to save.
+
+        There is nothing to save before the first step and in a rollback.
+        """
         if mine.exit_code == EXIT_MISTAKE or (self.first_step_is_done and not is_consequence(mine.reason)):
             return mine
         time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
@@ -190,7 +195,7 @@ class Cause:
         return mine if end is None else Failure(self._rank, f"{end}{when}", EXIT_STOPPED)
 
     def of(self, error: BaseException) -> Failure:
-        """Return ``error`` as a failure of this rank, without asking the others."""
+        """Return ``error`` as a failure of this rank, without an exchange with other ranks."""
         if not isinstance(error, StopRequested):
             reason = self._reason(error)
             if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):

@@ -22,13 +22,14 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 terminal."""
 
 LAUNCHER = "SERRIED_LAUNCHER"
-"""Environment variable: id of the ``launch=local`` process that started this one."""
+"""Environment variable with the id of the ``launch=local`` process that started this process."""
 EXIT_UNREPORTED = 74
-"""Exit code for that launcher: a signal ended this process before training began, and nothing was printed."""
+"""Exit code for the ``launch=local`` process: a signal ended this process before training began, and nothing was
+printed."""
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """End with one line instead of a traceback, with the exit code of a stop on request."""
+    """End the process with one line instead of a traceback, and with the exit code of a requested stop."""
     if LAUNCHER in os.environ:
         os._exit(EXIT_UNREPORTED)
     # torchrun sends SIGTERM to the other ranks when one has failed.
@@ -53,7 +54,7 @@ def _was_started_as(module: str, file: str) -> bool:
 
 
 def end_in_one_line(numbers: Iterable[signal.Signals] = ASKING) -> None:
-    """Let the signals ``numbers`` end this process with one line from now on."""
+    """Install handlers that end this process with one line on the signals ``numbers``."""
     for number in numbers:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup may ignore them
             signal.signal(number, _end)
@@ -71,8 +72,13 @@ def check_temporary_folder() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context manager for importing torch without garbage collection, which takes a third of the time and finds
-    nothing. Raises ``UserError`` if torch cannot be imported because no folder for temporary files is writable."""
+    """Context manager for importing torch without garbage collection.
+
+    Garbage collection would take a third of the import time and free nothing.
+
+    Raises:
+        UserError: torch cannot be imported because no folder for temporary files is writable.
+    """
     check_temporary_folder()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -84,8 +90,11 @@ def importing() -> Iterator[None]:
 
 
 def print_any_text() -> None:
-    """Make printing never fail: characters outside the encoding (PYTHONIOENCODING=latin-1) are escaped, and output
-    to a closed stream is dropped."""
+    """Configure standard output and standard error so that printing never fails.
+
+    Characters outside the encoding (such as PYTHONIOENCODING=latin-1) are escaped. Output to a closed stream is
+    dropped.
+    """
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 -- None after ``>&-``
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -94,7 +103,7 @@ def print_any_text() -> None:
 
 
 if _was_started_as("serried.__main__", "serried"):
-    gc.set_threshold(100_000)  # a command is mostly imports, now and later; see importing()
+    gc.set_threshold(100_000)  # a command mostly imports modules; see importing()
 if is_program():
     gc.disable()  # until the config is composed
     end_in_one_line()

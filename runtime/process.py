@@ -1,4 +1,4 @@
-"""This process: its rank, device, threads and limits, the command that started it, and what its launcher learns."""
+"""This process: its rank, device, threads and limits, the command that started it, and its reports to the launcher."""
 
 import ctypes
 import json
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a
-rank stops on request, since no status exists before the first step."""
+"""Environment variable that is set if the job script reads ``status.json`` instead of exit codes. Its value is a
+file to create when a rank stops on request, since no status exists before the first step."""
 REPORTS = "SERRIED_REPORTS"
-"""Environment variable: file descriptor of the pipe from which ``launch=local`` reads messages of ``tell_launcher``."""
+"""Environment variable with the file descriptor of the pipe from which ``launch=local`` reads messages of
+``tell_launcher``."""
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_FILES = 2**16
@@ -69,10 +70,10 @@ def usable_cores() -> int:
 
 
 def sleep_while_waiting(load: float) -> None:
-    """Let OpenMP's waiting threads sleep soon if a ``load`` of other work occupies the cores.
+    """Make waiting OpenMP threads sleep early if a ``load`` of other work occupies the cores.
 
-    Spinning threads would take cores from the threads that they wait for. libgomp reads the variable when torch
-    is imported.
+    Spinning threads would take cores from the threads that they wait for. libgomp reads the variable when torch is
+    imported.
     """
     if load > usable_cores() and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -94,9 +95,13 @@ def threads_per_process(section: LaunchSection, local_world: int) -> int:
 
 
 def torchrun_says() -> tuple[int, int, int, int]:
-    """Return rank, local rank, world size and local world size from torchrun's variables, or the values of a single
-    process if they are not set. Raises ``UserError`` if some of the variables are missing, or they contradict each
-    other."""
+    """Return rank, local rank, world size and local world size from torchrun's variables.
+
+    If the variables are not set, these are the values of a single process.
+
+    Raises:
+        UserError: some of the variables are missing, or they contradict each other.
+    """
     env, wanted = os.environ, _TORCHRUN[:4]
     if env.get("WORLD_SIZE", "1") != "1":
         missing = [name for name in _TORCHRUN if not env.get(name)]
@@ -128,8 +133,10 @@ def is_started() -> bool:
 
 
 def processes_per_node(section: LaunchSection) -> int:
-    """Return the number of processes that ``launch=local`` and ``launch=slurm`` start on a node. Does not import
-    torch."""
+    """Return the number of processes that ``launch=local`` and ``launch=slurm`` start on a node.
+
+    Does not import torch.
+    """
     if section.processes is not None:
         return section.processes
     return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
@@ -157,9 +164,12 @@ def _gpus_of_the_system() -> int:
 
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Return the number of processes of the run, also before they are started, or in a dry run. Raises ``UserError``
-    if ``launch.processes`` or ``launch.nodes`` contradicts torchrun's processes, or some of torchrun's variables are
-    missing."""
+    """Return the number of processes of the run, even if they are not started yet or in a dry run.
+
+    Raises:
+        UserError: ``launch.processes`` or ``launch.nodes`` contradicts torchrun's processes, or some of torchrun's
+            variables are missing.
+    """
     _, _, started, per_node = torchrun_says()
     if section.name == "local" and (section.nodes or 1) > 1:
         raise UserError(
@@ -183,10 +193,13 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
 
 
 def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
-    """Return the device of this process. Raises ``UserError`` if there is none, or there are fewer than processes.
+    """Return the device of this process.
 
-    If a process sees one GPU, that may be a GPU of its own, as with ``srun --gpus-per-task=1``: see
-    ``refuse_shared_gpu``.
+    If each process sees only one GPU, it may be a different GPU for each process, as with ``srun --gpus-per-task=1``:
+    see ``refuse_shared_gpu``.
+
+    Raises:
+        UserError: the requested device does not exist, or there are fewer GPUs than processes.
     """
     import torch
 
@@ -210,8 +223,10 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
 
 
 def only_gpu(device: "torch.device", local_world: int) -> str | None:
-    """Return a name of the GPU of this process that no other GPU has, if several processes of this machine see one
-    each; otherwise None."""
+    """Return a unique name of this process's GPU, or None if no check for shared GPUs is needed.
+
+    The check is needed if several processes of this machine see only one GPU each.
+    """
     from serried.runtime.accelerator import accelerator_count, device_identity
 
     if device.type == "cpu" or local_world == 1 or accelerator_count() > 1:
@@ -220,7 +235,7 @@ def only_gpu(device: "torch.device", local_world: int) -> str | None:
 
 
 def refuse_shared_gpu(names: Sequence[str | None]) -> None:
-    """Raise ``UserError`` if two ranks have the same GPU. ``names``: of ``only_gpu``, by rank."""
+    """Raise ``UserError`` if two ranks use the same GPU. ``names``: results of ``only_gpu``, by rank."""
     for rank, name in enumerate(names):
         if name is not None and (first := names.index(name)) < rank:
             raise UserError(
@@ -230,19 +245,22 @@ def refuse_shared_gpu(names: Sequence[str | None]) -> None:
 
 
 def make_sums_repeatable() -> None:
-    """Make the GPU libraries sum in the same order in every run. They read the variables when they are first used;
-    NCCL when the processes join.
+    """Make the GPU libraries sum in the same order in every run.
 
-    The sums of an NVLink switch (NVLS) have no fixed order. torch turns NVLS off for deterministic algorithms,
-    but too late for an existing group (https://github.com/pytorch/pytorch/pull/156381).
+    Most libraries read the variables when they are first used; NCCL reads them when the processes join.
+
+    The sums of an NVLink switch (NVLS) have no fixed order. torch turns NVLS off for deterministic algorithms, but too
+    late for an existing group (https://github.com/pytorch/pytorch/pull/156381).
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit on open files as far as allowed: a Gloo group has a socket to each of its ranks,
-    and torchrun's agent on the first node has two or three for each rank."""
+    """Raise this process's limit on open files as far as allowed.
+
+    A Gloo group has a socket for each of its ranks, and torchrun's agent on the first node has two or three per rank.
+    """
     limit = resource.RLIMIT_NOFILE
     allowed, most = resource.getrlimit(limit)
     wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
@@ -252,14 +270,14 @@ def allow_open_files() -> None:
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Environment variables that configure torch's allocator of GPUs."""
+"""Environment variables that configure torch's GPU allocator."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def expand_gpu_segments(section: LaunchSection) -> None:
-    """Let the allocator of NVIDIA's GPUs extend its segments instead of adding others, which leaves less memory unused.
+    """Enable expandable segments in the allocator for NVIDIA GPUs, which leaves less memory unused.
 
-    A user's own settings stay as they are. Call it before torch is imported, which reads the variable.
+    A user's own settings are kept. Call this before torch is imported, which reads the variable.
     """
     may_use_cuda = section.device in ("auto", "cuda") and _NVIDIA_GPUS.exists()
     if may_use_cuda and not any(map(os.environ.get, ALLOCATOR_SETTINGS)):
@@ -267,8 +285,10 @@ def expand_gpu_segments(section: LaunchSection) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep memory that a step frees, for the next step. Otherwise the system pages it in again, 10,000
-    pages a step."""
+    """Make glibc keep the memory that a step frees, for the next step.
+
+    Otherwise the system pages it in again, about 10,000 pages per step.
+    """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):
@@ -279,8 +299,11 @@ def keep_freed_memory() -> None:
 
 
 def tell_launcher(**what: Any) -> None:
-    """Report to ``launch=local``, if it started this process, that this rank ``ended`` regularly, or the error that
-    it ``said``: the standard error of most ranks is a file, and the disk may be full."""
+    """Report to ``launch=local``, if it started this process.
+
+    The report is that this rank ``ended`` normally, or the error message that it ``said``: the standard error of most
+    ranks is a file, which may be on a full disk.
+    """
     if os.environ.get(LAUNCHER) == str(os.getppid()):  # only a rank has the descriptor, not its children
         with suppress(OSError, ValueError, KeyError):
             told = json.dumps({"rank": int(os.environ["RANK"]), **what}, ensure_ascii=False)
@@ -305,8 +328,12 @@ def code_for_agent(code: int) -> int:
 
 
 def check_surroundings(words: Sequence[str]) -> None:
-    """Raise ``UserError`` if the current folder was removed (no path can be resolved), if the address space is too
-    small to import torch, if too few files may be open, or if one of the ``words`` is not valid text."""
+    """Check the process environment and the arguments ``words``.
+
+    Raises:
+        UserError: the current folder was removed (no path can be resolved), the address space is too small to import
+            torch, too few files may be open, or one of the ``words`` is not valid text.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -350,7 +377,7 @@ def remember_words(words: Sequence[str]) -> None:
 
 
 def remembered_words() -> tuple[str, ...]:
-    """Return the overrides of the command line; none if the run was called from Python."""
+    """Return the overrides of the command line; empty if the run was called from Python."""
     return _words
 
 
@@ -366,13 +393,13 @@ def typed_words() -> str:
 
 
 def training_command() -> tuple[str, ...]:
-    """Return the arguments of the interpreter for training. Overrides are appended to them."""
+    """Return the arguments of the Python interpreter that start training. Append overrides to them."""
     return (*_training_command, *_flags)
 
 
 @contextmanager
 def called_from_python() -> Iterator[None]:
-    """Context manager for a run that ``serried.fit`` starts, which no command can start again."""
+    """Context manager for a run that ``serried.fit`` starts, so that no command line can start it again."""
     global _is_called
     _is_called = True
     try:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable: the network interfaces that Gloo uses."""
+"""Environment variable with the network interfaces that Gloo uses."""
 
 GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Environment variable of torch: connect two ranks of a Gloo group when they first exchange something."""
+"""Environment variable of torch. If set, two ranks of a Gloo group connect when they first communicate."""
 _RANKS_CONNECTED_AT_START = 512
 _LIST_ADDRESSES, _ROOM_BYTES = 0x8912, 2**16  # SIOCGIFCONF of Linux
 _LONGEST_NAP_SECONDS = 0.5
@@ -31,7 +31,7 @@ _LOOK_SECONDS, _LOOK_FOR_RANKS_SECONDS = 0.05, 0.01
 
 
 def meet(rank: int, world_size: int, patience: timedelta) -> str:
-    """Rendezvous with all ranks and return a name for this attempt, unknown to processes of earlier attempts.
+    """Rendezvous with all ranks. Return a name for this attempt, unknown to processes of earlier attempts.
 
     Raises:
         RuntimeError: some ranks did not arrive within ``patience``.
@@ -97,12 +97,15 @@ def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str
 
 
 class Exchange:
-    """One rank's side of the exchange. Every rank makes the same calls in the same order."""
+    """Exchange of plain data between ranks, through the store.
+
+    Every rank must make the same calls in the same order.
+    """
 
     def __init__(self, rank: int, world_size: int, patience_seconds: float) -> None:
         """``patience_seconds``: longest time to wait for another rank."""
         self.store: Store | None = None
-        """None for a single process, and before the rendezvous."""
+        """Store of the run. None for a single process, and before the rendezvous."""
         self.waits_for: str | None = None
         """The ranks that this rank currently waits for, for the watchdog's report."""
         self._rank = rank
@@ -124,7 +127,7 @@ class Exchange:
         return dist.PrefixStore(self._attempt, connect(self._rank, self._world_size, patience))
 
     def own_connection(self, name: str, patience: timedelta) -> "Store":
-        """Return a store for another thread, which all ranks share under ``name``, with a connection of its own."""
+        """Return a store with a separate connection, for another thread. All ranks share it under ``name``."""
         import torch.distributed as dist
 
         if self.store is None:
@@ -135,8 +138,8 @@ class Exchange:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank.
 
-        Rank 0 collects the values, so that every other rank writes and reads one value, however many ranks
-        there are.
+        Rank 0 collects the values, so that every other rank writes and reads one value, regardless of the number of
+        ranks.
         """
         if self.store is None:
             return [value]
@@ -155,11 +158,13 @@ class Exchange:
     def once(
         self, function: Callable[[], Any], on_crash: Callable[[BaseException], object], *, leads: bool, group: str
     ) -> Any:
-        """Call ``function`` on the rank of ``group`` that leads; all ranks of the group return its result.
+        """Call ``function`` on the leading rank of ``group``. All ranks of the group return its result.
 
-        ``on_crash`` is called before the others learn that ``function`` crashed, and fail because of it.
+        ``leads``: whether this is the leading rank. ``on_crash`` is called if ``function`` crashed, before the other
+        ranks receive the failure and fail too.
 
-        Raises ``UserError`` on every rank if ``function`` raised it.
+        Raises:
+            UserError: ``function`` raised it. It is raised on every rank.
         """
         self._count += 1
         key = f"once/{group}/{self._count}"
@@ -189,16 +194,17 @@ class Exchange:
         """Return the ``value`` of the rank that called this first with ``name``.
 
         Raises:
-            RuntimeError: the store is gone, with its host.
+            RuntimeError: the store and its host are gone.
         """
         return value if self.store is None else json.loads(self.store.compare_set(name, "", json.dumps(value)))
 
     def all_arrive(self, name: str, patience_seconds: float) -> bool:
-        """Return whether all ranks call this with ``name``. Waits at most ``patience_seconds``; all ranks that call
-        it get the same answer.
+        """Return whether all ranks call this with ``name`` within ``patience_seconds``.
 
-                Raises:
-                    RuntimeError: the store is gone, with its host.
+        All ranks that call it get the same answer.
+
+        Raises:
+            RuntimeError: the store and its host are gone.
         """
         if self.store is None:
             return True
@@ -239,10 +245,11 @@ def check_interface() -> None:
 
 
 def limit_connections(world_size: int) -> None:
-    """Let many ranks connect when they need to, unless the user has decided. Call it before a group is made.
+    """Make ranks of large runs connect on demand, unless the user has set the variable.
 
-    Gloo connects all ranks of a group when it is made, for which each reads the addresses of all others from the store:
-    minutes for thousands of ranks. Fewer are connected in advance, so that a run whose store is gone can still save.
+    Call this before a group is created. By default, Gloo connects all ranks of a group when the group is created. Each
+    rank then reads the addresses of all others from the store, which takes minutes for thousands of ranks. Smaller runs
+    keep the default, so that a run whose store is gone can still save.
     """
     if world_size > _RANKS_CONNECTED_AT_START:
         os.environ.setdefault(GLOO_LAZY, "1")

@@ -58,7 +58,7 @@ _LOOKS = 10
 
 
 class Session:
-    """One of ``world_size`` processes."""
+    """One process of a run with ``world_size`` processes."""
 
     def __init__(
         self,
@@ -88,8 +88,10 @@ class Session:
         return self.rank == 0
 
     def place(self) -> str:
-        """Describe the processes for the plan: ``2 processes on cpu (gloo), 1 thread each``; on several nodes also
-        the network between them."""
+        """Describe the processes for the plan, as in ``2 processes on cpu (gloo), 1 thread each``.
+
+        On several nodes, the description includes the network between them.
+        """
         import torch
         import torch.distributed as dist
 
@@ -119,15 +121,18 @@ class Session:
         return f"torchrun {where} --nproc_per_node={self.local_world_size} {program}"
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` on rank 0 while the others wait. All ranks return its result (plain JSON data). Raises
-        ``UserError`` on every rank if ``function`` raised it on rank 0."""
+        """Run ``function`` on rank 0 while the others wait. All ranks return its result (plain JSON data).
+
+        Raises:
+            UserError: ``function`` raised it on rank 0. It is raised on every rank.
+        """
         return self.exchange.once(function, self.cause.first, leads=self.is_main, group="world")
 
     def once_per_node(self, function: Callable[[], Any]) -> Any:
         """Like ``once``, on the first process of each node, after rank 0.
 
-        Meant for files: if nodes share a disk, the others find the files of rank 0; if not, each node writes its
-        own.
+        Use this for files: if nodes share a disk, the other nodes find the files of rank 0; if not, each node writes
+        its own.
         """
         result = self.once(function)
         leads, again = self.local_rank == 0, (lambda: result) if self.is_main else function
@@ -139,8 +144,11 @@ class Session:
         return self.exchange.gather(value)
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """Check that all ranks have the same ``value``. Raises ``UserError`` if they differ, with the first rank and
-        the first line that differ."""
+        """Check that all ranks have the same ``value``.
+
+        Raises:
+            UserError: the values differ. The message has the first rank and the first line that differ.
+        """
         if len(set(self.gather(hashlib.sha256(value.encode()).hexdigest()))) == 1:
             return
         values = self.gather(value)
@@ -152,9 +160,11 @@ class Session:
                     )
 
     def first_step_done(self, seconds: float = 0.0) -> None:
-        """Shorten the timeout of groups from now on: a silent rank is waited for only a little longer than
-        ``launch.step_timeout_seconds``, or twice the ``seconds`` of the first step. The watchdog reports the rank
-        before that."""
+        """Shorten the timeout of process groups from now on.
+
+        A silent rank is waited for only a little longer than ``launch.step_timeout_seconds``, or twice the ``seconds``
+        of the first step. The watchdog reports the rank before that.
+        """
         self.cause.first_step_is_done = True
         self.signals.has_begun()
         if self.exchange.store is None:
@@ -172,11 +182,11 @@ class Session:
                 set_timeout(timeout, group)
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """Return a Gloo group for work in the background of training, for this rank's part of ``partition``.
+        """Return a Gloo group of this rank's part of ``partition``, for work in the background of training.
 
-        Its timeout stays ``launch.start_timeout_seconds``, since a disk may be slow. None for a single process.
-        A collective: all ranks call it with the same partition. Never share a group between threads: their
-        collectives would mix.
+        Its timeout stays ``launch.start_timeout_seconds``, since a disk may be slow. None for a single process. This is
+        a collective: all ranks call it with the same partition. Never share a group between threads: their collectives
+        would mix.
         """
         if self.exchange.store is None:
             return None
@@ -188,8 +198,10 @@ class Session:
         return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
 
     def appears(self, path: Path) -> bool:
-        """Return whether a file that another node wrote is visible here. Waits a while, since a network disk may
-        show it late."""
+        """Return whether a file that another node wrote is visible here.
+
+        Waits for up to ten seconds, since a network disk may show it late.
+        """
         for _ in range(_LOOKS):
             if path.exists():
                 return True
@@ -205,24 +217,27 @@ class Session:
         return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
 
     def own_connection(self, name: str, patience_seconds: float | None = None) -> "Store":
-        """Return a store for another thread, which all ranks share under ``name``. It has its own connection, since
-        a wait blocks all users of a connection. ``patience_seconds``: ``launch.start_timeout_seconds`` if None."""
+        """Return a store for another thread, which all ranks share under ``name``.
+
+        It has its own connection, since a wait blocks all users of a connection. ``patience_seconds``: timeout, by
+        default ``launch.start_timeout_seconds``.
+        """
         patience = timedelta(seconds=patience_seconds or self.section.start_timeout_seconds)
         return self.exchange.own_connection(name, patience)
 
     def shield(self) -> None:
-        """Let no signal interrupt the cleanup from now on, except Ctrl-C, which ends the process at once.
+        """Ignore signals during the cleanup, from now on. Only Ctrl-C still ends the process immediately.
 
-        torchrun sends SIGTERM to all processes as soon as one has failed. That must not cut off the report of
-        the failure.
+        torchrun sends SIGTERM to all processes as soon as one has failed. That must not cut off the report of the
+        failure.
         """
         self.signals.clean_up()
 
 
 def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> int:
-    """Join the other processes, do ``work`` and leave. An error is printed once, by the rank that failed first.
+    """Join the other processes, call ``work`` and leave.
 
-    Returns the exit code.
+    An error is printed once, by the rank that failed first. Returns the exit code.
     """
     end_with_torchrun()
     try:
@@ -241,9 +256,10 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
 
 @contextmanager
 def open_session(section: LaunchSection) -> Iterator[Session]:
-    """Join the processes that torchrun started, or be the only process without torchrun. Always destroys the group.
+    """Context manager that joins the processes that torchrun started. Without torchrun, there is only this process.
 
-    GPU: NCCL for device tensors and Gloo for host tensors, in one group. CPU: Gloo.
+    On GPUs, one group has the device's backend (such as NCCL) for device tensors and Gloo for host tensors. On a CPU,
+    it has Gloo. The group is destroyed on exit, unless that could hang.
 
     Raises:
         UserError: a GPU is requested and there is none, or there are more processes than GPUs.
@@ -277,10 +293,10 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"torch {torch.__version__} cannot use the GPUs of this machine: "
                 f"{str(error).splitlines()[0].rstrip('.')}; use launch.device=cpu to train without them"
             ) from None
-        # Lets the watchdog name the missing ranks; with times, also the collectives that a GPU has not started.
+        # Records let the watchdog report missing ranks; with timing, also collectives that a GPU has not started.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-        # After a failure end without cleaning up, which may hang. torchrun's default, 1, loses torch's own report
+        # After a failure, end without cleanup, which may hang. With torchrun's default, 1, torch's own report is lost
         # (https://github.com/pytorch/pytorch/issues/121055).
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in (None, "1"):
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
@@ -326,7 +342,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
             # Destroying the group holds the interpreter lock and waits for the group's. Give the thread time to finish
             # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is related).
             time.sleep(CONNECTIONS_CLOSE_SECONDS)
-            # After a failure a GPU may still wait for a rank that is gone, and NCCL would wait with it.
+            # After a failure, a GPU may still wait for a rank that is gone, and NCCL would wait too.
             if not (session.must_not_wait or (session.cause.ended_run and device.type != "cpu")):
                 dist.destroy_process_group()
 
@@ -345,7 +361,7 @@ def _start_group(session: Session) -> "Store":
         rank=session.rank,
         world_size=session.world_size,
         timeout=patience,
-        # No device_id: with it each new_group would split the communicator of the world, one after the other, and the
+        # No device_id: with it, each new_group would split the communicator of the world one after the other, and the
         # groups of a pipeline would send through the world's communicator (torch's ProcessGroupNCCL::pointToPoint).
     )
     return dist.PrefixStore("control", store)
@@ -367,7 +383,7 @@ def _report(error: BaseException, session: Session) -> int:
         say_why(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
-    elif is_end_of_another(failure.reason):  # the position of this rank at that time is irrelevant
+    elif is_end_of_another(failure.reason):  # the traceback of this rank is irrelevant
         say_why(f"failed: {failure.reason}")
     else:
         print_traceback(error)

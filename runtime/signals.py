@@ -19,7 +19,7 @@ from serried.runtime.import_signals import ASKING, LAUNCHER
 from serried.runtime.process import STATUS_DECIDES, code_for_agent, tell_launcher
 
 SWEEP = "SERRIED_SWEEP"
-"""Environment variable: id of the sweep process that started this run."""
+"""Environment variable with the id of the sweep process that started this run."""
 
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -34,13 +34,13 @@ _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time limit that cannot be extended."""
+    """Time limit of a job, which cannot be extended."""
 
     at: float
     """Time in Unix seconds."""
     spare_seconds: float
-    """Seconds before the limit at which the run must have stopped, for the work after the last save; fewer for a
-    short job."""
+    """Seconds before the limit at which the run must have stopped, as a reserve for the work after the last save.
+    Smaller for a short job."""
 
     def __str__(self) -> str:
         return f"Slurm ends this job at {time.strftime('%H:%M', time.localtime(self.at))}"
@@ -81,7 +81,7 @@ _NOTHING_TO_SAVE = (
 
 
 class _Handlers:
-    """Handlers of ``ASKING`` that are installed, and a pipe that receives the number of each signal at once."""
+    """Installed handlers for the signals ``ASKING``, and a pipe that receives the number of each signal immediately."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -94,7 +94,7 @@ class _Handlers:
         return self._pipe is not None
 
     def install(self, handle: Callable[[int, FrameType | None], None]) -> int:
-        """Let ``handle`` handle the signals, and return the end of the pipe to read from."""
+        """Install ``handle`` for the signals. Return the read end of the pipe."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._pipe_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -104,7 +104,7 @@ class _Handlers:
         return self._pipe[0]
 
     def restore(self) -> None:
-        """Restore the earlier handlers, and end the pipe."""
+        """Restore the earlier handlers, and close the write end of the pipe."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe is not None:
@@ -179,7 +179,7 @@ class Signals:
     def loading(self) -> Iterator[None]:
         """Context manager for imports: raise ``StopRequested`` only at their end, since torch may swallow it.
 
-        If the end is not soon, the listening thread ends the process.
+        If the imports take too long after a signal, the listening thread ends the process.
         """
         if self._phase is not _Phase.RAISE:
             yield
@@ -250,7 +250,7 @@ class Signals:
                     self._end_unheard(number[0])
             elif number[0] == signal.SIGINT and self._phase is not _Phase.LEAVE:
                 if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:
-                    time.sleep(_TWICE_SECONDS)  # otherwise the main thread would have ended the process by now
+                    time.sleep(_TWICE_SECONDS)  # give the main thread time to end the process
                     self._end_at_once()
                 if first_interrupt is None:
                     first_interrupt = now
@@ -282,8 +282,8 @@ class Signals:
         assert self.deadline is not None
         self.is_overdue = True
         self._tell(str(self.deadline))
-        # The first step may take half of the remaining time: it ends between two micro-batches, if it has several and
-        # one does not take that long, and has nothing to save.
+        # The first step may take half of the remaining time. If it has several short micro-batches, it ends between two
+        # of them. There is nothing to save.
         if not self._looked_enough.wait(self.deadline.spare_seconds / 2) and self._phase is _Phase.HOLD:
             self._end_unheard(signal.SIGUSR1)
 
@@ -299,7 +299,10 @@ class Signals:
 
 
 def _asked_before() -> str | None:
-    """Return who asked this start of a Slurm job to stop before this process had handlers; None if nobody did."""
+    """Return the source of an earlier request to stop this start of a Slurm job; None if there was none.
+
+    The request arrived before this process had handlers.
+    """
     try:
         # Opened, not only checked for existence: a network disk may still list the file of the previous start.
         return Path(os.environ[STATUS_DECIDES]).read_text(encoding="utf-8").strip() or "a request"
@@ -308,10 +311,11 @@ def _asked_before() -> str | None:
 
 
 def end_with_torchrun() -> None:
-    """Let the kernel send SIGTERM to this process when its torchrun dies, which may not have time to do so.
+    """Make the kernel send SIGTERM to this process when its torchrun dies.
 
-    Otherwise a killed torchrun (by default SIGUSR1 is enough) leaves its processes behind, training. Linux only;
-    does nothing if torchrun did not start this process, or a death signal was already set.
+    A torchrun that is killed (by default SIGUSR1 is enough) may not have time to do so, and would leave its processes
+    behind, training. Linux only; does nothing if torchrun did not start this process, or a death signal was already
+    set.
     """
     if _UNDER_TORCHRUN in os.environ:
         _end_with_parent(lambda parent: os.environ.get(LAUNCHER, str(parent)) != str(parent) or _is_orphan(parent))
@@ -342,5 +346,5 @@ def _is_orphan(parent: int) -> bool:
     """Return whether ``parent`` is the init process instead of a torchrun, which may be process 1 in a container."""
     try:
         return parent == 1 and not Path("/proc/1/exe").samefile("/proc/self/exe")
-    except OSError:  # no permission to look, so it is not ours
+    except OSError:  # no permission, so it did not start this process
         return True

@@ -1,12 +1,11 @@
-"""Requests to stop or to save, from signals, the file ``control`` or the clock, as one decision of all ranks.
+"""Joint decisions of all ranks to stop or to save, on requests from signals, the file ``control`` or the clock.
 
 Every rank votes with each step. The votes are reduced together with the step's sums, so they need no additional
-collective and no wait for the device. All ranks read the sum of the same step, so they make the same decision after
-the same step.
+collective and no wait for the device. All ranks read the sum of the same step, so they make the same decision after the
+same step.
 
-In a step of several seconds the ranks also ask each other about every second, on the host and between two
-micro-batches. If one wants to stop, all drop this step, which has changed nothing yet, and the run ends with the step
-before.
+In a step of several seconds, the ranks also vote about once a second, on the host and between two micro-batches. If any
+rank must stop, all ranks drop this step, which has changed nothing yet, and the run ends with the previous step.
 """
 
 import time
@@ -43,7 +42,7 @@ class Action(IntEnum):
 
 _FAILS_WITHIN_SECONDS = 10.0
 _FAILED = 2.0
-"""Vote of a rank whose evaluation failed. Otherwise a rank votes 1 to stop, or 0."""
+"""Vote of a rank whose evaluation failed. Otherwise a rank votes 1 to stop and 0 to continue."""
 
 
 class PeerFailed(Exception):
@@ -51,11 +50,11 @@ class PeerFailed(Exception):
 
 
 _SOON = 0.1
-"""Share of ``checkpoint.every_minutes`` within which the next save counts as soon."""
+"""The next save is due soon if it is due within this share of ``checkpoint.every_minutes``."""
 
 
 class Shutdown:
-    """One rank's part in the decision when the run ends. A context manager around the training loop."""
+    """One rank's part in the joint decision to stop or to save. A context manager around the training loop."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Shutdown:
         folder: RunFolder | None,
         save_seconds: Callable[[], float],
     ) -> None:
-        """``folder``: on rank 0 only. ``save_seconds``: returns the duration of a save."""
+        """``folder``: run folder, on rank 0 only. ``save_seconds``: returns the duration of a save."""
         self.action = Action.GO_ON
         """Decision of all ranks at this step boundary."""
         self.reason: str | None = None
@@ -79,7 +78,7 @@ class Shutdown:
         self._clock = StepClock(session.device)
         self._travelling: _Votes | None = None
         self._saved_at = time.monotonic()
-        """Time when the latest save, or the training, began."""
+        """Start time of the latest save, or of training before the first save."""
         self._is_computing = False
         """Whether a batch of ``unless_stopped`` is being computed."""
 
@@ -112,22 +111,23 @@ class Shutdown:
         """Check that the run folder still belongs to this run. Call it before anything is written there.
 
         Raises:
-            TrainingStopped: it was removed, renamed or replaced.
+            TrainingStopped: the run folder was removed, renamed or replaced.
         """
         if self._control is not None:
             self._control.look_at_folder()
             self._leave_lost_folder()
 
     def saves(self) -> None:
-        """Restart the clock of ``checkpoint.every_minutes``: a save begins."""
+        """Record that a save begins. This restarts the clock of ``checkpoint.every_minutes``."""
         self._saved_at = time.monotonic()
 
     def before_micro_batches(self, step: int, count: int) -> Callable[[int], None] | None:
-        """Return a function to call before each of the ``count`` micro-batches of ``step``, with its number from 0.
-        None if steps are short: this one ends before the run stops.
+        """Return a function to call before each of the ``count`` micro-batches of ``step``, with its index.
 
-        The function is a collective, on the host. It raises ``StepDropped`` on all ranks, and sets ``stops``, if a rank
-        asks to stop.
+        The result is None if steps are short: the run then stops only between steps.
+
+        The function is a collective, on the host. If a rank must stop, it raises ``StepDropped`` on all ranks, and sets
+        ``stops``.
         """
         per_look = self._clock.begin_step(count)
         return None if per_look is None else partial(self._look, step, count, per_look)
@@ -136,7 +136,7 @@ class Shutdown:
         if index % per_look:
             return
         self._clock.look(begins_step=index == 0)
-        # Before the first step there is nothing to save in time.
+        # Before the first step there is nothing to save, so time limits do not count.
         mine = self._mine() if self._clock.has_steps else self._asked()
         if self._agreed(0.0 if mine is None else 1.0):
             self.action = Action.STOP
@@ -146,8 +146,9 @@ class Shutdown:
             raise StepDropped(self.reason)
 
     def vote(self, steps_to_save: int) -> tuple[float, float]:
-        """Return this rank's vote for the current step: an action, and the duration of a step. ``steps_to_save``: steps
-        until the next regular save.
+        """Return this rank's vote for the current step: an action, and the duration of a step.
+
+        ``steps_to_save``: number of steps until the next regular save.
 
         Raises:
             TrainingStopped: the run folder was removed, renamed or replaced.
@@ -163,13 +164,15 @@ class Shutdown:
             self._control.asks_to_save.clear()
             return Action.SAVE
         if self._control is not None and self._is_long_unsaved(steps_to_save):
-            self.saves()  # on a GPU there is another vote before the save begins
+            self.saves()  # on a GPU, another vote follows before the save begins
             return Action.SAVE
         return Action.GO_ON
 
     def _is_long_unsaved(self, steps_to_save: int) -> bool:
-        """Return whether to save because of the time since the last save. False if a save is due soon: it would
-        wait for this one."""
+        """Return whether to save because of the time since the last save.
+
+        The result is False if a save is due soon, since that save would wait for this one.
+        """
         seconds, unsaved = 60 * self._config.checkpoint.minutes_between, time.monotonic() - self._saved_at
         is_due_soon = steps_to_save * self._clock.longest_seconds < _SOON * seconds
         return 0 < seconds <= unsaved and not is_due_soon
@@ -182,10 +185,10 @@ class Shutdown:
             )
 
     def count(self, votes: Tensor) -> None:
-        """Set ``action`` from the sum of all ranks' votes of the step that just ended, two numbers on the device.
+        """Set ``action`` from the sum of all ranks' votes in the step that just ended.
 
-        On a GPU, the sum of the previous step is read, which has arrived or soon will: the newest step is not waited
-        for.
+        ``votes``: the sum, two values on the device. On a GPU, the sum of the previous step is used instead, so that
+        the host does not wait for the newest step.
         """
         arrived: Tensor | _Votes | None = votes
         if votes.device.type != "cpu":
@@ -197,10 +200,10 @@ class Shutdown:
             self._settle()
 
     def unless_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
-        """Yield ``batches`` until a rank asks to stop. Then all ranks end at the same batch, and ``stops`` is set.
+        """Yield ``batches`` until a rank must stop. All ranks end at the same batch, and ``stops`` is set.
 
-        The ranks ask each other on the host before each batch, through Gloo. On a GPU, at most two batches are in
-        flight; otherwise the host would have handed out all batches before the first question.
+        The ranks vote on the host before each batch, through Gloo. On a GPU, at most two batches are in flight;
+        otherwise the host would have launched all batches before the first vote.
         """
         done: deque[torch.Event] = deque()
         for batch in batches:
@@ -218,16 +221,22 @@ class Shutdown:
                     done.popleft().synchronize()
 
     def settle_evaluation(self) -> None:
-        """Agree that an evaluation is complete. A collective, on the host. Raises ``PeerFailed``."""
+        """Agree with all ranks that an evaluation is complete. A collective, on the host.
+
+        Raises:
+            PeerFailed: the evaluation failed on another rank.
+        """
         self._agreed(0.0)
         self._clock.restart()  # the next step begins here
 
     def share_failure(self, error: Exception, step: int) -> bool:
-        """Report that the evaluation after ``step`` failed here with ``error``. Return whether all ranks know it and
-        have left the evaluation.
+        """Report to the other ranks that the evaluation after ``step`` failed on this rank with ``error``.
 
-        The other ranks vote before their next batch. If this rank failed inside the model, they may wait for it
-        there; then True only if the same happened on all ranks.
+        The other ranks receive the report in the vote before their next batch. If this rank failed inside the model,
+        they may wait for it there. The result is then True only if all ranks failed inside the model.
+
+        Returns:
+            Whether all ranks have received the report and left the evaluation.
         """
         if isinstance(error, PeerFailed):
             return True
@@ -242,7 +251,11 @@ class Shutdown:
         return True
 
     def _agreed(self, vote: float) -> bool:
-        """Return whether a rank votes to stop. Raises ``PeerFailed`` if another rank's evaluation failed."""
+        """Return whether any rank votes to stop.
+
+        Raises:
+            PeerFailed: the evaluation failed on another rank.
+        """
         votes = torch.tensor(vote)
         if dist.is_initialized():
             dist.all_reduce(votes, op=dist.ReduceOp.MAX)
@@ -258,7 +271,10 @@ class Shutdown:
         return self._deadline
 
     def _asked(self) -> str | None:
-        """Return who has asked this rank to stop; None if it was nobody, whatever the clock says."""
+        """Return the source of a request to stop that this rank has received; None if there is none.
+
+        Time limits are not requests.
+        """
         if (signal := self._session.signals.received) is not None:
             return signal
         return "control: stop" if self._control is not None and self._control.asks_to_stop else None
@@ -273,20 +289,25 @@ class Shutdown:
         return None
 
     def _needed_seconds(self) -> float:
-        """Return how many seconds before the end of the job this vote must be to stop."""
+        """Return the time that a stop needs, in seconds. With less time left, this vote must be to stop."""
         is_behind = self._travelling is not None and not self._travelling.has_arrived
         return self._clock.seconds_to_stop(self._save_seconds(), self._config.checkpoint.every, is_behind=is_behind)
 
     def _settle(self, then: str = "saving, then the run ends") -> None:
-        """Distribute the reason to every rank, and print what happens ``then``. A collective of the ranks, which have
-        agreed to stop."""
+        """Set the reason on every rank and print it with ``then``, a clause on the next action.
+
+        A collective, after the ranks have agreed to stop.
+        """
         self.reason = _in_words(gather_plain(self._mine()))
         self._session.signals.acknowledge = None
         self._console.say(f"stopping   {self.reason}: {then}")
 
 
 def _in_words(reasons: list[str | None]) -> str:
-    """Return the first reason that is not a signal, which may be a consequence; otherwise the signal with its ranks."""
+    """Return the first reason that is not a signal, since a signal may be a consequence.
+
+    If all reasons are signals, return the signal and its ranks.
+    """
     first = min((reason for reason in reasons if reason), key=lambda reason: reason.startswith("SIG"))
     alike = [rank for rank, reason in enumerate(reasons) if reason == first]
     if len(reasons) == 1 or not first.startswith("SIG"):
@@ -298,7 +319,7 @@ def _in_words(reasons: list[str | None]) -> str:
 
 
 class _Votes:
-    """Numbers being copied from the GPU to the host."""
+    """Votes that are being copied from the GPU to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers.to("cpu", non_blocking=True)  # in pinned memory

@@ -13,10 +13,10 @@ _TAKEN_TOGETHER = 8
 
 
 class SpikeWindow:
-    """Losses and gradient norms of the latest accepted steps, and the limits above which the next ones are a spike.
+    """Losses and gradient norms of the latest accepted steps, and the limits above which the next values are a spike.
 
-    Everything stays on the device: whether a step is applied is decided there, without synchronization. Loss and
-    norm are equal on every rank, so all ranks decide alike. Rejected values never enter the window.
+    All state stays on the device: whether a step is applied is decided there, without synchronization. Loss and norm
+    are equal on every rank, so all ranks make the same decision. Rejected values never enter the window.
     """
 
     def __init__(self, section: HealthSection, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class SpikeWindow:
         values, filled = self._values[:, :-1], self._count.clamp(1, self._size)
         mean = values.sum(1) / filled
         variance = (values.square().sum(1) / filled - mean.square()).clamp(min=0.0)
-        # A window of equal numbers has no deviation, and rounding is not a spike.
+        # Equal values have no deviation, and a rounding difference is not a spike.
         deviation = torch.maximum(variance.sqrt(), _SMALLEST_DEVIATION * mean.abs())
         is_ready = self._count >= _READY_AT * self._size
         self._limits = torch.where(is_ready, mean + self._deviations * deviation, float("inf"))
@@ -70,7 +70,7 @@ class SpikeWindow:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from ``state``; the newest values of a window of another size are kept."""
+        """Load ``state``. If its window has another size, the newest values are kept."""
         state = state or {"values": [[], []], "count": 0, "new": []}
         values, count = torch.tensor(state["values"], dtype=torch.float64), int(state["count"])
         device, size = self._values.device, values.shape[1]
@@ -88,6 +88,8 @@ class SpikeWindow:
 
 
 def _finite(value: Tensor) -> float:
-    """Return ``value``, or 0 for a non-finite one, which JSON cannot represent. It was rejected, and enters no
-    window."""
+    """Return ``value``, or 0 if it is not finite, which JSON cannot represent.
+
+    A value that is not finite was rejected, so it never enters the window.
+    """
     return value.item() if value.isfinite() else 0.0

@@ -1,4 +1,4 @@
-"""Durations of steps, from which ranks know when to look for a request to stop and how long stopping takes."""
+"""Durations of steps, which determine when ranks check for a request to stop and how long stopping takes."""
 
 import time
 from collections import deque
@@ -11,27 +11,27 @@ _REMEMBERED_STEPS, _AVERAGED_STEPS = 10, 2
 
 
 class StepClock:
-    """Times of one rank's steps, and of the work between two looks for a request to stop, within a step or not."""
+    """Durations of one rank's steps, and of the work between two checks for a request to stop."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         """Durations of the latest steps."""
         self._look_seconds: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        """Longest time between two looks, by step. Empty while steps are short."""
+        """Longest time between two checks in each of the latest steps. Empty while steps are short."""
         self._is_first = True
         """Whether ``_seconds`` is empty or holds only a first step, which compiles."""
         self._of_all_ranks: float | None = None
-        """Duration of a recent step, equal on all ranks; None: not known yet."""
+        """Duration of a recent step, equal on all ranks; None if not known yet."""
         self._under_way_seconds = 0.0
-        """Duration of the current step at its vote."""
+        """Time from the start of the current step to its vote."""
         self._queued: torch.Event | None = None
-        """The work that a GPU had been given at the latest look."""
+        """Event at the end of the work that was queued on the GPU at the latest check."""
         self.restart()
 
     @property
     def has_steps(self) -> bool:
-        """Whether a step is done since the start."""
+        """Whether a step has been completed since the start."""
         return bool(self._seconds)
 
     @property
@@ -40,21 +40,27 @@ class StepClock:
         return max(self._seconds, default=0.0)
 
     def restart(self) -> None:
-        """Begin to measure the next step now."""
+        """Start measuring the next step now."""
         self._began = self._looked_at = time.monotonic()
         self._voted_at = deque([self._began], maxlen=_AVERAGED_STEPS + 1)
 
     def vote(self) -> float:
-        """Note that this rank votes, near the end of a step. Returns the duration of a step: the mean time between two
-        of the latest votes. The host of a GPU waits for the votes of earlier steps, and so is not faster."""
+        """Record a vote of this rank, near the end of a step, and return the duration of a step.
+
+        The duration is the mean time between the latest votes. This also holds for a GPU, whose host waits for the
+        votes of earlier steps and so is not faster.
+        """
         now = time.monotonic()
         self._voted_at.append(now)
         self._under_way_seconds = now - self._began
         return (now - self._voted_at[0]) / (len(self._voted_at) - 1)
 
     def end_step(self, of_all_ranks: float | None) -> None:
-        """Note the end of a step. ``of_all_ranks``: mean of all ranks' results of ``vote``, of this step or, on a GPU,
-        the one before; None: not known."""
+        """Record the end of a step.
+
+        ``of_all_ranks``: mean over all ranks of the results of ``vote``, in this step or, on a GPU, the previous one.
+        None if not known.
+        """
         now = time.monotonic()
         if self._is_first and self._seconds:
             self._seconds.clear()
@@ -66,8 +72,10 @@ class StepClock:
         self._of_all_ranks = self._of_all_ranks if of_all_ranks is None else of_all_ranks
 
     def begin_step(self, micro_batches: int) -> int | None:
-        """Return after how many of the next step's ``micro_batches`` ranks look again, equal on all ranks; None: never.
-        See ``time_to_stop.micro_batches_per_look``."""
+        """Return the number of micro-batches between two checks in the next step, equal on all ranks.
+
+        The result is None if the step has no checks. See ``time_to_stop.micro_batches_per_look``.
+        """
         per_look = micro_batches_per_look(self._of_all_ranks, micro_batches)
         if per_look is None:
             self._look_seconds.clear()
@@ -75,8 +83,11 @@ class StepClock:
         return per_look
 
     def look(self, *, begins_step: bool) -> None:
-        """Note a look. On a GPU, wait until the work that it had at the look before is done: the host would be steps
-        ahead otherwise, and hand out all micro-batches of a step before the first is computed."""
+        """Record a check. On a GPU, first wait until the work queued at the previous check is done.
+
+        Otherwise the host would be steps ahead, and would launch all micro-batches of a step before the first is
+        computed.
+        """
         if self._device.type != "cpu":
             before, self._queued = self._queued, torch.Event(self._device.type)
             self._queued.record()
@@ -90,8 +101,10 @@ class StepClock:
             self._look_seconds[-1] = max(self._look_seconds[-1], seconds)
 
     def seconds_to_stop(self, save_seconds: float, every: int, *, is_behind: bool) -> float:
-        """Return the time from now until the run is saved, if it continues now and stops at the next opportunity; see
-        ``time_to_stop.seconds_to_stop``."""
+        """Return the time until the run is saved, if it continues now and stops at the next opportunity.
+
+        See ``time_to_stop.seconds_to_stop``.
+        """
         look_seconds = None
         if self._look_seconds:
             look_seconds = max((time.monotonic() - self._looked_at, *self._look_seconds))

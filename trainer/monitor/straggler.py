@@ -29,8 +29,10 @@ class Pace:
         self._measured_at = float("-inf")
 
     def seconds(self) -> float:
-        """Return the seconds of one product. It is measured again if that costs less than a thousandth of the time
-        since."""
+        """Return the duration of one matrix product in seconds.
+
+        The product is measured again if that costs less than a thousandth of the time since the last measurement.
+        """
         now = time.perf_counter()
         if now - self._measured_at >= self._cost / _PROBE_SHARE:
             self._seconds = min(self._measure() for _ in range(_REPEATS))
@@ -59,7 +61,10 @@ class SlowRank:
         self._told: set[int] = set()
 
     def judge(self, seconds: list[float]) -> tuple[int, float]:
-        """Return the slowest rank, and its share of the median. ``seconds``: time of a product by rank."""
+        """Return the slowest rank and the ratio of its time to the median.
+
+        ``seconds``: duration of a matrix product, by rank.
+        """
         if seconds != self._last:  # only a new measurement counts
             rank = max(range(len(seconds)), key=seconds.__getitem__)
             share = seconds[rank] / statistics.median_low(seconds)
@@ -70,7 +75,10 @@ class SlowRank:
         return self._rank, self._share
 
     def named(self) -> tuple[int, float] | None:
-        """Return the rank that has been slow long enough to report, and its share; once per rank."""
+        """Return the rank that has been slow long enough to report, and the ratio of its time to the median.
+
+        The result is None if there is no such rank or it has been returned before.
+        """
         if self._times < _SLOW_TIMES or self._rank in self._told:
             return None
         self._told.add(self._rank)

@@ -1,12 +1,13 @@
-"""The watchdog: each rank reports its current phase, and a rank that holds up the others is reported.
+"""The watchdog: each rank reports its current phase, and a rank that blocks the others is reported.
 
-The training thread only records the phases that it enters (``Pulse.enter``, an attribute write). A thread of each
-rank reports them about once a second through the rendezvous store, over its own connection. Rank 0's thread reads
-all reports; rank 1's does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
-enters a new phase. Then the rank that the others wait for is named, first in a warning, and at last as the reason
-for which all ranks end, resumable.
+The training thread only records the phases that it enters (``Pulse.enter``, an attribute write). A thread of each rank
+reports them about once a second through the rendezvous store, over its own connection. Rank 0's thread reads all
+reports. Rank 1's thread does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
+enters a new phase. Then the rank that the others wait for is reported, first in a warning, and finally as the reason
+for a resumable end of all ranks.
 
-If the first node fails, so do the store and the judging ranks. The ranks of other nodes detect this on their own.
+If the first node fails, the store and the judging ranks fail with it. The ranks of other nodes detect this on their
+own.
 """
 
 import json
@@ -37,12 +38,12 @@ _STARVED_AT = 0.1
 
 
 class Watchdog:
-    """One rank's thread that publishes the rank's report and, on ranks 0 and 1, judges the reports of all."""
+    """Thread that publishes this rank's report and, on ranks 0 and 1, judges the reports of all ranks."""
 
     def __init__(
         self, section: LaunchSection, session: Session, run_dir: Path, console: Console, folder: RunFolder | None
     ) -> None:
-        """Start the thread. ``folder``: on rank 0 only."""
+        """Start the thread. ``folder``: run folder, on rank 0 only."""
         self._session, self._console = session, console
         self.pulse = Pulse()
         self._report = RankReport(section, session, self.pulse)
@@ -55,7 +56,7 @@ class Watchdog:
         self._store: Store | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
-        if session.rank != session.local_rank:  # those of the first node end with its launcher
+        if session.rank != session.local_rank:  # ranks on the first node end with its launcher
             FirstNodeWatch(
                 session, self.pulse, lambda: self._answers, self._end.without_first_node,
                 step_timeout_seconds=section.step_timeout_seconds, interval_seconds=self._interval,
@@ -72,15 +73,15 @@ class Watchdog:
 
     def _run(self) -> None:
         last, is_closing = time.monotonic(), False
-        while not is_closing:  # report at once: nothing is judged before all have reported
+        while not is_closing:  # report immediately: nothing is judged before all ranks have reported
             now = time.monotonic()
-            # A machine that slept, or a suspended job, has not hung.
+            # Limited, because a machine that slept, or a suspended job, has not hung.
             elapsed, last = min(now - last, 2 * self._interval), now
             try:
                 self._beat(elapsed)
             except RuntimeError:  # the store is unreachable: try again over a new connection
                 self._store = None
-            except Exception as error:  # a failure of the watchdog is no reason to end a run
+            except Exception as error:  # a failure of the watchdog must not end the run
                 if type(error) not in self._failed_by:
                     self._failed_by.add(type(error))
                     self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
@@ -108,14 +109,14 @@ class Watchdog:
     def _say(self, text: str) -> None:
         if self._session.is_main:
             self._console.say(text)
-        else:  # instead of rank 0, which has fallen silent
+        else:  # rank 1 prints in place of a silent rank 0
             with suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
             self._console.log(text)
 
 
 class _Judge:
-    """Reads the reports of all ranks, warns, and finds when and for whom a run must end."""
+    """Reads the reports of all ranks, warns, and decides when a run must end and which ranks caused it."""
 
     def __init__(
         self, section: LaunchSection, session: Session, interval_seconds: float, say: Callable[[str], None]
@@ -126,13 +127,16 @@ class _Judge:
         self._interval_seconds, self._say = interval_seconds, say
         self._are_all_there = False
         self._seen: dict[int, tuple[int, float]] = {}
-        """Number of each rank's last report, and how long it has been the last."""
+        """Number of each rank's latest report, and the seconds since it arrived."""
         self._warned: Verdict | None = None
         self._starved: set[int] = set()
 
     def __call__(self, store: "Store", elapsed: float) -> tuple[Verdict, list[Beat]] | None:
-        """Read the reports, ``elapsed`` seconds after the previous call. Return the verdict for which the run must end,
-        with the reports; None: it need not."""
+        """Read the reports, ``elapsed`` seconds after the previous call.
+
+        Returns:
+            The verdict that ends the run and the reports; None if the run continues.
+        """
         self._are_all_there = self._are_all_there or store.check(self._keys)
         if not self._are_all_there:
             return None
@@ -158,7 +162,10 @@ class _Judge:
         return (verdict, beats) if stands >= limit else None
 
     def _read(self, store: "Store", elapsed: float) -> list[Beat]:
-        """Return the last report of each rank, timed by this rank's clock, since the clocks of nodes differ."""
+        """Return the latest report of each rank.
+
+        Silence is timed by this rank's clock, since the clocks of nodes differ.
+        """
         beats = [Beat(**json.loads(text)) for text in store.multi_get(self._keys)]
         for beat in beats:
             number, silent = self._seen.get(beat.rank, (0, 0.0))

@@ -1,7 +1,7 @@
-"""Conversations as tokens. Only the assistant's messages are trained on.
+"""Tokenization of conversations. By default, only the assistant's messages are trained on.
 
 A conversation is rendered by a Jinja template, as in ``transformers``, and tokenized as a whole. Replies are found
-without marks in the template (``recipes.data.chat.reply_spans``).
+without markers in the template (``recipes.data.chat.reply_spans``).
 """
 
 import json
@@ -32,23 +32,24 @@ CHATML = (
 """Default template for tokenizers without one."""
 
 _FORMAT = 4
-"""Version of rendering and of finding replies, which the template does not determine."""
+"""Version of the code that renders conversations and finds replies."""
 
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function_response": "tool",
     "observation": "tool",
 }  # fmt: skip
-"""Roles of conversations in ShareGPT's format, {from, value}, by their names there."""
+"""Mapping from the role names of ShareGPT's format, {from, value}, to the usual roles."""
 
 EARLIER_FORMATS = (3, 2)
-"""Previous versions, newest first, whose tokens are often equal."""
+"""Previous values of ``_FORMAT``, newest first. Their tokens are often the same."""
 
 _ASSISTANTS = ("gpt", "chatgpt", "bot", "model", "human")
-"""Roles that some data gives in {role, content}. They are renamed if no message is from the assistant."""
+"""Role names of ShareGPT's format that some data has in {role, content}. They are renamed if no message is from the
+assistant."""
 
 _STAND_IN = "serried-reply-5d1f8a"
-"""Placeholder for a reply, to find the template's text before and after it."""
+"""Placeholder for a reply, to find the text that the template writes before and after it."""
 
 _WEIGHTS = ("weight", "train", "training")
 """Keys of messages that select whether to train on them."""
@@ -70,9 +71,9 @@ class ChatEncoder:
         """Compile the template. Raises ``UserError`` if it is not a Jinja template, or jinja2 is not installed.
 
         Args:
-            name: name of the template in messages.
-            for_tools: template of conversations with tools, if it is another one.
-            variables: further variables of the template.
+            name: name of the template, for messages.
+            for_tools: template for conversations with tools, if it is a different one.
+            variables: additional variables of the template.
             train_on: which tokens are trained on, see ``data.train_on``.
         """
         self._tokenizer, self._train_on = tokenizer, train_on
@@ -82,8 +83,8 @@ class ChatEncoder:
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def spec(self, earlier: int | None = None) -> dict[str, Any]:
-        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON; for the version
-        ``earlier``, if given."""
+        """Return all settings that the tokens depend on, except rows and tokenizer, as plain JSON. ``earlier``: format
+        of an earlier version to use instead of the current one."""
         spec: dict[str, Any] = {"format": earlier or _FORMAT, "template": self._template.text}
         if self._template.for_tools is not None and earlier is None:
             spec["for_tools"] = self._template.for_tools
@@ -109,12 +110,18 @@ class ChatEncoder:
         tools: Sequence[dict[str, Any]] = (),
         system: str | None = None,
     ) -> Encoded:
-        """Return the tokens of the messages ``content``, with the ``tools`` they may call; of several samples if the
-        template drops or changes earlier turns.
+        """Return the tokens of a conversation, as several samples if the template drops or changes earlier turns.
 
-        Only replies from message ``first`` on are trained on. Raises ``UserError`` if the messages are invalid, or
-        contain nothing to train on. Its text continues the description of the row's place; ``where`` is the position
-        within the row. ``system``: prompt before the messages, if they have none.
+        Args:
+            content: messages of the conversation.
+            where: position within the row, for messages.
+            first: index of the first message that may be trained on.
+            tools: tools that the assistant may call.
+            system: system prompt, used if the messages have none.
+
+        Raises:
+            UserError: the messages are invalid, or contain nothing to train on. The text is appended to the row's
+                position.
         """
         messages = _messages(content, where)
         is_new = bool(system) and not any(message["role"] == "system" for message in messages)
@@ -157,7 +164,8 @@ class ChatEncoder:
     def _samples(
         self, render: Render, messages: Sequence[Message], said: Sequence[int], turns: Sequence[int]
     ) -> list[Sample]:
-        """Return the samples that train on the replies ``turns`` among ``said``, or what ``data.train_on`` names."""
+        """Return the samples to train on, according to ``data.train_on``. ``said``: messages of the assistant;
+        ``turns``: the subset that may be trained on."""
         name = self._template.name
         if self._train_on != "all":
             chosen = turns[-1:] if self._train_on == "last" else turns
@@ -178,9 +186,12 @@ class ChatEncoder:
         return [*(sample for sample in kept if sample.replies), whole._replace(replies=left_out)]
 
     def _encoded(self, sample: Sample, *, trains_all: bool) -> Iterator[Encoded]:
-        """Yield the tokens of a sample, after a sample of its own for each reply before which the prompt has other
-        tokens when a model is asked with it. ``trains_all``: all tokens are trained on except the replies of the
-        sample. Raises ``UnicodeEncodeError`` if it is not valid text."""
+        """Yield the tokens of a sample.
+
+        If the prompt before a reply has other tokens alone, as in generation, than in the full text, this reply first
+        gets a sample of its own. ``trains_all``: train on all tokens except the replies of the sample. Raises
+        ``UnicodeEncodeError`` if the text is not valid.
+        """
         sample.text.encode()  # tokenizers fail in other ways on invalid text
         ids, spans = self._tokenizer.encode_marked(sample.text)
         inside = dict[int, Reply]()
@@ -195,25 +206,26 @@ class ChatEncoder:
         yield self._supervised(sample._replace(replies=replies), ids, spans, trains_all=trains_all)
 
     def _is_asked_so(self, text: str, asked: int, ids: np.ndarray, spans: np.ndarray) -> bool:
-        """Return whether the prompt ``text[:asked]`` alone has the same tokens as in the whole text."""
+        """Return whether the prompt ``text[:asked]`` alone has the same tokens as in the full text."""
         count = int(np.searchsorted(spans[:, 1], asked, "right"))
         if count < len(ids) and spans[count, 0] < asked:
             return False
         marks = self._tokenizer.added_ids if isinstance(self._tokenizer, HuggingFaceTokenizer) else frozenset()
-        # What is before a special token does not change the tokens after it.
+        # Text before a special token does not change the tokens after it.
         first = next((at for at in range(count - 1, -1, -1) if int(ids[at]) in marks), 0)
         alone, _ = self._tokenizer.encode_marked(text[int(spans[first, 0]) if first else 0 : asked])
         return np.array_equal(alone, ids[first:count])
 
     def _supervised(self, sample: Sample, ids: np.ndarray, spans: np.ndarray, *, trains_all: bool) -> Encoded:
-        """Return ``ids`` with marks for those that are trained on: the replies, or with ``trains_all`` all others."""
+        """Return ``ids`` and which of them are trained on: the replies, or with ``trains_all`` all tokens except the
+        replies."""
         supervised = np.full(len(ids), trains_all, np.uint8)
         begins, ends = spans.T
         for reply in sample.replies.values():
-            # A token may begin with the space before the reply: it is the first token that a model must write.
+            # A token may begin with the space before the reply: it is the first token that a model must generate.
             supervised[(begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))] = not trains_all
-        if not len(ids) or ids[-1] != self._tokenizer.end_id:  # a template may end with the end mark
-            # End mark of a last reply that the template does not end.
+        if not len(ids) or ids[-1] != self._tokenizer.end_id:  # a template may end with the end token
+            # Train on the end token if the template does not end the last reply itself.
             last = sample.replies.get(sample.messages - 1)
             is_end = trains_all if last is None else not trains_all and not last.has_end and last.start < last.stop
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(is_end))
@@ -221,14 +233,14 @@ class ChatEncoder:
 
 
 class CompletionEncoder:
-    """Encoder of rows with a prompt and its completion, which are texts and have no template."""
+    """Encoder of rows with a prompt and its completion, as plain text without a template."""
 
     def __init__(self, tokenizer: Tokenizer, train_on: str) -> None:
         self._tokenizer, self._train_on = tokenizer, train_on
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def spec(self, earlier: int | None = None) -> dict[str, Any]:
-        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON."""
+        """Return all settings that the tokens depend on, except rows and tokenizer, as plain JSON."""
         return {"format": earlier or _FORMAT, "template": None, "train_on": self._train_on}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
@@ -252,7 +264,7 @@ class CompletionEncoder:
         ids, spans = pieces or self._tokenizer.encode_marked(prompt + completion)
         supervised = (spans[:, 1] > len(prompt)).astype(np.uint8)
         start, end = np.array(self._tokenizer.start_ids, np.int64), np.array([self._tokenizer.end_id])
-        starts = len(start) and ids[: len(start)].tolist() != start.tolist()  # the prompt may begin with it
+        starts = len(start) and ids[: len(start)].tolist() != start.tolist()  # the prompt may have them already
         ends = ids[-1] != self._tokenizer.end_id
         ids = np.concatenate((start if starts else start[:0], ids, end if ends else end[:0]))
         supervised = np.pad(supervised, (len(start) if starts else 0, 0))
@@ -263,8 +275,8 @@ class CompletionEncoder:
 
 
 def _in_pieces(tokenizer: Tokenizer, text: str, at: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ids of ``text`` up to the position ``at``, where a model is asked, and those of the rest, with the
-    range of characters of each id. None if the tokenizer adds a space before a text."""
+    """Tokenize the prompt ``text[:at]`` and the rest of ``text`` separately. Return the ids of both together, and the
+    range of characters of each id. None if the tokenizer would add a space between them."""
     (before, spans), (ids, following) = tokenizer.encode_marked(text[:at]), tokenizer.encode_marked(text[at:])
     both = np.concatenate((before, ids))
     if tokenizer.decode_marked(both.tolist()) != tokenizer.decode_marked(tokenizer.encode_marked(text)[0].tolist()):
@@ -287,7 +299,8 @@ def encoder_of_rows(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder |
 
 
 def _template_for_tools(section: DataSection, tokenizer: Tokenizer) -> str | None:
-    """Return the template that the tokenizer has for conversations with tools; None if it is the usual one."""
+    """Return the tokenizer's separate template for conversations with tools. None if it has none, or
+    ``data.chat_template`` is set."""
     if section.chat_template is not None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     return tokenizer.chat_templates.get("tool_use")
@@ -332,9 +345,9 @@ def ask(
     said: Sequence[str],
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids that ask for a reply to the messages ``said``, alternately of the user and the assistant,
-    and the ids with which a reply ends. ``variables``: further variables of the template. Raises ``UserError`` if it
-    refuses the messages."""
+    """Return the token ids of the prompt for a reply to the messages ``said``, which alternate between user and
+    assistant, and the ids that end a reply. ``variables``: additional variables of the template. Raises ``UserError``
+    if the template refuses the messages."""
     tokens = _special_tokens(tokenizer.spec().get("files", {}))
     template = Template(template_text, "the chat template", tokens, variables=variables)
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
@@ -349,7 +362,7 @@ def ask(
     end_of_turn, _ = tokenizer.encode_marked(after.rstrip() or after)
     ids, spans = tokenizer.encode_marked(asked)
     if not is_asked and before.startswith(asked) and before[len(asked) :].strip():
-        # A template without a generation prompt: use its text before a reply, as seen in training.
+        # A template without a generation prompt: use the text that it writes before a reply, as in training.
         ids, spans = tokenizer.encode_marked(before + _STAND_IN)
         ids = ids[spans[:, 1] <= len(before)]
     return ids.tolist(), end_of_turn.tolist()
@@ -381,8 +394,8 @@ def _messages(content: Any, where: str) -> list[Message]:
 
 
 def _with_parsed_arguments(render: Render, messages: list[Message]) -> tuple[list[Message], bool]:
-    """Return the messages, and whether they were changed: with arguments of calls as objects, if they are JSON text, as
-    in OpenAI's format, and the template would write a quoted text or fails."""
+    """Return the messages, and whether they were changed. Arguments of tool calls that are JSON text, as in OpenAI's
+    format, are parsed if the template would otherwise quote them as a string or fail."""
     calls = [call for message in messages for call in message.get("tool_calls") or [] if isinstance(call, dict)]
     functions = [call.get("function", call) for call in calls]
     texts = [it["arguments"] for it in functions if isinstance(it, dict) and isinstance(it.get("arguments"), str)]
@@ -418,7 +431,7 @@ def _with_parsed_arguments(render: Render, messages: list[Message]) -> tuple[lis
 
 
 def _message(message: Message, where: str) -> Message:
-    message = {key: value for key, value in message.items() if value is not None}  # columns of tables are never absent
+    message = {key: value for key, value in message.items() if value is not None}  # tables contain null for absent keys
     if "role" not in message and "from" in message:
         if message["from"] not in _ROLES:
             known = ", ".join(_ROLES)
@@ -433,7 +446,7 @@ def _message(message: Message, where: str) -> Message:
         message = {**message, "content": said, "tool_calls": without_nulls(message["tool_calls"])}
         if said is None:
             return message
-    if isinstance(said, list):  # parts, for example of messages with images
+    if isinstance(said, list):  # content in parts, for example with images
         texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in said]
         other = next((part for part, text in zip(said, texts, strict=True) if not isinstance(text, str)), None)
         if other is not None:
@@ -452,7 +465,7 @@ def _message(message: Message, where: str) -> Message:
 
 
 def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
-    """Return the text of a conversation without tools; None if the template requires some."""
+    """Return the text of a conversation without tools; None if the template requires tools."""
     try:
         return template.render(messages)
     except Unlearnable:

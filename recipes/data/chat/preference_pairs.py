@@ -1,7 +1,7 @@
-"""Pairs of answers to one prompt, as tokens: the chosen and the rejected one, each after the prompt.
+"""Tokenization of preference pairs: a chosen and a rejected answer, each after the same prompt.
 
-A prepared document is a pair: both conversations, one after the other. The byte of each token is 1 if it is trained
-on, plus 2 in the second conversation.
+A prepared document is a pair: the conversation with the chosen answer, then the one with the rejected answer. The byte
+in ``supervised`` of each token is 1 if it is trained on, plus 2 in the second conversation.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 
 LEARNED, REJECTED = 1, 2
-"""Bits of a token's byte."""
+"""Bits of the byte in ``supervised`` of each token."""
 
 _SHOWN_CHARACTERS = 60
 
@@ -31,8 +31,8 @@ class PairEncoder:
         self._chat, self._sequence_length = chat, sequence_length
 
     def spec(self, earlier: int | None = None) -> dict[str, Any]:
-        """Return everything the tokens depend on besides rows and tokenizer, as plain JSON; for the version
-        ``earlier``, if given."""
+        """Return all settings that the tokens depend on, except rows and tokenizer, as plain JSON. ``earlier``: format
+        of an earlier version to use instead of the current one."""
         return {"sequence_length": self._sequence_length, **self._chat.spec(earlier)}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
@@ -90,6 +90,6 @@ def pair_encoder(section: DataSection, tokenizer: Tokenizer) -> PairEncoder:
 
 
 def _shown(messages: Sequence[dict[str, Any]]) -> str:
-    """Return the last message, shortened."""
+    """Return the last message, shortened and quoted."""
     text = " ".join(str(messages[-1].get("content", messages[-1].get("value"))).split()) if messages else ""
     return repr(printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"))

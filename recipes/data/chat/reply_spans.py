@@ -1,11 +1,11 @@
-"""Samples of a rendered conversation, the replies in them, and a check that each shows everything to train on.
+"""Samples of a rendered conversation, the positions of replies in them, and checks that nothing to train on is missing.
 
-A reply is the text that a model must write when it is asked with the template's generation prompt. It begins where
-that prompt ends, and ends with the mark that ends the turn. So templates need no marks of replies, which hardly any
-has. Most templates only append: then the whole conversation is one sample, in which the position of each reply is
-found without rendering it again. A template that drops or changes earlier turns, such as the reasoning in Qwen 3, or
-the end mark in gpt-oss, no longer shows what the model must write. Such a reply gets a sample of its own, which ends
-with it.
+A reply is the text that a model must generate after the template's generation prompt. It begins where that prompt ends,
+and ends with the end-of-turn token. Templates therefore need no markers around replies, which few templates have. Most
+templates only append messages. The full conversation is then one sample, in which replies are found without rendering
+it again for each of them. Other templates drop or change earlier turns, such as the reasoning in Qwen 3 or the end
+token in gpt-oss, so the full text no longer contains a reply as it must be generated. Such a reply gets a sample of its
+own, which ends with the reply.
 """
 
 import json
@@ -17,7 +17,7 @@ from serried.configs.formats import printable
 from serried.recipes.data.tokenizers.chat_template import Message, Unlearnable
 
 Render = Callable[..., str]
-"""``Template.render`` with its tools."""
+"""``Template.render``, with the tools of the conversation already bound."""
 
 _CALLS = ("tool_calls", "function_call")
 """Keys of messages that a template must show, besides their content."""
@@ -33,15 +33,15 @@ _OPEN_BLOCK = re.compile(rf"<({_REASONING_TAGS})>\s*\Z")
 
 
 class Reply(NamedTuple):
-    """Start and stop of a reply in the text, in characters. It includes the mark that ends the turn, but not the
-    header, and no empty block of reasoning that the template writes before it."""
+    """Start and stop of a reply in the text, in characters. The reply includes the end-of-turn token, but neither the
+    header nor an empty reasoning block that the template writes before it."""
 
     start: int
     stop: int
     has_end: bool
-    """Whether the template ends it with more than whitespace."""
+    """Whether the template writes more than whitespace after its content, such as an end-of-turn token."""
     is_asked: bool
-    """Whether the model is asked with the text before it; else the template has no generation prompt."""
+    """Whether the text before the reply is the prompt in generation. False if the template has no generation prompt."""
 
 
 class Sample(NamedTuple):
@@ -51,9 +51,9 @@ class Sample(NamedTuple):
     replies: Mapping[int, Reply]
     """Replies to train on, by the number of their message."""
     messages: int
-    """Number of messages that it shows."""
+    """Number of messages in the text."""
     is_new: bool
-    """Whether earlier versions trained on other tokens."""
+    """Whether earlier versions of this library trained on other tokens."""
 
 
 _DIGITS = "591827364546"
@@ -67,10 +67,10 @@ def stand_in(number: int) -> str:
 def find_samples(
     render: Render, name: str, messages: Sequence[Message], turns: Sequence[int], end_of_text: str = ""
 ) -> list[Sample]:
-    """Return the samples of a conversation that train on each of the replies ``turns`` once.
+    """Return the samples of a conversation that together train on each of the replies ``turns`` once.
 
     Args:
-        name: name of the template in messages.
+        name: name of the template, for messages.
         end_of_text: text of the end-of-text token, which some templates write after all turns.
 
     Raises:
@@ -78,7 +78,7 @@ def find_samples(
     """
     try:
         text = render(messages)
-    except Unlearnable:  # some templates fail on a message with a call that they do not show
+    except Unlearnable:  # some templates fail on tool calls that they do not support
         for number in range(len(messages)):
             _check_calls(render, name, messages, number, "")
         raise
@@ -90,7 +90,7 @@ def find_samples(
             _check_calls(render, name, messages, number, "")
     for turn in turns:
         place = places.get(turn)
-        # Templates remove whitespace in some places only.
+        # Some templates strip whitespace only in some places.
         is_plain = messages[turn]["content"] == _text_of(messages[turn])
         is_plain &= not any(messages[turn].get(key) for key in (*_CALLS, *_REASONING))
         is_last = turn + 1 == len(messages)  # the last message may end differently
@@ -115,7 +115,7 @@ def find_samples(
 
 
 def content_in(render: Render, name: str, messages: Sequence[Message], turn: int, text: str) -> Reply:
-    """Return the position of the content of message ``turn`` in ``text``, the whole conversation. Raises
+    """Return the position of the content of message ``turn`` in ``text``, the rendered conversation. Raises
     ``Unlearnable`` if it is not found."""
     marked = _with_stand_in(render, messages, turn)
     if marked is None or not (text.startswith(marked[0]) and text.endswith(marked[1])):
@@ -133,15 +133,15 @@ _REMEDY = "end the conversation there, leave that out, or use another template: 
 
 
 class _Alone(NamedTuple):
-    """A reply in the conversation that ends with it."""
+    """A reply in the conversation up to and including this reply."""
 
     text: str
     prompt: int
-    """Stop of the prompt with which the model is asked for the reply."""
+    """End of the prompt from which the model generates the reply."""
     start: int
-    """Start of the reply; before it, the template may write an empty block of reasoning."""
+    """Start of the reply. The template may write an empty reasoning block between the prompt and this position."""
     rest: int
-    """Start of the reply without an empty block of reasoning, its own or the template's."""
+    """Start of the reply after any empty reasoning block, whether from the template or from the message."""
     stop: int
     has_end: bool
     is_asked: bool
@@ -149,8 +149,8 @@ class _Alone(NamedTuple):
     is_new: bool
 
     def within(self, text: str) -> Reply | None:
-        """Return the reply in ``text``, which has more messages; None if the prompt or the reply is another one there,
-        except for an empty block of reasoning."""
+        """Return the position of the reply in ``text``, which has more messages. None if the prompt or the reply
+        differs there by more than an empty reasoning block."""
         if not text.startswith(self.text[: self.prompt]):
             return None
         said, start = self.text[self.start : self.stop], self.start
@@ -162,8 +162,8 @@ class _Alone(NamedTuple):
 
 
 def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, text: str, end_of_text: str) -> _Alone:
-    """Return the reply ``turn``. ``text``: the whole conversation. Raises ``Unlearnable`` if it is not found, or not
-    shown as a whole."""
+    """Return the reply ``turn`` in the conversation up to and including it. ``text``: the full rendered conversation.
+    Raises ``Unlearnable`` if the reply is not found, or not shown completely."""
     said, before = messages[: turn + 1], messages[:turn]
     shown = text if turn + 1 == len(messages) else _tried(render, said)
     asked = _tried(render, before, ask_for_reply=True)
@@ -174,8 +174,8 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
         found = shown, len(asked)
         if header is not None and (between := header[len(asked) :]).strip() and header.startswith(asked):
             if asked == _tried(render, before):
-                # A template without a generation prompt: the common text before all replies is not written by the
-                # model. It may be a space only.
+                # A template without a generation prompt: its header before a reply is not generated by the model.
+                # The header may be only a space.
                 found, is_asked = (shown, len(header)), False
             elif _EMPTY_BLOCK.fullmatch(between) and not _has_block(messages[turn]):
                 found, is_new = (shown, len(asked)), True
@@ -205,7 +205,7 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
     has_end = bool(after.strip())
     stop = prompt + len(shown[prompt:].rstrip()) if has_end else len(shown)
     own_end = after.rstrip().removesuffix(end_of_text).strip()
-    if own_end not in ("", after.strip()):  # the turn ends before the text does: a model stops there
+    if own_end not in ("", after.strip()):  # generation stops at the end-of-turn token, before the end-of-text token
         stop, is_new = prompt + len(shown[prompt:stop].removesuffix(end_of_text).rstrip()), True
     start = min(start, stop)
     own_block = _EMPTY_BLOCK.match(shown, prompt, stop) if _has_block(messages[turn]) else None
@@ -216,18 +216,19 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
 
 
 def _has_block(message: Message) -> bool:
-    """Return whether a message itself begins with an empty block of reasoning."""
+    """Return whether the content of a message begins with an empty reasoning block."""
     return isinstance(message["content"], str) and bool(_EMPTY_BLOCK.match(message["content"]))
 
 
 def _spliced(asked: str, opened: re.Match[str], shown: str, message: Message) -> str | None:
-    """Return the prompt ``asked``, which begins a block of reasoning, followed by the rest of that block and the reply,
-    for a template that keeps no reasoning of replies (DeepSeek R1), or none that is empty. None if the template shows
-    something else.
+    """Return the prompt ``asked``, which opens a reasoning block, followed by the rest of that block and the reply.
+
+    Needed for templates that drop the reasoning of replies (DeepSeek R1), or only empty reasoning. None if the template
+    renders the conversation in another way.
 
     Args:
-        opened: the beginning of the block in ``asked``.
-        shown: the conversation up to ``message``, as rendered.
+        opened: match of the opening tag of the block in ``asked``.
+        shown: rendered conversation up to and including ``message``.
     """
     if not shown.startswith(asked[: opened.start()]):
         return None
@@ -240,20 +241,26 @@ def _spliced(asked: str, opened: re.Match[str], shown: str, message: Message) ->
     thought = thought.strip("\n")
     head, found, tail = rest.partition(closing)
     if found and (not thought or thought.strip() in head):
-        return asked + rest.lstrip("\n")  # its own block, with other whitespace than in the prompt
+        return asked + rest.lstrip("\n")  # a block of the reply, with other whitespace than in the prompt
     if found and not head.strip():
         return asked + f"{thought}{closing}{tail}"
     return None if found else asked + f"{thought}\n{closing}\n\n" + rest.lstrip("\n")
 
 
 def _behind(asked: str, before: str | None, header: str) -> int | None:
-    """Return the position in ``header``, the text before the content of a reply, behind the end of the prompt
-    ``asked``, of which the template changes an earlier part once the reply follows, such as the reasoning before a tool
-    call in gpt-oss. None if it is not found. ``before``: the conversation before the reply without a generation
-    prompt."""
+    """Return the position in ``header`` right after the end of the prompt. None if it is not found.
+
+    Needed for templates that change an earlier part of the prompt once the reply follows, such as the reasoning before
+    a tool call in gpt-oss.
+
+    Args:
+        asked: rendered prompt, including the generation prompt.
+        before: the same conversation rendered without a generation prompt.
+        header: rendered text before the content of the reply.
+    """
     if before is None or not asked.startswith(before) or asked == before:
         return None
-    fewest, most = len(asked) - len(before), len(asked)  # the longest end of the prompt that is shown
+    fewest, most = len(asked) - len(before), len(asked)  # binary search for the longest suffix of the prompt
     while fewest < most:
         size = (fewest + most + 1) // 2
         fewest, most = (size, most) if asked[-size:] in header else (fewest, size - 1)
@@ -265,8 +272,8 @@ def _behind(asked: str, before: str | None, header: str) -> int | None:
 def _with_stand_in(
     render: Render, messages: Sequence[Message], turn: int, *, silent: bool = False
 ) -> tuple[str, str] | None:
-    """Return the text before and after a placeholder for the content of a reply; None if the template does not show
-    the placeholder exactly once. ``silent``: leave out its tool calls."""
+    """Render a placeholder as the content of reply ``turn``, and return the text before and after it. None if the text
+    does not contain the placeholder exactly once. ``silent``: leave out the tool calls of the reply."""
     changed = {key: value for key, value in messages[turn].items() if not (silent and key in _CALLS)}
     changed["content"] = stand_in(turn)
     text = _tried(render, [*messages[:turn], changed, *messages[turn + 1 :]])
@@ -275,7 +282,7 @@ def _with_stand_in(
 
 
 def _tried(render: Render, messages: Sequence[Message], **options: Any) -> str | None:
-    """Return the text of ``messages``; None if the template refuses them, as some do without a user's message."""
+    """Return the text of ``messages``. None if the template refuses them, as some do if there is no user message."""
     try:
         return render(messages, **options)
     except Unlearnable:
@@ -297,8 +304,8 @@ class _Place(NamedTuple):
 
 
 def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Place]:
-    """Return the positions by message number, from the text ``shown`` with placeholders; empty if the template does
-    more than insert each content."""
+    """Return the positions of contents in ``text`` by message number. ``shown``: the text with placeholders for the
+    contents. Empty if the template does more than insert the contents."""
     places, position = dict[int, _Place](), 0
     for number, message in enumerate(messages):
         if not _text_of(message):
@@ -318,7 +325,7 @@ def _places(messages: Sequence[Message], text: str, shown: str) -> dict[int, _Pl
 
 
 class _Alike(NamedTuple):
-    """A reply by its distance from the content of its message."""
+    """Offsets of a reply relative to the content of its message."""
 
     lead: int
     end: str
@@ -327,15 +334,15 @@ class _Alike(NamedTuple):
 
 
 def _as_others(place: _Place, alike: Mapping[str, _Alike], text: str) -> Reply | None:
-    """Return the reply at ``place``, by comparison with a reply that has the same header, so that long conversations
-    are not rendered once for each reply; None if there is none, or it ends differently."""
+    """Return the reply at ``place`` by analogy with another reply that has the same header. Long conversations are thus
+    not rendered once per reply. None if there is no such reply, or it ends differently."""
     found = alike.get(place.header)
     if found is None or not text.startswith(found.end, place.stop):
         return None
     return Reply(place.start - found.lead, place.stop + len(found.end), found.has_end, found.is_asked)
 
 
-# what a template leaves out -------------------------------------------------------------------------------------------
+# omissions of a template ----------------------------------------------------------------------------------------------
 
 
 def _check_shown(render: Render, name: str, messages: Sequence[Message], text: str) -> str:
@@ -361,8 +368,8 @@ def _check_shown(render: Render, name: str, messages: Sequence[Message], text: s
 
 
 def _check_parts(render: Render, name: str, messages: Sequence[Message], turn: int, said: str) -> None:
-    """Raise ``Unlearnable`` if the template leaves out a part of a reply, such as its reasoning. ``said``: the part
-    that it shows."""
+    """Raise ``Unlearnable`` if the template leaves out a part of a reply, such as its reasoning. ``said``: the rendered
+    reply."""
     content = messages[turn]["content"]
     if not isinstance(content, str) or content.strip() in said:
         return

@@ -1,4 +1,4 @@
-"""Images with classes: a folder with a subfolder for each class, or a Hugging Face dataset."""
+"""Images with classes, from a folder with one subfolder per class or from a Hugging Face dataset."""
 
 import contextlib
 import hashlib
@@ -31,20 +31,20 @@ _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 _FORMATS = frozenset(
     ("AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 )
-"""Pixel formats that Pillow may detect in a file, regardless of its name. (For PostScript it would start an
-interpreter.)"""
+"""Image formats that Pillow may decode, detected from the content of a file. PostScript is excluded, since Pillow would
+start an interpreter for it."""
 _ORIENTATION = 0x0112
 """EXIF tag of the camera's orientation."""
 UPRIGHT = "-upright"
 """Suffix of the fingerprint of a folder whose images are rotated according to their EXIF orientation."""
 _ROWS = (".parquet", ".arrow", ".json", ".csv")
-"""Suffixes of files in a dataset's folder."""
+"""Suffixes of files by which a folder is recognized as a Hugging Face dataset."""
 _CENTRE = 0.875
-"""Share of the shorter side that is visible in an evaluation."""
+"""Fraction of the shorter side that the center crop keeps in evaluation."""
 _MOST = 2**16 - 1
-"""Brightest value of 16-bit grayscale."""
+"""Largest value of 16-bit grayscale."""
 _SHAPES = (math.log(3 / 4), math.log(4 / 3))
-"""Logarithms of the smallest and the largest width of a random crop, for a height of 1."""
+"""Logarithms of the smallest and largest aspect ratio (width / height) of a random crop."""
 _SHOWN = 5
 _RESUMES = "then resume with 'checkpoint.allow_changes=[task.path]'"
 
@@ -53,13 +53,13 @@ class Image(NamedTuple):
     """An image with its class."""
 
     pixels: Any
-    """A PIL image in RGB; after augmentation, a tensor [3, size, size] of bytes."""
+    """PIL image in RGB; after cropping, a uint8 tensor [3, size, size]."""
     label: int
 
 
 def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
-    """Find the images that ``section`` names, without reading any. ``upright``: rotate images of a folder according
-    to their EXIF orientation. Raises ``UserError`` if there are none, or the splits have different classes."""
+    """Find the images at ``task.path`` without reading them. ``upright``: rotate images of a folder according to their
+    EXIF orientation. Raises ``UserError`` if there are none, or the splits have different classes."""
     library("PIL", "task=image_classification", extra="vision")
     folder, typed = expanded(section.path), assignment("task.path", section.path)
     try:
@@ -80,7 +80,7 @@ def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
 
 
 class FolderImages:
-    """The images of one split of a folder."""
+    """Dataset of the images of one split in a folder."""
 
     def __init__(self, folder: Path, classes: Sequence[str] | None = None, *, upright: bool = True) -> None:
         """``classes``: classes of the training split; None if this is the training split."""
@@ -89,7 +89,7 @@ class FolderImages:
         unused = sum(_is_image(entry.name) for entry in entries if entry.name not in found)
         told = f"images not used: {unused:,} in {folder}, outside of class folders; move them to {folder}/CLASS/"
         self.note = told if unused else ""
-        """Note for the user."""
+        """Message about images outside of class folders; empty if there are none."""
         self.upright = upright
         self.classes = sorted(found) if classes is None else list(classes)
         self._folder = folder
@@ -104,7 +104,7 @@ class FolderImages:
                 key.update(f"{self._names[-1]}\0{size_bytes}\n".encode("utf-8", "surrogateescape"))
         present = set(labels)
         self.empty = [name for label, name in enumerate(self.classes) if label not in present]
-        for name in self.empty:  # other names are names of folders
+        for name in self.empty:  # the hashed paths contain the names of all other classes
             key.update(f"{name}\n".encode("utf-8", "surrogateescape"))
         self.unknown = sorted(found.keys() - set(self.classes))
         self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest() + UPRIGHT * upright
@@ -117,7 +117,7 @@ class FolderImages:
         try:
             with open_regular(path) as file:
                 return Image(_decoded(file, self.upright), int(self._labels[index]))
-        except Exception as error:  # any exception: decoders read untrusted files
+        except Exception as error:  # decoders may raise any exception on untrusted files
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it, {_RESUMES}") from None
 
@@ -165,13 +165,13 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
 
 
 class TableImages:
-    """The images of one split of a Hugging Face dataset."""
+    """Dataset of the images of one split of a Hugging Face dataset."""
 
     def __init__(self, table: Any, image: str, label: str, number: Callable[[Any], int]) -> None:
-        """``number``: maps a label to the number of its class."""
+        """``number``: function from label to class index."""
         feature = library("datasets", "a dataset").Image
-        self.fingerprint = str(table.cast_column(image, feature())._fingerprint)  # datasets has no public name for it
-        self._table = table.cast_column(image, feature(decode=False))  # otherwise it would open any format
+        self.fingerprint = str(table.cast_column(image, feature())._fingerprint)  # not public in datasets
+        self._table = table.cast_column(image, feature(decode=False))  # otherwise datasets would decode any format
         self._image = image
         self._label = label
         self._number = number
@@ -184,7 +184,7 @@ class TableImages:
             row = self._table[index]
             with contextlib.ExitStack() as stack:
                 return Image(_decoded(_file_in(row[self._image], stack), True), self._number(row[self._label]))
-        except Exception as error:  # any exception, as above
+        except Exception as error:  # decoders may raise any exception
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
                 f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}; repair it or leave it "
@@ -193,7 +193,7 @@ class TableImages:
 
 
 def _file_in(cell: Any, stack: contextlib.ExitStack) -> Any:
-    """Open the file of a cell in the format of ``datasets``, until ``stack`` is closed."""
+    """Open the image file of a cell of an image column of ``datasets``. It is closed with ``stack``."""
     if cell["bytes"] is not None:
         return io.BytesIO(cell["bytes"])
     is_address = "://" in cell["path"]
@@ -214,8 +214,8 @@ def _open_dataset(section: ImageSection, name: str) -> LabelledData:
 
 
 def _decoded(file: Any, upright: bool) -> Any:
-    """Return the image in an open file as a PIL image in RGB. ``upright``: rotate it according to its EXIF
-    orientation, like ``datasets`` and transformers. Raises any exception if it cannot be read."""
+    """Decode an open file as a PIL image in RGB. ``upright``: rotate it according to its EXIF orientation, like
+    ``datasets`` and transformers. May raise any exception if the file cannot be decoded."""
     from PIL import Image as pillow
     from PIL import ImageOps
 
@@ -233,17 +233,17 @@ def _is_turned(image: Any) -> bool:
 
 
 def _in_rgb(image: Any) -> Any:
-    """Return a PIL image in RGB. 16-bit grayscale is scaled to 8 bits: Pillow would turn all values above 254 to
-    white. Raises ``ValueError`` if its values have neither 8 nor 16 bits."""
+    """Convert a PIL image to RGB. 16-bit grayscale is scaled to 8 bits, since Pillow would turn all values above 254
+    white. Raises ``ValueError`` if pixel values have neither 8 nor 16 bits."""
     from PIL import Image as pillow
 
     if image.mode == "RGB":
-        return image  # convert() would copy it
+        return image  # convert() would copy the image
     if image.mode[0] not in "IF":  # 8-bit modes
         return image.convert("RGB")
     values = np.asarray(image)
     least, largest = values.min(), values.max()
-    if image.mode == "I" and least >= 0 and largest <= 255:  # 8-bit values in a wider type
+    if image.mode == "I" and least >= 0 and largest <= 255:  # 8-bit values in a wider dtype
         return image.convert("RGB")
     if image.mode == "F" or least < 0 or largest > _MOST:
         raise ValueError(
@@ -255,12 +255,12 @@ def _in_rgb(image: Any) -> Any:
 
 
 def image_processor(size: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """Return the content of ``preprocessor_config.json``, with which transformers prepares an image as an evaluation
-    does: ``cropped_to_centre``, and colors normalized with ``mean`` and ``std``."""
+    """Return the content of ``preprocessor_config.json``, so that transformers preprocesses images as evaluation does:
+    cropped as by ``cropped_to_centre`` and normalized with ``mean`` and ``std``."""
     from PIL import Image as pillow
 
     return {
-        "image_processor_type": "CLIPImageProcessor",  # works with any model, and crops
+        "image_processor_type": "CLIPImageProcessor",  # works with any model and supports center crops
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": round(size / _CENTRE)},
@@ -276,16 +276,17 @@ def image_processor(size: int, mean: Sequence[float], std: Sequence[float]) -> d
 
 
 def cropped_at_random(image: Any, size: int, smallest: float, flip: bool, seed: int) -> Tensor:
-    """Return bytes [3, size, size] of a random crop of a PIL image, which covers at least the share ``smallest`` of
-    it, perhaps mirrored. All random numbers depend only on ``seed``."""
-    numbers = random.Random(seed)  # random() is the only method with equal numbers in all versions of Python
+    """Return a random crop of a PIL image as a uint8 tensor [3, size, size]. The crop covers at least the fraction
+    ``smallest`` of the image's area; if that is 1, the center crop is used. With ``flip``, it is mirrored with
+    probability 1/2. All random numbers depend only on ``seed``."""
+    numbers = random.Random(seed)  # only random() returns the same values in all versions of Python
     box = _random_box(image.width, image.height, smallest, numbers) if smallest < 1 else _centre(image)
     pixels = _scaled(image, size, box)
     return pixels.flip(-1) if flip and numbers.random() < 0.5 else pixels
 
 
 def cropped_to_centre(image: Any, size: int) -> Tensor:
-    """Return bytes [3, size, size] of the center of a PIL image."""
+    """Return the center crop of a PIL image as a uint8 tensor [3, size, size]."""
     return _scaled(image, size, _centre(image))
 
 

@@ -1,4 +1,4 @@
-"""Tokenized texts, with classes if they have any: JSON or CSV rows, or a Hugging Face dataset."""
+"""Tokenized texts, optionally with labels, from JSON Lines or CSV files or a Hugging Face dataset."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,10 @@ class LabelledText(NamedTuple):
 
 
 class Texts:
-    """The texts of one split, which are tokenized when they are read."""
+    """Dataset of the texts of one split. Texts are tokenized on access."""
 
     def __init__(self, texts: Sequence[str], labels: Sequence[int], encoder: Any, fingerprint: str) -> None:
-        """``encoder``: a tokenizer of ``tokenizers``."""
+        """``encoder``: a ``tokenizers.Tokenizer``."""
         self._texts = texts
         self._labels = labels
         self._encoder = encoder
@@ -55,14 +55,14 @@ class Texts:
 
 
 def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any:
-    """Return the tokenizer in the model ``folder``, set to truncate texts after ``sequence_length`` tokens (or on
-    the other ``side``). Raises ``UserError`` if there is none."""
+    """Load the tokenizer from the model ``folder``. It truncates texts to ``sequence_length`` tokens, removing tokens
+    on ``side``. Raises ``UserError`` if there is no valid tokenizer."""
     tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
     try:
         encoder = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library's own exception type
+    except Exception as error:  # the library raises no specific exception
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from None
     encoder.no_padding()
     encoder.enable_truncation(sequence_length, direction=side)
@@ -70,8 +70,8 @@ def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any
 
 
 def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledData:
-    """Read the texts that ``section`` names. ``form`` is added to their fingerprint. Raises ``UserError`` if there
-    are none, or a row is invalid."""
+    """Open the texts at ``task.path``. ``form`` is appended to their fingerprint. Raises ``UserError`` if there are
+    none, or a row is invalid."""
     path, typed = expanded(section.path), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():
@@ -92,7 +92,7 @@ def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledD
 
 
 def _columns(section: TextsSection) -> dict[str, str]:
-    """Return the columns to read, by the config keys that name them."""
+    """Return the columns to read, as a mapping from config key to column name."""
     labels = {"task.label_column": section.label_column} if isinstance(section, LabelledSection) else {}
     return {"task.text_column": section.text_column} | labels
 
@@ -116,15 +116,15 @@ def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed
 
 
 class _TextAndLabel:
-    """The text and the label of a row; the label is empty if the task has none."""
+    """Reader of the text and label of a row. The label is empty if the task has no labels."""
 
     def __init__(self, section: TextsSection) -> None:
         self._columns, self._text = _columns(section), section.text_column
         self._label = section.label_column if isinstance(section, LabelledSection) else None
 
     def content_of(self, row: Mapping[str, Any]) -> tuple[str, str | int]:
-        """Return text and label. Raises ``UserError`` if one is missing or of another type; the message follows the
-        row's place."""
+        """Return text and label. Raises ``UserError`` if one is missing or has the wrong type. Its message is appended
+        to the row's position."""
         names = [str(name) for name in row]
         if missing := missing_column(self._columns, names):
             typed, instead = missing
@@ -147,7 +147,8 @@ class _File(NamedTuple):
 
 
 def _read(path: Path, section: TextsSection) -> _File:
-    """Read the rows of a file. Raises ``UserError`` if there are none, or ``task.bad_rows`` refuses one."""
+    """Read the rows of a file. Raises ``UserError`` if there are none, or there are bad rows and
+    ``task.bad_rows=refuse``."""
     try:
         content = read_regular(path)
     except (OSError, NotPlainData) as error:
@@ -163,7 +164,7 @@ def _read(path: Path, section: TextsSection) -> _File:
         bad += 1
         if len(shown) < SHOWN_ROWS:
             shown.append(str(row.error))
-    if not rows:  # if all are wrong, the first says what is wrong with the format
+    if not rows:  # if all rows are bad, the first error explains the wrong format
         raise UserError(shown[0] if bad else f"{path} holds no rows; use another file")
     if bad and section.bad_rows == "refuse":
         raise bad_rows(shown, bad, key="task.bad_rows")

@@ -1,4 +1,4 @@
-"""Splits, classes and columns of data sets with a class for each sample."""
+"""Splits, classes and columns of labelled datasets."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ _SHOWN = 5
 
 
 class MappedSamples:
-    """A split whose samples are changed by a function of (sample, number)."""
+    """Dataset that applies a function of (sample, index) to each sample of another dataset."""
 
     def __init__(self, samples: Dataset, change: Callable[[Any, int], Any]) -> None:
         self._samples = samples
@@ -39,8 +39,8 @@ class LabelledData(NamedTuple):
     """Number of bad rows that were left out."""
 
     def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
-        """Return the same samples, with the class numbers of a model with the classes ``names``. Raises
-        ``UserError`` if there are other classes."""
+        """Return the same samples with labels renumbered to the classes ``names`` of a model. Raises ``UserError`` if
+        the data has other classes. ``where``: name of the data in the message."""
         if unknown := [name for name in self.classes if name not in names]:
             raise UserError(f"{where} has the class {unknown[0]}, but the model only knows {_some(names)}")
         numbers = [list(names).index(name) for name in self.classes]
@@ -53,7 +53,7 @@ class LabelledData(NamedTuple):
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
-    """Return which of the splits ``names`` to evaluate on; None if there is none. Raises ``UserError`` if
+    """Return the split to evaluate on, one of ``names``; None if there is none. Raises ``UserError`` if
     ``task.validation`` is not one of them."""
     if section.validation is None:
         return next((name for name in _VALIDATION if name in names), None)
@@ -67,10 +67,10 @@ def validation_split(section: SampledSection, names: Collection[str]) -> str | N
 
 
 class Classes:
-    """Maps values of labels to class numbers."""
+    """Mapping from label values to class indices."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """``values``: labels of the training data, each at least once."""
+        """``values``: all labels of the training data. May contain duplicates."""
         found = sorted(set(values), key=lambda value: (isinstance(value, str), value))
         self._numbers = {value: number for number, value in enumerate(found)}
         self.names = [str(value) for value in found]
@@ -97,15 +97,15 @@ def open_dataset(
     section: SampledSection, name: str, columns: Mapping[str, str], form: str,
     opened: Callable[[Any, Callable[[Any], int]], Dataset],
 ) -> LabelledData:  # fmt: skip
-    """Return the splits of the dataset ``name``, from the Hub or a folder. Without labels, there are no classes.
+    """Open the dataset ``name``, from the Hub or a folder. The result has no classes if the task has no labels.
 
     Args:
-        columns: columns to keep, by the config keys that name them.
-        form: description of the files that may be used instead.
-        opened: opens a split from its table and a function that maps a label to the number of its class.
+        columns: columns to keep, as a mapping from config key to column name.
+        form: description of the local files that are also accepted, for messages.
+        opened: function that opens a split, given its table and a function from label to class index.
 
     Raises:
-        UserError: the dataset cannot be loaded, or has no such columns or classes.
+        UserError: the dataset cannot be loaded, lacks a column or split, or has invalid labels.
     """
     typed = assignment("task.path", section.path)
     datasets = library("datasets", f"a dataset ({typed})")
@@ -151,14 +151,15 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
 
 
 def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
-    """Raise ``UserError`` if a column (by the config key that names it) is not in ``names``."""
+    """Raise ``UserError`` if one of ``columns`` (config key to column name) is not in ``names``."""
     if missing := missing_column(columns, names):
         typed, instead = missing
         raise UserError(f"{typed}: {where} has the columns {', '.join(names)}; use {instead}")
 
 
 def missing_column(columns: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the override for the first of ``columns`` that is not in ``names``, and an override that fits better."""
+    """Return the config override of the first column that is not in ``names``, and a suggested replacement. None if all
+    columns exist."""
     left = [name for name in names if name not in columns.values()] or ["COLUMN"]
     for key, column in columns.items():
         if column not in names:

@@ -1,5 +1,5 @@
-"""A folder that appears complete or not at all. One process at a time writes it, and the next one continues after an
-interruption."""
+"""Atomic creation of a folder: it is complete or does not exist. One process at a time writes it. After an
+interruption, the next process continues."""
 
 import contextlib
 import fcntl
@@ -17,21 +17,21 @@ from serried.recipes.data.readers.source_files import assignment
 from serried.records.files import machine
 
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
-"""Name of a folder that this module created next to ``folder``, whose name ends in a hash."""
+"""Pattern for the names of temporary folders that this module creates. Names of the final folders end in a hash."""
 _CONTENTS = re.compile(
     r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|crc32)"
     r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
 )
-"""Name of a file in such a folder."""
+"""Pattern for the names of files in such a folder."""
 _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 
 
 def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[[], bool], progress: Progress) -> None:
-    """Call ``write`` with ``<folder>.partial`` and rename that to ``folder``, unless it ``is_there``.
+    """Create ``folder``, unless it ``is_there``: call ``write`` with ``<folder>.partial`` and rename it to ``folder``.
 
-    One of the processes that need the folder creates it, and the others wait. After an interruption, the next
-    process continues in the same partial folder.
+    One of the processes that need the folder creates it, and the others wait. After an interruption, the next process
+    continues in the same partial folder.
 
     Raises ``UserError`` if ``write`` raised it, or the disk fails.
     """
@@ -41,24 +41,24 @@ def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[
                 try:
                     write(partial)
                 except (UserError, OSError) as error:
-                    # A user's mistake would be repeated; after a disk failure, the part on the disk can be reused.
+                    # After a user's mistake, nothing can be reused. After a disk failure, finished parts can.
                     if isinstance(error, UserError) or not any(partial.glob("done-*.json")):
                         shutil.rmtree(partial, ignore_errors=True)
                     raise
                 _publish(partial, folder, is_there)
     except OSError as error:
-        # Another machine that shares the disk, but not its locks, may have been first.
+        # Another machine may have been first, if it shares the disk but not its locks.
         if not is_there():
             raise _cannot_write(folder.parent, error, progress.total_bytes) from error
 
 
 @contextlib.contextmanager
 def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> Iterator[Path | None]:
-    """Lock ``<folder>.partial``; None if the folder ``is_there`` in the meantime.
+    """Lock and yield ``<folder>.partial``; yield None if another process completes the folder first.
 
-    The lock is on the partial folder itself, so it ends with the folder, and with its owner. If machines share a
-    disk but not its locks, two of them may write at once: the same bytes under different names, renamed when
-    complete.
+    The lock is on the partial folder itself, so it is released when the folder is removed or the owner exits. If
+    machines share a disk but not its locks, two of them may write at once. Both write the same bytes to different
+    temporary files, and rename these when complete.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)

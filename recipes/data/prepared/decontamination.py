@@ -1,4 +1,4 @@
-"""Validation sets without documents that are trained on."""
+"""Removal of training documents from validation sets."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ _SHARED = "shared.json"
 
 
 def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
-    """Return a folder with the validation split of ``held`` without documents that any of ``training`` trains on;
-    None if there are none. Created once, found later. Raises ``UserError`` if all documents of the validation set
-    ``name`` are trained on, or the cache cannot be written."""
+    """Return a folder with the validation split of ``held`` without documents that are also in ``training``. None if
+    there are no such documents. The folder is created once and then reused. Raises ``UserError`` if all documents of
+    the validation set ``name`` are in ``training``, or the cache cannot be written."""
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
 
@@ -50,9 +50,9 @@ def left_out(folder: Path) -> int:
 
 
 def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
-    """Return which documents of ``held`` are in ``training``, too, [documents], bool.
+    """Return which documents of ``held`` are also in ``training``, [documents], bool.
 
-    Reads only training documents that have the length of a document of ``held``.
+    Only training documents with the same length as a document of ``held`` are read.
     """
     own: dict[bytes, list[int]] = {}
     lengths = set[int]()
@@ -70,7 +70,7 @@ def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
 def _documents(
     stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each document whose length is ``wanted``."""
+    """Yield the start and stop of each document that ``wanted``, a function of all lengths, selects."""
     bounds = np.append(stream.all_document_starts(), stream.tokens)
     chosen = np.flatnonzero(wanted(np.diff(bounds)))
     yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)

@@ -47,13 +47,13 @@ from serried.recipes.data.tokenizers.tokenizer import CharsTokenizer, Tokenizer,
 from serried.records.files import write_atomically
 
 _FORMAT = 3
-"""Version of everything that the key does not contain: layout on disk, content of sources, rule of the split."""
+"""Version of everything else that the key depends on: disk layout, reading of sources, and splitting."""
 
 _SAMPLE_TOKENS = 100
 _CHECKSUM = "crc32"
 """Key in ``summary.json`` of the checksum of its other contents and of ``tokenizer.json``."""
 _FEWEST_TOKENS = 2**14
-"""Smallest number of tokens in a document above 1 MiB: few tokens are longer than 64 bytes."""
+"""Minimum number of tokens in a document above 1 MiB, since few tokens are longer than 64 bytes."""
 _COMPARED_TOKENS = 1 << 22
 
 
@@ -73,13 +73,13 @@ class Prepared:
     noun: str
     """Name of a document in messages: ``file`` or ``document``."""
     bad: int = 0
-    """Number of rows that are not valid documents, which were left out."""
+    """Number of rows that were left out because they are not valid documents."""
     bad_rows: tuple[str, ...] = ()
     """Positions of the first bad rows, with the reason."""
     split_rows: int = 0
     """Number of conversations that became several documents, because their template drops or changes earlier turns."""
     split_documents: int = 0
-    """Number of documents of these."""
+    """Number of documents that these conversations became."""
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of ``train`` or ``validation``, memory-mapped."""
@@ -95,7 +95,7 @@ class Prepared:
         return None
 
     def whole(self) -> "Prepared":
-        """Return the same data with all documents in the validation split."""
+        """Return a copy with all documents in the validation split."""
         documents = TokenCounts()
         for split in self.splits.values():
             documents.add(split)
@@ -135,18 +135,17 @@ class Prepared:
 
 
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
-    """Tokenize the source into the cache, or find it there.
+    """Tokenize the source into the cache, or reuse the cached result.
 
     Any number of processes may call this at once, on one or several nodes: one does the work, and all get the same
-    result. Memory is bounded for any size of the source.
+    result. Memory use is bounded for any size of the source.
 
     Args:
-        show: prints lines of progress.
+        show: function that shows a progress line.
         threads: number of threads; None: one per core.
 
     Raises:
-        UserError: the source is missing, empty, unreadable or changes in the meantime, or the cache cannot be
-            written.
+        UserError: the source is missing, empty, unreadable or changes while it is read, or the cache cannot be written.
     """
     with Progress(show, threads or usable_cores()) as progress:
         return _prepare(section, progress)
@@ -195,7 +194,7 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
 
 
 def _used(section: DataSection, prepared: Prepared) -> Prepared:
-    """Return ``prepared``. Raises ``UserError`` if rows were left out but must be refused."""
+    """Return ``prepared``. Raises ``UserError`` if rows were left out and ``data.bad_rows=refuse``."""
     if prepared.bad and section.bad_rows == "refuse":
         raise bad_rows(prepared.bad_rows, prepared.bad)
     return prepared
@@ -214,7 +213,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open prepared data of this or another process. Reads headers and sizes, but no tokens.
+    """Open prepared data. Reads the summary and file sizes, but no tokens.
 
     Raises ``UserError`` if the folder is missing or incomplete.
     """
@@ -251,8 +250,8 @@ def _key(settings: str, content: bytes) -> str:
 
 
 def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source, chat_format: int | None = None) -> str:
-    """Return everything that the tokens depend on except the source's content. ``chat_format``: another version's
-    format."""
+    """Return all settings that the tokens depend on, as JSON, except the content of the source. ``chat_format``: format
+    of an earlier version to use for conversations."""
     settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
     if tokenizer is not None:
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
@@ -273,18 +272,18 @@ def _joins_pieces(section: DataSection, tokenizer: Tokenizer | None, source: Sou
 
 
 def _may_be_in_pieces(folder: Path) -> bool:
-    """Return whether an earlier version, which did not adjust tokens between pieces, may have split a document in
-    ``folder``."""
+    """Return whether ``folder`` may have a document that an earlier version tokenized in pieces without joining
+    them."""
     counts = open_prepared(folder).splits.values()
     return any(any(split.lengths[_FEWEST_TOKENS.bit_length() :]) for split in counts)
 
 
 class _Memo:
-    """Folder in which a source was prepared. It is valid while the file system shows that no source file has
-    changed.
+    """Record of the folder in which a source was prepared. It is valid while the state of the source files is
+    unchanged.
 
-    There is one small file per source and settings, so that a start need not read a large source to find that it is
-    prepared. If the file cannot be read or written, the source is read.
+    There is one small file per source and settings. With it, a start finds the prepared data without reading a large
+    source. If the file cannot be read or written, the source is read.
     """
 
     def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
@@ -305,7 +304,7 @@ class _Memo:
                 write_json(self._path, {"state": self._state, "key": key})
 
 
-# making ---------------------------------------------------------------------------------------------------------------
+# preparing ------------------------------------------------------------------------------------------------------------
 
 
 def _fill(
@@ -322,7 +321,7 @@ def _fill(
     tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
     write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
-    # The library's own threads would be one per core, in addition to ours.
+    # Otherwise the tokenizers library would start one thread per core, in addition to ours.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress.phase("tokenising").total_bytes = sum(unit.size_bytes for unit in units)
     counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
@@ -364,8 +363,8 @@ def _fill(
 
 
 def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str | None:
-    """Return the key of data that an earlier version prepared in the folder ``earlier``, if the data is the same, so
-    that a run that started with it can be resumed. None if it differs or does not exist."""
+    """Return the key of the data in the folder ``earlier``, which an earlier version prepared, if it equals ``shards``.
+    Runs that started with it can then be resumed. None if the data differs or does not exist."""
     with contextlib.suppress(UserError):
         before = open_prepared(earlier)
         for split in SPLITS:
@@ -385,7 +384,7 @@ def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str |
 def _tokenizer_of_text(
     path: Path, section: DataSection, units: Sequence[Unit], splitter: Splitter, progress: Progress
 ) -> Tokenizer:
-    """Return the tokenizer learned from the text, or by an interrupted preparation."""
+    """Train a tokenizer on the text, or load the tokenizer that an interrupted preparation saved."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return tokenizer_from_spec(json.loads(read_regular(path)))
     if section.tokenizer == "chars":
@@ -401,7 +400,7 @@ def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
 
 
 def _check(section: DataSection, source: Source, counts: Counts) -> None:
-    """Raise ``UserError`` if a split is empty that must not be."""
+    """Raise ``UserError`` if a required split is empty."""
     train, validation = counts.train.documents, counts.validation.documents
     documents = train + validation
     path = getattr(section, "path", None)
@@ -413,7 +412,7 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
     if source.noun == "file" or (train and validation) or section.keeps_none:
-        return  # a text too small for validation is refused later, for lack of sequences
+        return  # a text that is too short for a validation sequence is refused later
     if source.validation_split:
         what = "training" if not train else "validation"
         raise UserError(
@@ -436,8 +435,9 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
 
 
 def _dividing_fraction(lowest: float, highest: float, *, is_small: bool) -> float:
-    """Return a fraction that is above the place of the ``lowest`` document and not above that of the ``highest``, with
-    few digits: the smallest one, or the largest. 0 if there is none that a run accepts."""
+    """Return a validation fraction with few digits that puts documents in both splits: above ``lowest`` and at most
+    ``highest``, which are values of ``place_of``. It is near the lower limit if ``is_small``, else near the upper
+    limit. 0 if there is no valid fraction."""
     for parts in (10**digits for digits in range(2, 7)):
         fraction = (math.floor(lowest * parts) + 1 if is_small else math.floor(highest * parts)) / parts
         if lowest < fraction <= min(highest, MOST_VALIDATION):
@@ -449,8 +449,8 @@ def write_summary(
     folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer,
     key: str | None = None,
 ) -> None:  # fmt: skip
-    """Write the files that describe the shards in ``folder``, after everything else. ``key``: the folder's name by
-    default."""
+    """Write ``tokenizer.json`` and ``summary.json``, after all other files of ``folder``. ``key``: defaults to the name
+    of the folder."""
     write_json(folder / "tokenizer.json", tokenizer.spec())
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
@@ -464,7 +464,7 @@ def write_summary(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``path`` completely or not at all."""
+    """Write ``value`` as JSON to ``path``, atomically."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -16,7 +16,8 @@ _SHOWN_CHARACTERS = 110
 
 
 def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
-    """Return about twenty lines on ``prepared``: documents, tokens, their lengths, the tokenizer and a sample."""
+    """Return about twenty lines that describe ``prepared``: documents, tokens, document lengths, tokenizer and a
+    sample."""
     splits = prepared.splits
     lines = [
         ("folder", str(prepared.folder)),
@@ -55,7 +56,7 @@ def _tokenizer(prepared: Prepared, name: str) -> str:
 
 
 def _histogram(lengths: list[int]) -> list[str]:
-    """Return a bar for each power of two, from the shortest documents to the longest."""
+    """Return a histogram of document lengths, with one bar per power of two."""
     used = [i for i, count in enumerate(lengths) if count]
     if not used:
         return ["  none"]
@@ -68,8 +69,8 @@ def _histogram(lengths: list[int]) -> list[str]:
 
 
 def shown_documents(prepared: Prepared, count: int) -> list[str]:
-    """Return the text of the first ``count`` training documents, in lines after ``>`` if they are trained on, and else
-    after ``|``."""
+    """Return the text of the first ``count`` training documents as lines. Text that is trained on begins with ``>``,
+    other text with ``|``."""
     if not count:
         return []
     stream = prepared.stream("train")
@@ -89,10 +90,10 @@ def shown_documents(prepared: Prepared, count: int) -> list[str]:
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:
-    """Return the text of ``tokens`` [tokens] in lines: tokens that are trained on (``is_learned`` [tokens]) after
-    ``>``, others after ``|``.
+    """Return the text of ``tokens`` [tokens] as lines. Text that is trained on (``is_learned`` [tokens]) begins with
+    ``>``, other text with ``|``.
 
-    Long lines and long texts are shortened; equal consecutive lines, such as padding, become one.
+    Long lines and long texts are shortened. Equal consecutive lines, such as padding, are merged into one.
     """
     lines: list[str] = []
     begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1

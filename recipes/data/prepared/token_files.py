@@ -1,4 +1,4 @@
-"""Token files of other tools: raw numbers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
+"""Token files of other tools: raw integers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
 
 import hashlib
 import re
@@ -20,7 +20,8 @@ from serried.records.files import write_atomically
 
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""Type of the tokens by the first number of a llm.c file. Tokens follow after 256 32-bit numbers."""
+"""Dtype of the tokens by the first integer of an llm.c file. The header has 256 32-bit integers, followed by the
+tokens."""
 
 _LLM_C_HEADER_BYTES = 1024
 _NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -38,8 +39,8 @@ class _Scanned(NamedTuple):
 
 
 class FlatFiles(Source):
-    """Files of tokens. Files with ``val`` in their names are for validation; if there are none, the end of
-    the token stream is used."""
+    """Token files as a source. Files with ``val`` in their names are for validation. If there are none, the end of the
+    token stream is used."""
 
     def __init__(self, section: Any) -> None:
         """Find the files. Raises ``UserError`` if there are none."""
@@ -64,8 +65,8 @@ class FlatFiles(Source):
         return []  # there is nothing to tokenize
 
     def fingerprint(self, progress: Progress) -> bytes:
-        """Read all files once: hash them, find end marks, and check that the tokenizer has every id. Raises
-        ``UserError`` if a file is damaged, or contains numbers that are not tokens."""
+        """Read all files once: hash them, find end tokens, and check that the tokenizer has every id. Raises
+        ``UserError`` if a file is damaged, or contains an id that the tokenizer does not have."""
         progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
@@ -75,7 +76,7 @@ class FlatFiles(Source):
         return key.digest()
 
     def write(self, folder: Path) -> tuple[Counts, dict[str, list[Shard]]]:
-        """Write the starts of documents into ``folder``. Return counts, and the shards of each split."""
+        """Write the start positions of documents into ``folder``. Return counts, and the shards of each split."""
         counts, shards = Counts(), dict[str, list[Shard]]()
         for split, pieces in _split(self._scanned, self._section.validation_fraction).items():
             shards[split] = []
@@ -119,7 +120,7 @@ class FlatFiles(Source):
             )
 
     def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
-        """Return the type of the numbers, their offset in bytes, and their count."""
+        """Return the dtype of the tokens, their offset in the file in bytes, and their count."""
         dtype: str = self._section.token_dtype
         offset = 0
         if path.suffix.lower() == ".npy":
@@ -143,7 +144,7 @@ class FlatFiles(Source):
 
 def _npy_layout(path: Path) -> tuple[str, int, int]:
     try:
-        array = np.lib.format.open_memmap(path, mode="r")  # this refuses Python objects
+        array = np.lib.format.open_memmap(path, mode="r")  # refuses pickled Python objects
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
@@ -162,7 +163,7 @@ def _split(scanned: Sequence[_Scanned], fraction: float) -> dict[str, list[tuple
     cut = int(sum(found.tokens for found in scanned) * (1 - fraction))
     pieces: dict[str, list[tuple[_Scanned, int, int]]] = {split: [] for split in SPLITS}
     for found in scanned:
-        # A document has one split; if one document makes up most of the file, its tail is split off.
+        # Split at the next start of a document. If there is none, the last document itself is split.
         at = min(max(cut, 0), found.tokens)
         after = found.starts[np.searchsorted(found.starts, at) :]
         if 0 < at < found.tokens and len(after):

@@ -1,13 +1,13 @@
 """Streams of tokens on disk: flat files, memory-mapped and read as one stream.
 
-A shard is a file of tokens and a file with the start of each document, int64, relative to the shard's first token.
-If only some tokens are trained on, a third file has a byte for each token, 1 for trained ones, and a fourth one the
-position of each document in its source, for messages. Every document is followed by the end mark. The shards of a
+A shard is a file of tokens and a file with the start of each document, int64, relative to the shard's first token. If
+only some tokens are trained on, a third file has one byte per token, 1 if it is trained on. A fourth file then has the
+position of each document in its source, for messages. Every document is followed by the end token. The shards of a
 split, in order, are one stream: their boundaries have no effect on samples. Files of other tools are used in place.
 
-Another file has the CRC-32 of each block of these files, in this order, as uint32. A block is verified when it is
-first read: a bit that changed on the disk ends the run instead of changing it. Shards written by an earlier version
-have no such file.
+Another file has the CRC-32 of each block of these files, in this order, as uint32. A block is verified when it is first
+read, so a bit that changed on the disk ends the run with an error. Shards written by an earlier version have no such
+file.
 """
 
 import os
@@ -29,30 +29,30 @@ from serried.records.files import replacing
 
 _CHECKSUMS = ".crc32"
 _BLOCK_BYTES = 2**16
-"""Size of a checksummed block: a system's read-ahead for a single token."""
+"""Size of a checksummed block. An operating system reads about as much ahead for a single token."""
 _FILES = ("tokens", "starts", "supervised", "places")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of tokens, and its accompanying files."""
+    """A file of tokens and its accompanying files."""
 
     tokens: Path
-    """A file of numbers."""
+    """File of token ids."""
     dtype: str
     count: int
     """Number of tokens."""
     starts: Path
     """File with the starts of documents, int64."""
     supervised: Path | None = None
-    """File with a byte for each token, uint8: 1 if it is trained on. None if all are."""
+    """File with one byte per token, uint8: 1 if it is trained on. None if all tokens are."""
     offset_bytes: int = 0
     """Offset of the tokens in their file, in bytes."""
     places: Path | None = None
-    """File with the position of each document, int64 [documents, 2]: index in ``named``, and the document's number
-    there; None if unknown."""
+    """File with the position of each document, int64 [documents, 2]: an index into ``named``, and ``Place.number``.
+    None if unknown."""
     named: tuple[tuple[str, str], ...] = ()
-    """Path and noun of the documents' ``Place``."""
+    """Path and noun of each ``Place`` that ``places`` refers to."""
 
     def place(self, document: int) -> Place | None:
         """Return the position of a document in its source; None if it is unknown."""
@@ -63,7 +63,7 @@ class Shard:
         return Place(path, number, "line" if noun == "line" else "row")
 
     def as_json(self, folder: Path) -> dict[str, Any]:
-        """Return plain data; paths below ``folder`` become relative to it."""
+        """Return plain JSON data. Paths below ``folder`` become relative to it."""
         return {
             name: str(value.relative_to(folder) if value.is_relative_to(folder) else value)
             if isinstance(value, Path)
@@ -73,7 +73,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, folder: Path, plain: dict[str, Any]) -> "Shard":
-        """Return the shard whose ``as_json(folder)`` is ``plain``."""
+        """Create a shard from the result of ``as_json``."""
         paths = {name: folder / plain[name] for name in _FILES if plain.get(name) is not None}
         return cls(**{**plain, **paths, "named": tuple((path, noun) for path, noun in plain.get("named", ()))})
 
@@ -134,7 +134,7 @@ class TokenStream:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 
     def _shards(self, start: int, stop: int) -> range:
-        """Return the indices of the shards that hold positions ``start`` up to ``stop``."""
+        """Return the indices of the shards that contain positions ``start`` up to ``stop``."""
         if stop <= start:
             return range(0)
         first, last = np.searchsorted(self._token_bounds, (start, stop - 1), side="right") - 1
@@ -165,10 +165,10 @@ class _Numbers:
         return self._numbers[start:stop]
 
     def between(self, low: int, high: int) -> np.ndarray:
-        """Return the numbers between ``low`` and ``high`` in a file in ascending order. Raises ``UserError`` if they
-        have changed on the disk."""
+        """Return the numbers from ``low`` up to ``high``, in a file that is sorted in ascending order. Raises
+        ``UserError`` if they have changed on the disk."""
         first, last = np.searchsorted(self._numbers, (low, high)).tolist()
-        if self.checksums is not None:  # changed numbers may have misled the search: neighbors show it
+        if self.checksums is not None:  # changed numbers may have misled the search; repeat it among verified neighbors
             begin = max(first - 1, 0)
             around = self.read(begin, min(last + 1, len(self)))
             if np.searchsorted(around, (low, high)).tolist() != [first - begin, last - begin]:
@@ -196,9 +196,9 @@ class _Numbers:
 
 
 def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
-    """Assign checksums to the ``files`` of a shard, if it has any. Raises ``ValueError`` if they belong to other
-    files."""
-    path = starts.with_suffix(_CHECKSUMS)  # tokens may be another program's file, elsewhere
+    """Assign their checksums to the ``files`` of a shard, if it has any. Raises ``ValueError`` if the number of
+    checksums does not match the files."""
+    path = starts.with_suffix(_CHECKSUMS)  # the tokens may be in another program's folder
     if not path.exists():
         return
     checksums, bounds = _mapped(path, "<u4", 0, None), np.cumsum([0, *(numbers.blocks for numbers in files)]).tolist()
@@ -209,7 +209,7 @@ def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
 
 
 class _Checksums:
-    """Computes the checksums of a file's blocks while it is written."""
+    """Computes the checksum of each block of a file while it is written."""
 
     def __init__(self) -> None:
         self._done = array("I")
@@ -235,7 +235,7 @@ class _Checksums:
 
 
 def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> np.ndarray:
-    """Map ``count`` numbers; None: all."""
+    """Memory-map ``count`` numbers, or all if it is None."""
     if count == 0:
         return np.empty(0, dtype)
     with open_regular(path) as file:
@@ -243,7 +243,7 @@ def _mapped(path: Path, dtype: str, offset: int, count: int | None) -> np.ndarra
             count = os.fstat(file.fileno()).st_size // np.dtype(dtype).itemsize
         if not count:  # an empty file cannot be mapped
             return np.empty(0, dtype)
-        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))  # a plain array: slices of np.memmap cost more
+        return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))  # slices of an np.memmap are slower
 
 
 class ShardWriter:

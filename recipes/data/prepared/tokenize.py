@@ -1,4 +1,4 @@
-"""Tokenization of a source's units into shards, on several threads, in bounded memory."""
+"""Tokenization of the units of a source into shards, with several threads and bounded memory."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ from serried.recipes.data.tokenizers.encode_rows import Encoded, Encoder, Joiner
 
 _SHARD_BYTES = 64 << 20
 _MOST_SHARDS = 200
-"""Largest number of shards of a split: every process keeps all of them mapped."""
+"""Maximum number of shards per split, since every process keeps all of them mapped."""
 
 _BATCH_BYTES = 1 << 19
-"""Bytes of text that a thread tokenizes at once."""
+"""Number of bytes of text that a thread tokenizes at once."""
 
 _BATCH_ROWS = 4096
 _LEARN_BYTES = 1 << 30
-"""Largest amount of text in bytes that a tokenizer is learned from."""
+"""Maximum number of bytes of text on which a tokenizer is trained."""
 
 BUCKETS = 48
 
 _ALL_BAD = 1000
-"""Number of bad rows, without any valid row, after which the rest is not read: the format is wrong."""
+"""Number of bad rows without any valid row after which reading stops, since the format must be wrong."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class TokenCounts:
     tokens: int = 0
     """Number of tokens, including end marks."""
     lengths: list[int] = field(default_factory=lambda: [0] * BUCKETS)
-    """Number of documents of 2^(i - 1) up to 2^i - 1 tokens, for each i."""
+    """Histogram of document lengths. Entry i is the number of documents of 2^(i - 1) up to 2^i - 1 tokens."""
 
     def add(self, other: "TokenCounts") -> None:
         self.documents += other.documents
@@ -62,22 +62,22 @@ class Counts:
     empty: int = 0
     """Number of documents without text, which are left out."""
     held_out: int = 0
-    """Number of training documents that are in the validation split, too, and are left out."""
+    """Number of training documents that are left out because they are also in the validation split."""
     bad: int = 0
     """Number of rows that are not valid documents."""
     bad_rows: list[str] = field(default_factory=list)
     """Positions of the first bad rows, with the reason."""
     lowest: float = 1.0
-    """Lowest value of ``place_of`` of documents whose split depends on it."""
+    """Lowest value of ``place_of`` among documents whose split depends on it."""
     highest: float = 0.0
     long: int = 0
     """Number of documents that are tokenized in pieces."""
     split_rows: int = 0
     """Number of conversations that became several documents, because their template drops or changes earlier turns."""
     split_documents: int = 0
-    """Number of documents of these."""
+    """Number of documents that these conversations became."""
     new_rows: int = 0
-    """Number of conversations that earlier versions encoded in another way."""
+    """Number of conversations that earlier versions of this library encoded differently."""
 
     def add(self, other: "Counts") -> None:
         for split in SPLITS:
@@ -102,12 +102,12 @@ class Counts:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":
-        """Return the counts whose ``dataclasses.asdict`` is ``plain``."""
+        """Create the counts from the result of ``dataclasses.asdict``."""
         return cls(**{**plain, **{split: TokenCounts(**plain[split]) for split in SPLITS}})
 
 
 def place_of(row: Row, unit: str) -> float:
-    """Return a number in [0, 1) that depends only on the content of a document."""
+    """Return a hash of the content of a document as a number in [0, 1)."""
     if isinstance(row.content, list | dict):
         content = json.dumps(row.content, sort_keys=True, default=str).encode()
     else:
@@ -116,7 +116,7 @@ def place_of(row: Row, unit: str) -> float:
 
 
 class Splitter:
-    """Chooses the split of a document: its unit's split, or one that depends on its content."""
+    """Chooses the split of a document: the split of its unit, or one that depends on the document's content."""
 
     def __init__(self, validation_fraction: float, held_out: frozenset[float]) -> None:
         """``held_out``: values of ``place_of`` of documents that are kept out of training."""
@@ -135,14 +135,14 @@ class Splitter:
 
 
 def held_out_of(units: Sequence[Unit]) -> frozenset[float]:
-    """Return the values of ``place_of`` of validation documents, if validation has its own rows."""
+    """Return the values of ``place_of`` of validation documents; empty if no unit is for validation."""
     validation = [unit for unit in units if unit.split == "validation"]
     return frozenset(place_of(row, unit.name) for unit in validation for row in unit.rows())
 
 
 def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return units grouped into shards, in order. The grouping depends only on the source, so a preparation can
-    continue."""
+    """Group units into shards, in order. The grouping depends only on the source, so that an interrupted preparation
+    can continue."""
     wanted = max(_SHARD_BYTES, sum(unit.size_bytes for unit in units) // _MOST_SHARDS)
     jobs: list[list[Unit]] = []
     size_bytes = wanted
@@ -171,7 +171,8 @@ def write_shards(
     dtype: np.dtype[Any],
     progress: Progress,
 ) -> tuple[Counts, dict[str, Shard]]:
-    """Write the documents of ``units`` as shard ``number`` of each split that has any. Return counts and shards."""
+    """Write the documents of ``units`` as shard ``number`` of each split. Return counts, and the shards of splits that
+    have documents."""
     counts, join = Counts(), Joiner(encoder)
     open_documents = dict.fromkeys(SPLITS, 0)
 
@@ -233,7 +234,7 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
             batch = batch._replace(size_bytes=batch.size_bytes + _size_of(row))
             if batch.size_bytes >= _BATCH_BYTES or len(batch.rows) >= _BATCH_ROWS:
                 yield batch
-                step = min(batch.size_bytes, unit.size_bytes - reported)  # a unit's size is an estimate
+                step = min(batch.size_bytes, unit.size_bytes - reported)  # the size of a unit is an estimate
                 progress.done(step)
                 reported += step
                 batch = _Batch([], [], unit.name, 0)
@@ -252,7 +253,7 @@ def _size_of(row: Row) -> int:
 
 
 def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: str) -> Iterator[str]:
-    """Yield the training text, or an evenly spread gibibyte of it, to train a tokenizer."""
+    """Yield text to train a tokenizer: the training text, or an evenly spaced sample of about 1 GiB."""
     every = max(1, -(-sum(unit.size_bytes for unit in units) // _LEARN_BYTES))
     ignored = Counts()
     for unit in units[::every]:
@@ -261,7 +262,7 @@ def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: st
 
 
 def all_characters(units: Sequence[Unit], tokenizer: str) -> str:
-    """Return every character that occurs, once, sorted."""
+    """Return the distinct characters of the text, sorted."""
     characters: set[str] = set()
     for unit in units:
         for text in texts_of(unit.rows(), unit.name, tokenizer):

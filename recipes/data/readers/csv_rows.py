@@ -27,7 +27,7 @@ class CsvRows(Unit):
                 # Strict: otherwise an unclosed quote swallows all later rows.
                 rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
                 names = list(rows.fieldnames or ())
-                if twice := [name for name in names if names.count(name) > 1]:  # the last one would be used
+                if twice := [name for name in names if names.count(name) > 1]:  # csv would silently use the last one
                     raise UserError(
                         f"{self.path} has {names.count(twice[0])} columns named {twice[0]!r}; leave all but one out"
                     )
@@ -37,7 +37,7 @@ class CsvRows(Unit):
                     count += 1
         except UnicodeDecodeError:
             raise UserError(f"cannot read {self.path}: it is not UTF-8") from None
-        except csv.Error as error:  # it may have swallowed rows, so it is no bad row that could be left out
+        except csv.Error as error:  # it may hide other rows, so it cannot be skipped as a bad row
             raise UserError(f"cannot read {self.path}, row {count + 1}: {error}; fix or remove the row") from None
         finally:
             csv.field_size_limit(before)

@@ -17,8 +17,8 @@ _CLOSE = 0.75
 
 
 def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
-    """Return the files that ``typed`` names, sorted by name; from a folder, files that end in ``suffixes``. Opens no
-    file. Raises ``UserError`` if there are none."""
+    """Return the files at ``typed``, which is a file, folder or glob, sorted by name. In a folder, only files with one
+    of the ``suffixes`` are returned. No file is opened. Raises ``UserError`` if there are none."""
     path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     try:
         kind = path.stat().st_mode
@@ -27,7 +27,7 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
         if stat.S_ISREG(kind):
             return [SourceFile(path.name, path)]
     except FileNotFoundError:
-        # A glob only now: a file may be called "notes [old].txt".
+        # Only now treated as a glob, since a file may be called "notes [old].txt".
         return _find_glob(typed, path) if glob.has_magic(typed) else _not_there(typed, path)
     except OSError as error:
         raise UserError(
@@ -45,7 +45,7 @@ def check_path(typed: str) -> None:
         except FileNotFoundError:
             _not_there(typed, path)
         except OSError:
-            pass  # opening it reports the reason
+            pass  # the reason is reported when it is opened
 
 
 def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list[SourceFile]:
@@ -82,10 +82,10 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
 
 
 def _matches(pattern: str) -> set[str]:
-    """Return the paths that ``pattern`` matches, like ``glob.iglob``, but without endless circles of links."""
+    """Return the paths that ``pattern`` matches, like ``glob.iglob``, but without following cyclic links."""
     parts = Path(pattern).parts
     if "**" not in parts:
-        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would find hidden files, too
+        return set(glob.iglob(pattern))  # noqa: PTH207 -- Path.glob would also find hidden files
     at = parts.index("**")
     rest = parts[at + 1 :] or ("*",)
     tops = glob.iglob(str(Path(*parts[:at]))) if at else ["."]  # noqa: PTH207
@@ -127,7 +127,8 @@ def walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
     """Yield regular files below ``root``, sorted by name, except hidden ones, caches and folders named in
     ``leave_out``.
 
-    Links are followed. A folder reached twice is read once, since a link to a parent would never end.
+    Links are followed. A folder that is reached twice is read once, since a link to a parent would lead to endless
+    recursion.
     """
     skipped = {"__pycache__", *leave_out}
     seen: set[tuple[int, int]] = set()

@@ -36,7 +36,7 @@ class HubDataset(Source):
     """A dataset as a source: loaded (downloaded if necessary), then memory-mapped."""
 
     def __init__(self, section: Any) -> None:
-        """Load the tables. Raises ``UserError`` if there is no such dataset, subset, split or column, or it is not
+        """Load the tables. Raises ``UserError`` if the dataset, subset, split or column does not exist or is not
         available."""
         self.section, self._column = section, Column.of(section)
         self.validation_split = section.validation_split
@@ -48,7 +48,7 @@ class HubDataset(Source):
             self._column.check(table.column_names, _name_of(section))
 
     def identity(self) -> list[str]:
-        prints = [table._fingerprint for table, _ in self._tables]  # datasets has no public name for it
+        prints = [table._fingerprint for table, _ in self._tables]  # not public in datasets
         return [*prints, self._column.identity]
 
     def state(self) -> str | None:
@@ -124,7 +124,7 @@ _TEXTS = ("string", "large_string", "binary", "large_binary")
 
 
 def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
-    """Yield the lengths of texts and then the texts, as they are in memory."""
+    """Yield the lengths of the texts as int64, then their concatenated bytes."""
     array = arrow.concat_arrays([chunk.cast(arrow.large_binary()) for chunk in values.chunks]).fill_null(b"")
     _, offsets, content = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
@@ -134,8 +134,8 @@ def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
 
 
 def streamed_units(section: Any, split: str) -> list[Unit]:
-    """Return a unit for each file of a ``split`` on the Hub, to be read during training, and smaller units for local
-    files, in the order of the dataset. Raises ``UserError`` like ``HubDataset``."""
+    """Return the units of ``split`` for streaming, in the order of the dataset: one per file on the Hub, and smaller
+    ones for local files. Raises ``UserError`` like ``HubDataset``."""
     builder = _guarded(section, split, partial(_builder, section))
     files = builder.config.data_files or {}
     if split not in files:
@@ -163,7 +163,7 @@ def _units_of_file(file: str, loader: str, column: Column, size_bytes: int) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedFile(Unit):
-    """A file in another format that ``datasets`` reads: arrow, csv, plain text, json."""
+    """A file in another format that is read through ``datasets``: Arrow, CSV, plain text or JSON."""
 
     loader: str
     column: Column
@@ -199,7 +199,7 @@ def _builder(section: Any) -> Any:
 def _guarded(section: Any, split: str, action: Callable[[], Any]) -> Any:
     """Return the result of ``action``; convert its exceptions to a ``UserError``."""
     datasets = _library()
-    if not sys.stderr.isatty():  # progress bars are for a terminal
+    if not sys.stderr.isatty():  # no progress bars in log files
         datasets.disable_progress_bars()
     with quiet():
         try:
@@ -244,8 +244,8 @@ def _explained(section: Any, split: str, error: Exception, datasets: Any) -> Use
 
 
 def _broken_file(section: Any, split: str) -> UserError | None:
-    """Return the error for a broken file. ``datasets`` names neither file nor row, so the files are read one by one
-    to find it."""
+    """Return the error for a broken file; None if none is found. ``datasets`` names neither file nor row in its errors,
+    so the files are read one by one."""
     rows = 0
     try:
         for unit in _units_of(_builder(section), split.partition("[")[0], Column.of(section)):
@@ -255,7 +255,7 @@ def _broken_file(section: Any, split: str) -> UserError | None:
                 rows += 1
     except UserError as error:
         return error
-    except Exception:  # most likely the error to be explained
+    except Exception:  # most likely the same error again
         return None
     return None if rows else _no_rows(section)
 
@@ -277,7 +277,7 @@ def _no_subset(section: Any, what: str, there: list[str]) -> UserError:
 
 
 def _listed(text: str) -> list[str]:
-    """Return the names in the list at the end of a message of ``datasets``."""
+    """Return the names in the list at the end of an error message of ``datasets``."""
     at = max(text.rfind("Available"), text.rfind("one of"), text.rfind("among"), 0)
     found = re.search(r"\[(.*?)\]", text[at:])
     return re.findall(r"['\"]([^'\"]+)['\"]", found[1]) if found else ["train"]

@@ -1,4 +1,4 @@
-"""Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
+"""Files with one document per row: JSON Lines and JSON arrays, compressed or not, and Parquet."""
 
 import hashlib
 import io
@@ -36,29 +36,29 @@ from serried.recipes.data.readers.source_files import (
 )
 
 _UNIT_BYTES = 32 << 20
-"""Bytes of a .jsonl file that one unit reads."""
+"""Number of bytes of a .jsonl file that one unit reads."""
 
 _PEEKED_BYTES = 256
 _LONGEST_ITEM = 1 << 26
-"""Characters of an item of a JSON array."""
+"""Maximum number of characters in an item of a JSON array."""
 
 _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
 _LONGEST_LINE = 16 << 20
-"""Bytes of a file's first line that are read to check whether the file holds rows."""
+"""Maximum number of bytes of a line that are read to check whether a file contains rows."""
 
 _PAIRS = (
     ("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"),
     ("query", "response"),
 )  # fmt: skip
-"""Columns of common data sets of questions and answers, such as Alpaca."""
+"""Prompt and answer columns of common datasets, such as Alpaca."""
 _HISTORY = "history"
 _BESIDE = ("input", "system", _HISTORY)
-"""Columns that may accompany these."""
+"""Columns that may accompany a prompt and its answer."""
 _TOOLS = "tools"
 """Column of the tools that a conversation may call, as JSON schemas."""
 _FUNCTIONS = "functions"
-"""Column of tools in an earlier format of OpenAI, without the type."""
+"""Column of tools in OpenAI's earlier format, in which a tool has no ``type``."""
 _SYSTEM = "system"
 _WEIGHT = "weight"
 """Column that selects whether to train on a row."""
@@ -66,36 +66,37 @@ _SHARED = "conversations"
 """Column of a conversation in ShareGPT's format."""
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
-"""Columns of prompts, one of which may accompany pairs of answers."""
+"""Prompt columns, one of which may accompany a pair of answers."""
 COLUMNS = tuple(
     dict.fromkeys(
         ["messages", *(name for pair in _PAIRS for name in pair), *_BESIDE, _TOOLS, _FUNCTIONS, _WEIGHT, *_SIDES]
     )
 )
-"""Columns of conversations and pairs that ``data.columns`` can find under other names."""
+"""Columns of conversations and pairs that ``data.columns`` can map to other names."""
 
 
 class RowContent(Protocol):
-    """The part of a row that is read."""
+    """Protocol of objects that read the content of a row."""
 
     def content_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the content of ``row``. Raises ``UserError`` if it has none; the message follows the row's place."""
+        """Return the content of ``row``. Raises ``UserError`` if it has none. The message is appended to the row's
+        position."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """The column that holds the document of a row."""
+    """The column, or columns, that contain the document of a row."""
 
     name: str
     format: Literal["text", "chat", "preference"]
     renamed: tuple[tuple[str, str], ...] = ()
-    """Columns that have another name in the rows: the name here, and the name there."""
+    """Renamed columns, as pairs of the standard name and the name in the rows."""
     has_template: bool = True
-    """Whether a conversation is rendered by a template; else a row is a prompt and its completion."""
+    """Whether conversations are rendered by a template. If not, a row is a prompt and its completion."""
 
     @classmethod
     def of(cls, section: Any) -> "Column":
-        """Return the column configured in the section of a source."""
+        """Create the column from the config section of a source."""
         renamed = tuple(sorted(section.columns.items()))
         if section.format == "preference":
             return cls("chosen", section.format, renamed)
@@ -115,15 +116,15 @@ class Column:
         return "data.messages_column" if self.format == "chat" else "data.text_column"
 
     def found(self, names: Collection[str]) -> list[str]:
-        """Return the columns among ``names`` that hold the document: this column; for a conversation also a question
-        and its answer, or a pair of answers, its tools and its weight. Empty if there are none."""
+        """Return the columns among ``names`` that contain the document; empty if there are none. For text, it is one
+        column. Conversations and pairs of answers may also have columns for the prompt, the tools and the weight."""
         theirs = dict(self.renamed)
         given = {name for name in names if name not in theirs.values()} - theirs.keys()
         given |= {ours for ours, name in self.renamed if name in names}
         return [theirs.get(name, name) for name in self._found(given)]
 
     def _found(self, names: Collection[str]) -> list[str]:
-        """Return the columns among ``names``, as they are called here."""
+        """Like ``found``, but ``names`` and the result are standard names."""
         if self.format == "text":
             return [self.name] if self.name in names else []
         beside: Sequence[str] = ()
@@ -144,8 +145,8 @@ class Column:
         return [*held, *(name for name in others if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
-        """Return the columns that hold the document. Raises ``UserError`` if there are none among ``names``, or two
-        columns have the same name, as after a join."""
+        """Return the columns that contain the document. Raises ``UserError`` if there are none among ``names``, or two
+        of them have the same name, as after a join."""
         for ours, theirs in self.renamed:
             if theirs not in names:
                 raise UserError(
@@ -180,13 +181,13 @@ class Column:
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content_of(self, row: Mapping[str, Any]) -> Content:
-        """Return the document of ``row``. Raises the same ``UserError`` as ``content`` if it has none."""
+        """Return the document of ``row``. Raises ``UserError`` like ``content``, and if ``row`` lacks the columns."""
         names = self.found(row) or self.check(list(row), "")
         return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names})
 
     def content(self, value: Any) -> Content:
-        """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is
-        invalid, with a message to append to the row's place."""
+        """Convert ``value``, as read from the columns, to the content of a row. Null becomes an empty document. Raises
+        ``UserError`` if it is invalid. The message is appended to the row's position."""
         if value is None:
             return ""
         if isinstance(value, dict) and self.renamed:
@@ -229,8 +230,8 @@ class Column:
         return any(name in row for name in (self.name, _SHARED))
 
     def _conversation(self, row: Mapping[str, Any]) -> Any:
-        """Return the messages of a row: its column, or a question and its answer, each a string or a list of
-        messages. Raises ``UserError`` if it has both."""
+        """Return the messages of a row, from the messages column or from a prompt and its answer, each a string or a
+        list of messages. Raises ``UserError`` if the row has both."""
         pair = next((pair for pair in _PAIRS if {*pair} <= row.keys()), None)
         for name in (self.name, _SHARED):
             if name not in row:
@@ -246,9 +247,9 @@ class Column:
             return row
         asked, said = (row[name] for name in pair)
         if isinstance(asked, str) and row.get("input"):
-            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: the input of the instruction
+            asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: input to the instruction
         parts = [("system", row.get("system") or [])]
-        for turn in row.get(_HISTORY) or []:  # as in Alpaca: a question and its answer, for each turn before
+        for turn in row.get(_HISTORY) or []:  # as in Alpaca: pairs of prompt and answer of earlier turns
             if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
                 raise UserError(
                     f": column {_HISTORY!r} is {_described(row[_HISTORY])}, not a list of pairs of a question "
@@ -261,7 +262,8 @@ class Column:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Return the tools in a column, a list or its JSON text; empty if it is. Raises ``UserError`` for anything else."""
+    """Return the tools in a column, given as a list or as JSON text. Empty if there are none. Raises ``UserError`` for
+    any other value."""
     found = value
     if isinstance(value, str):
         try:
@@ -279,12 +281,12 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _tools_of_functions(value: Any) -> list[dict[str, Any]]:
-    """Return the tools in a column of OpenAI's earlier format."""
+    """Return the tools in a column in OpenAI's earlier format."""
     return [{"type": "function", "function": function} for function in _tools(value)]
 
 
 def _system(value: Any) -> str:
-    """Return the system prompt in a column beside messages. Raises ``UserError`` if it is not text."""
+    """Return the system prompt from a separate column. Raises ``UserError`` if it is not text."""
     if value is not None and not isinstance(value, str):
         raise UserError(
             f": column {_SYSTEM!r} is {_described(value)}, not text; fix the row, or give the column another name"
@@ -293,7 +295,7 @@ def _system(value: Any) -> str:
 
 
 def _weighs(value: Any) -> bool:
-    """Return whether a row with this ``weight`` is trained on. Raises ``UserError`` for a weight in between."""
+    """Return whether a row with this ``weight`` is trained on. Raises ``UserError`` if it is neither 0 nor 1."""
     try:
         number = 1.0 if value is None else float(value)
     except (TypeError, ValueError):
@@ -322,8 +324,8 @@ _TURNS_OF_HH = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 
 def _messages_of_hh(text: str) -> list[dict[str, Any]]:
-    """Return the messages of a text with ``Human:`` and ``Assistant:`` before the turns, as in hh-rlhf; empty if it is
-    not such a text."""
+    """Return the messages of a text that has ``Human:`` or ``Assistant:`` before each turn, as in hh-rlhf. Empty if the
+    text has another form."""
     begin, *parts = _TURNS_OF_HH.split(text.strip())
     if begin.strip() or len(parts) < 4 or parts[0] != "Human" or parts[-2] != "Assistant":
         return []
@@ -332,14 +334,14 @@ def _messages_of_hh(text: str) -> list[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return plain data without null values: tables have null for absent keys."""
+    """Return plain data without null values, which tables contain for absent keys."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the messages of ``prompt``, and of each side after it."""
+    """Return the messages of the prompt and of both answers, and the tools if there are any."""
     prompt = next((row[name] for name in (*_PROMPTS, _SHARED) if row.get(name) is not None), None)
     # In ShareGPT's format, an answer is one message.
     row = {**row, **{name: [row[name]] for name in _SIDES if isinstance(row[name], dict)}}
@@ -356,7 +358,7 @@ def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         raise UserError(": one of 'chosen' and 'rejected' is text and the other messages; fix the row")
     sides = {name: _as_messages("assistant", row[name]) for name in _SIDES}
     asked: list[dict[str, Any]] = []
-    if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # the whole conversation, twice
+    if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # both contain the full conversation
         shared = zip(*sides.values(), strict=False)
         asked = [first for first, _ in takewhile(lambda both: both[0] == both[1], shared)]
         sides = {name: messages[len(asked) :] for name, messages in sides.items()}
@@ -394,14 +396,14 @@ def _described(value: Any) -> str:
 
 
 def _lines_from(path: Path | str) -> str:
-    """Return the command that writes one line for each object of a JSON array, or of objects over several lines."""
+    """Return a shell command that rewrites a JSON array, or objects that span several lines, as one object per line."""
     quoted = shlex.quote(str(path))
     return f"jq -c 'if type == \"array\" then .[] else . end' {quoted} > lines.jsonl"
 
 
 def holds_rows(path: Path, column: Column) -> bool:
-    """Return whether a JSON file, which may also be one document of text, has a row in each line. Raises
-    ``UserError`` if it has rows in another form."""
+    """Return whether a JSON file contains rows, one per line or in an array, and is not one document of text. Raises
+    ``UserError`` if its rows span several lines."""
     with open_plain(path) as stream:
         line = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
         first = line.decode("utf-8-sig", "replace").strip()
@@ -410,7 +412,7 @@ def holds_rows(path: Path, column: Column) -> bool:
         try:
             row = json.loads(first)
             following = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")
-        except (ValueError, RecursionError):  # an object over several lines
+        except (ValueError, RecursionError):  # an object that spans several lines
             row, following = None, stream.read(PIECE_BYTES)
     if isinstance(row, dict):
         return _is_row(row, column) or _is_object(following)
@@ -430,7 +432,7 @@ def holds_rows(path: Path, column: Column) -> bool:
 
 
 def _is_row(row: dict[str, Any], column: Column) -> bool:
-    """Return whether the document of ``row`` can be found, in the format of ``column`` or in another."""
+    """Return whether ``row`` has the columns of a document, in the format of ``column`` or in another format."""
     return any(candidate.found(row) for candidate in (column, Column("text", "text"), Column("messages", "chat"))) or (
         {*_SIDES} <= row.keys()
     )
@@ -456,7 +458,7 @@ class JsonLines(Unit):
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
-            if self.start_bytes:  # a line belongs to the unit that has its first byte
+            if self.start_bytes:  # a line belongs to the unit that contains its first byte
                 skip(stream, self.start_bytes - 1)
             position = self.start_bytes - 1 + len(stream.readline()) if self.start_bytes else 0
             number = 0
@@ -502,7 +504,7 @@ class JsonArray(Unit):
                     yield row_of(number, Place(str(self.path), number, "row"), item, self._content)
 
     def _items(self, stream: io.TextIOWrapper) -> Iterator[Any]:
-        """Yield the items, or a ``UserError`` for the last one if what follows cannot be read."""
+        """Yield the items of the array. If the rest cannot be read, the last item is a ``UserError``."""
         decoder, text, wanted, is_first = json.JSONDecoder(), "", PIECE_BYTES, True
         try:
             while True:
@@ -514,7 +516,7 @@ class JsonArray(Unit):
                         break
                     try:
                         item, at = decoder.raw_decode(text, at)
-                    except ValueError as error:  # perhaps an item that goes on
+                    except ValueError as error:  # the item may be incomplete
                         wanted = max(PIECE_BYTES, len(text) - at)
                         if not more or wanted > _LONGEST_ITEM:
                             yield UserError(f" is not JSON: {error}; the file may be cut off: create it again")
@@ -544,7 +546,7 @@ def _is_array(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetRows(Unit):
-    """Row group ``group`` of a parquet file; None: all groups, one after the other."""
+    """Rows of a Parquet file: the row group ``group``, or all groups in order if it is None."""
 
     path: Path | str
     column: Column
@@ -584,7 +586,7 @@ class ParquetRows(Unit):
 
 
 def documents_of(batch: Any) -> Any:
-    """Return the documents of an Arrow table as one array: its column, or a struct of several."""
+    """Return the documents of an Arrow table as one array: its only column, or a struct array of several columns."""
     return batch.column(0) if batch.num_columns == 1 else batch.to_struct_array()
 
 
@@ -604,7 +606,7 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
 
 
 def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Any]) -> Row:
-    """Return the row with the content ``content(found)``, or with the error if it has none."""
+    """Return the row with the content ``content(found)``, or with the ``UserError`` that this raised."""
     try:
         if isinstance(found, UserError):
             raise found
@@ -625,7 +627,7 @@ def _text_or_error(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path | str) -> Iterator[Any]:
-    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is invalid or incomplete."""
+    """Open a Parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is invalid or incomplete."""
     arrow = library("pyarrow", f"reading {Path(path).name}")
     parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
     with ExitStack() as stack:
@@ -667,7 +669,8 @@ class RowFiles(Source):
 
 
 def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | None) -> Iterator[Unit]:
-    """Yield a unit for each row group, for each 32 MiB of lines, or for a compressed file."""
+    """Yield the units of a file: one per row group, one per 32 MiB of lines, or one per JSON array or compressed
+    file."""
     if kind_of(path) == ".parquet":
         with open_parquet(path) as file:
             column.check(file.schema_arrow.names, str(path))

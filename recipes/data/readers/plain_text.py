@@ -27,7 +27,7 @@ from serried.recipes.data.readers.source_files import (
 )
 
 WHOLE_FILES_FROM = 20
-"""Number of distinct files from which validation takes whole files, instead of the tail of each file."""
+"""Minimum number of distinct files for which validation uses whole files instead of the tail of each file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TextFiles(Source):
     noun = "file"
 
     def __init__(self, files: Sequence[SourceFile], validation_fraction: float) -> None:
-        """``validation_fraction`` 0: everything is training data."""
+        """``validation_fraction``: fraction of the bytes for validation. With 0, all text is training data."""
         self._files, self._fraction = files, validation_fraction
         self._documents: list[Document] = []
 
@@ -121,14 +121,14 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
 
 
 def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[bytes]:
-    """Return the contents that go to validation."""
+    """Return the hashes of file contents that go to validation."""
     size_bytes = {content: sum(d.size_bytes for d in group) for content, group in groups.items()}
     wanted_bytes = fraction * sum(size_bytes.values())
     # surrogateescape: a file name need not be UTF-8.
     order = sorted(groups, key=lambda c: hashlib.sha256(groups[c][0].name.encode("utf-8", "surrogateescape")).digest())
     kept: set[bytes] = set()
     kept_bytes = 0
-    for content in order[:-1]:  # at least the last one is trained on
+    for content in order[:-1]:  # at least the last content is trained on
         # A single file larger than the whole share would be a poor sample of the source.
         if kept_bytes < wanted_bytes and kept_bytes + size_bytes[content] <= 1.1 * wanted_bytes:
             kept.add(content)
@@ -155,7 +155,7 @@ def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: flo
     line_end = read(start, cut).rfind(b"\n")
     if line_end >= 0:
         return start + line_end + 1
-    # Back to the start of a character (0b10...... is inside one), else on to the next. Text that is not UTF-8 has none.
+    # Back to the start of a character (0b10...... is inside one), else forward to the next one, if any.
     low, high = max(0, cut - 4), min(cut + 4, size_bytes)
     around = read(low, high + 1)
     near = (*range(cut, low, -1), *range(cut + 1, high + 1))

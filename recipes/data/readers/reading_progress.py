@@ -1,4 +1,4 @@
-"""Progress and threads of a preparation."""
+"""Progress display and worker threads for data preparation."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 Show = Callable[[str], None]
-"""Shows a line of progress, which replaces the previous one. An empty line clears it."""
+"""Function that shows a progress line in place of the previous one. An empty string clears the line."""
 
 _EVERY_SECONDS, _EVERY_SECONDS_LIVE = 15.0, 0.5
 
@@ -25,13 +25,13 @@ def usable_cores() -> int:
 
 
 class Progress:
-    """Counts bytes, and shows how many were read, the rate and the remaining time: often in a terminal, rarely in a
-    log."""
+    """Counts bytes, and shows the number of bytes, the rate and the remaining time: twice per second in a terminal,
+    every 15 seconds in a log."""
 
     def __init__(self, show: Show | None, threads: int) -> None:
         self.threads = threads
         self.total_bytes = 0
-        """Total bytes of the phase; set when known."""
+        """Total number of bytes of the phase, set by the caller when known."""
         self._show, self._lock = show, threading.Lock()
         self._what = ""
         self._done_bytes = 0
@@ -41,7 +41,7 @@ class Progress:
         self._has_shown = False
 
     def phase(self, what: str) -> "Progress":
-        """Start a phase, such as ``reading``."""
+        """Start a phase, such as ``reading``, and return this object."""
         self._what = what
         self.total_bytes = 0
         self._done_bytes = 0
@@ -50,12 +50,12 @@ class Progress:
         return self
 
     def skipped(self, size_bytes: int) -> None:
-        """Add work that was done earlier, which does not count for the rate."""
+        """Add bytes that were finished earlier. They do not count towards the rate."""
         self._skipped_bytes += size_bytes
         self.done(size_bytes)
 
     def done(self, size_bytes: int) -> None:
-        """Add finished work. May be called from any thread."""
+        """Add finished bytes. May be called from any thread."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
@@ -64,7 +64,7 @@ class Progress:
                 self.say(self._line(now - self._started))
 
     def say(self, text: str) -> None:
-        """Show another fact about the preparation."""
+        """Show a message about the preparation."""
         if self._show is not None:
             self._has_shown = True
             self._show(f"preparing data: {text}")
@@ -73,12 +73,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Clear the line."""
+        """Clear the progress line."""
         if self._show is not None and self._has_shown:
             self._show("")
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-        """Apply ``function`` to each item, on all threads. Results are in order."""
+        """Apply ``function`` to each item on all threads. Results are in the order of the items."""
         with ThreadPoolExecutor(self.threads) as pool:
             yield from ordered(pool, function, items, 4 * self.threads)
 
@@ -92,8 +92,8 @@ class Progress:
 def ordered(
     pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int
 ) -> Iterator[_Result]:
-    """Apply ``function`` to each item. Results are in order. At most ``ahead`` items are taken before their results
-    are."""
+    """Apply ``function`` to each item on the threads of ``pool``. Results are in the order of the items. At most
+    ``ahead`` items are submitted before their results are consumed."""
     waiting: deque[Future[_Result]] = deque()
     try:
         for item in items:

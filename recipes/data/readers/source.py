@@ -1,4 +1,4 @@
-"""Interface of a source of documents, its units (which are read from front to back) and their rows."""
+"""Interfaces of a source of documents, of its units, which are read from front to back, and of their rows."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from serried.recipes.data.readers.source_files import PIECE_BYTES, open_plain
 
 SPLITS = ("train", "validation")
 SHOWN_ROWS = 10
-"""Number of bad rows that are shown with their line; the rest are counted."""
+"""Maximum number of bad rows that an error shows. Further ones are only counted."""
 
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
-"""A document: text; the messages of a conversation (with ``tools`` that it may call: a dict with both); or a dict of
-the messages of ``prompt``, ``chosen`` and ``rejected``, and perhaps ``tools``."""
+"""A document: text; the messages of a conversation, or a dict of ``messages`` and, for example, ``tools``; or a dict of
+the messages of ``prompt``, ``chosen`` and ``rejected``, with optional ``tools``."""
 
 
 class Place(NamedTuple):
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     path: str
     """Path of a file, or name of a dataset."""
     number: int
-    """Number of the row from 0; for a line, its first byte."""
+    """Index of the row; for a line, the offset of its first byte."""
     noun: Literal["line", "row"]
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Place(NamedTuple):
 
 
 class AtRow(NamedTuple):
-    """A mistake in a row, as an argument of ``UserError``. The row's position, which may take time to find, is
-    determined only if the message is shown."""
+    """Message about a mistake in a row, as an argument of ``UserError``. Finding the row's position may take time, so
+    it is done only when the message is shown."""
 
     where: Place | str
     said: str
@@ -57,8 +57,8 @@ class AtRow(NamedTuple):
 
 
 def bad_rows(shown: Sequence[str], count: int, head: str = "", key: str = "data.bad_rows") -> UserError:
-    """Return the error for ``count`` bad rows, with the lines ``shown`` of the first ones. ``key=skip``
-    leaves them out."""
+    """Return the error for ``count`` bad rows. ``shown``: messages about the first of them. ``key``: config key that,
+    set to ``skip``, leaves them out."""
     cure = f"fix or remove them, or leave them out with {key}=skip"
     if count == 1:
         return UserError(f"{shown[0]}; or leave such rows out: {key}=skip")
@@ -73,18 +73,19 @@ class Row(NamedTuple):
     """Number of the document within its unit, from 0."""
     content: Content
     begins: bool = True
-    """Whether it contains the document's start. Only files of plain text come in pieces, one after the other."""
+    """Whether it contains the document's start. Only plain text files are read in pieces."""
     ends: bool = True
     """Whether it contains the document's end."""
     offset_bytes: int = 0
     """Offset within its file, for messages; 0 if unknown."""
     before: bytes = b""
-    """Text right before a piece, in whole characters."""
+    """Text right before a piece, in complete characters."""
     after: bytes = b""
     place: Place | None = None
-    """Position of a row of a table; None if the document is the whole unit, or is numbered within it."""
+    """Position of a row of a table. None if the document is the whole unit, or is known only by its number in the
+    unit."""
     error: UserError | None = None
-    """Reason why the row is not a document; its content is then empty."""
+    """Reason why the row is not a valid document. Its content is then empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class Unit(ABC):
     """
 
     name: str
-    """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
+    """Name in messages, such as a path or ``part.parquet row group 3``."""
     size_bytes: int
     """Approximate size, for progress."""
     split: str | None = None
@@ -107,26 +108,26 @@ class Unit(ABC):
         ``UserError`` with the unit's name if it cannot be read, or has changed."""
 
     def rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows that are not empty. Rows with an error are left out: the preparation, which reads all rows,
+        """Yield rows that are not empty. Rows with an error are left out, since the preparation, which reads all rows,
         reports them."""
         return (row for row in self.all_rows(first) if row.content)
 
 
 class Source(ABC):
-    """Documents in a fixed order."""
+    """Source of documents in a fixed order."""
 
     noun: ClassVar[str] = "document"
     """Name of a document in messages: ``file`` or ``document``."""
     validation_split: str | None = None
-    """Name of the part of the source that is used for validation; None: a fraction of its documents is."""
+    """Name of the split that is used for validation. None if a fraction of the documents is used instead."""
 
     @abstractmethod
     def identity(self) -> list[str]:
         """Return the identity of the source on this machine, without reading it."""
 
     def state(self) -> str | None:
-        """Return a text that changes whenever the content may have changed, without reading the source. None: there
-        is no such text, and the source is read at each start."""
+        """Return a string that changes whenever the content may have changed, without reading the source. None if there
+        is no such string. The source is then read at each start."""
         return None
 
     @abstractmethod
@@ -176,8 +177,8 @@ class Documents(Source):
 
 
 def open_source(section: DataSection) -> Source:
-    """Return the source that ``section`` names. Finds files and loads datasets, but reads no document. Raises
-    ``UserError`` if there is no such source, or it is not available."""
+    """Open the source that ``section`` names. This finds files and loads datasets, but reads no document. Raises
+    ``UserError`` if the source does not exist or is not available."""
     read = sources.get(section.name).load()
     opened = read(section)
     return opened if isinstance(opened, Source) else Documents(section, lambda: read(section))

@@ -1,4 +1,4 @@
-"""Reading of files: plain or compressed, in pieces of bounded size, with detection of changes."""
+"""Reading of plain or compressed files in pieces of bounded size, with detection of changes."""
 
 import bz2
 import contextlib
@@ -27,21 +27,21 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of files that are decompressed while they are read."""
 
 PIECE_BYTES = 1 << 20
-"""Largest piece of a document that is tokenized at once, apart from the text around it, in bytes."""
+"""Maximum size in bytes of a piece of a document that is tokenized at once, without the text around it."""
 
 AROUND_BYTES = 1 << 14
-"""Text on each side of a piece that is tokenized together with it, in bytes."""
+"""Size in bytes of the text on each side of a piece that is tokenized together with it."""
 
 SETTLED_SECONDS = 2.0
-"""Age above which a file's times show whether it has changed."""
+"""Age of a file above which its timestamps reliably show whether it has changed."""
 
 Stamp = tuple[int, int, int, int]
-"""Inode, size, and times of the last change of content and of inode. Copying tools set the former back."""
+"""Inode, size, mtime and ctime of a file. The ctime is included because copying tools may restore the mtime."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that was found but not read yet. ``name``: path relative to the source, with ``/`` between parts."""
+    """A file that was found but not read yet. ``name``: path relative to the source, with ``/`` as separator."""
 
     name: str
     path: Path
@@ -67,7 +67,8 @@ def library(name: str, purpose: str, extra: str = "data") -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that silences warnings of Hugging Face's libraries: our error line says the same."""
+    """Context manager that silences warnings of the Hugging Face libraries, since our error message contains the
+    same."""
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
     levels = [logger.level for logger in loggers]
     try:
@@ -80,13 +81,13 @@ def quiet() -> Iterator[None]:
 
 
 def kind_of(path: Path | str) -> str:
-    """Return the suffix without a compression's suffix: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix before any compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in COMPRESSED else name).suffix.lower()
 
 
 def ending_of(path: Path) -> str:
-    """Return the suffix including a compression's suffix: ``.jsonl.gz``."""
+    """Return the suffix including any compression suffix: ``.jsonl.gz`` for ``a.jsonl.gz``."""
     return "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSED else path.suffix
 
 
@@ -117,7 +118,7 @@ def _damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def opened(path: Path | str, stack: contextlib.ExitStack) -> Any:
-    """Open a local file or an fsspec address, until ``stack`` is closed."""
+    """Open a local file or an fsspec address. It is closed with ``stack``."""
     if isinstance(path, str) and "://" in path:
         return stack.enter_context(library("fsspec", f"reading {path}").open(path, "rb"))
     return stack.enter_context(Path(path).open("rb"))
@@ -144,7 +145,7 @@ def skip(stream: IO[bytes], size: int) -> None:
 
 
 def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]:
-    """Yield the next ``length`` bytes (None: to the end) in pieces of at most ``PIECE_BYTES``, split by ``cut``."""
+    """Yield the next ``length`` bytes, or all if it is None, in pieces of at most ``PIECE_BYTES``, split by ``cut``."""
     rest, left = b"", sys.maxsize if length is None else length
     while True:
         wanted = min(PIECE_BYTES - len(rest), left)
@@ -161,8 +162,8 @@ def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]
 
 
 def read_surrounded(stream: IO[bytes], length: int | None = None) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """Yield each piece of ``read_pieces`` between the text before and after it, at most ``AROUND_BYTES`` each; empty
-    at the start and at the end."""
+    """Yield each piece of ``read_pieces`` as (text before, piece, text after). The text before and after has at most
+    ``AROUND_BYTES`` each, and is empty at the start and end of the stream."""
     before = b""
     for piece, following in pairwise(chain(read_pieces(stream, length), [b""])):
         stop = min(AROUND_BYTES, len(following))
@@ -174,7 +175,7 @@ def read_surrounded(stream: IO[bytes], length: int | None = None) -> Iterator[tu
 
 
 def cut(content: bytes) -> int:
-    """Return the end of the first piece of a longer text: after a line, else before a space, else between
+    """Return the position at which to split a text in its second half: after a line, else before a space, else between
     characters."""
     middle = len(content) // 2
     if (line_end := content.rfind(b"\n", middle)) >= 0:
@@ -197,7 +198,7 @@ class Document:
     sha256: bytes
     """Hash of the decompressed content."""
     stamp: Stamp | None
-    """State of the file when it was hashed; None if it is not compared."""
+    """State of the file when it was hashed. None if changes are not checked."""
 
     def read(self, start_bytes: int, stop_bytes: int) -> bytes:
         """Return bytes ``start_bytes`` up to ``stop_bytes``. Raises ``UserError`` if the file has changed since it
@@ -208,7 +209,7 @@ class Document:
 
 
 def hash_files(files: Sequence[SourceFile], progress: Progress) -> list[Document]:
-    """Hash every file. Raises ``UserError`` if one cannot be read, or changes in the meantime."""
+    """Hash every file. Raises ``UserError`` if one cannot be read, or changes while it is read."""
 
     def hashed(file: SourceFile) -> Document:
         sha256 = hashlib.sha256()
@@ -235,7 +236,7 @@ def key_of(documents: Sequence[Document]) -> bytes:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return values that change when a file does. Raises ``UserError`` if the file is gone."""
+    """Return values that change when a file changes. Raises ``UserError`` if the file cannot be accessed."""
     try:
         status = path.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Several sources as one data set, and the data section of each."""
+"""Dataset that mixes several sources, and the config section of each source."""
 
 import hashlib
 import json
@@ -68,13 +68,13 @@ class MixtureDataset:
         return self._sources[source][index - self._first[source]]
 
     def truncation(self, name: str = "data") -> str:
-        """Return a warning about sources that lose most of their tokens by truncation; empty if none does."""
+        """Return a warning about sources from which truncation removes most tokens; empty if there are none."""
         each = zip(self.parts, self._sources, strict=True)
         found = (source.truncation(f"{name}.sources.{part}") for part, source in each if hasattr(source, "truncation"))
         return "; ".join(filter(None, found))
 
     def describe(self) -> str:
-        """Return how documents become sequences, for the plan; empty for the default."""
+        """Describe how documents are arranged into sequences, for the printed plan. Empty for the default."""
         each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
         return "; ".join(f"{name} {text}" for name, text in each if text)
 
@@ -83,7 +83,7 @@ class MixtureDataset:
         self._later = self._later.to(batch.sample_ids.device)
         owners = torch.bucketize(batch.sample_ids, self._later, right=True)
         mine = owners[:, None] == torch.arange(len(self._sources), device=owners.device)
-        # Padding has no targets, so counting it as the first source's does not matter.
+        # Padding counts towards the first source, but has no targets.
         return (mine * (batch.targets != IGNORE).sum(1, keepdim=True)).sum(0)
 
 
@@ -99,7 +99,7 @@ def source_sections(section: DataSection) -> dict[str, DataSection]:
 
 
 def validation_sections(section: DataSection) -> dict[str, DataSection]:
-    """Return the section of each further validation set, by name. All of its data is for validation."""
+    """Return the section of each additional validation set, by name. All of its data is for validation."""
     return {
         name: alone(section, source).model_copy(update={"validation_fraction": 0.0})
         for name, source in section.validation.items()
@@ -108,8 +108,8 @@ def validation_sections(section: DataSection) -> dict[str, DataSection]:
 
 @contextmanager
 def mistakes_of(key: str) -> Iterator[None]:
-    """Context manager in which error messages name keys of ``key``, such as ``data.sources.web``, instead of
-    ``data``."""
+    """Context manager that replaces ``data`` with ``key``, such as ``data.sources.web``, in the config keys of error
+    messages."""
     try:
         yield
     except UserError as error:
@@ -128,7 +128,8 @@ def key_of_source(name: str) -> str:
 
 
 def describe_sources(section: DataSection) -> str:
-    """Return ``stdlib``, ``text books``, or ``web (text books) 70 %, code (stdlib) 30 % of the tokens``."""
+    """Describe the sources: ``stdlib``, ``text books``, or ``web (text books) 70 %, code (stdlib) 30 % of the
+    tokens``."""
     if not section.mixed:
         return _described(section)
     whole = sum(source.weight for source in section.mixed.values())

@@ -1,8 +1,8 @@
 """Packing of whole documents into sequences.
 
-Best-fit decreasing: the longest document first, each into the sequence with the least room that holds it, as in
-"Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830). The result is a pure function of
-the lengths: every process computes the same one, for any number of processes.
+Best-fit decreasing: from the longest document to the shortest, each is put into the sequence with the least remaining
+room that fits it, as in "Fewer Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830). The result is
+a pure function of the lengths: every process computes the same one, for any number of processes.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Pieces(NamedTuple):
     starts: np.ndarray
     """[pieces], int64: position of the first token in the stream"""
     lengths: np.ndarray
-    """[pieces], int64: tokens, at least 2 and at most one more than a sequence"""
+    """[pieces], int64: number of tokens, from 2 to the sequence length + 1"""
     cut_documents: int
     """Number of documents that are longer than a sequence."""
     longest: int
@@ -35,12 +35,11 @@ class Packing(NamedTuple):
 
 
 def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) -> Pieces:
-    """Return the documents of ``stream`` in pieces of at most ``sequence_length`` + 1 tokens, the last of which is
-    only a target.
+    """Split the documents of ``stream`` into pieces of at most ``sequence_length`` + 1 tokens. The last token of a
+    piece is only a target.
 
-    A longer document is split. Consecutive pieces share their border token, as the last target of one and the first
-    input of the next, like windows. With ``truncate``, only the first piece is kept. A document of one token has no
-    target and is left out.
+    Consecutive pieces of a longer document share their boundary token: the last target of one is the first input of the
+    next. With ``truncate``, only the first piece is kept. A document of one token has no target and is left out.
     """
     starts = stream.all_document_starts()
     if not len(starts) or starts[0]:
@@ -59,10 +58,9 @@ def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) ->
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack pieces of ``lengths`` [pieces], each from 1 to ``capacity``, into sequences of at most ``capacity``
-    tokens.
+    """Pack pieces of ``lengths`` [pieces], each from 1 to ``capacity``, into sequences of at most ``capacity`` tokens.
 
-    Sequences are ordered by their first pieces, so that the first sequences are not special.
+    Sequences are ordered by the index of their first piece, so that sequences with long documents do not come first.
     """
     sequence_of = np.empty(len(lengths), np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the number of tokens that still fit
@@ -89,5 +87,5 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def unpacked(pieces: int) -> Packing:
-    """Return a sequence for each of the ``pieces``."""
+    """Return the packing with one sequence per piece."""
     return Packing(np.arange(pieces), np.arange(pieces + 1))

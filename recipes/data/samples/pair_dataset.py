@@ -1,4 +1,4 @@
-"""Prepared pairs of answers as samples, and batches of them."""
+"""Dataset of prepared preference pairs, and batches of them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from serried.recipes.data.samples.token_dataset import removed
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _WIDTH_MULTIPLE = 32
-"""Batches are padded to a multiple of this length: fewer shapes, which fit vector units."""
+"""Batches are padded to a multiple of this length, for fewer distinct shapes and aligned rows."""
 
 
 class Pair(NamedTuple):
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     targets: tuple[np.ndarray, np.ndarray]
     """Following tokens; ``IGNORE`` outside the answer"""
     reference: np.ndarray
-    """[2], fp64: log-probabilities of both answers under the reference; NaN if unknown"""
+    """[2], fp64: log-probabilities of both answers under the reference model; NaN if unknown"""
 
 
 class PairBatch(NamedTuple):
@@ -38,9 +38,9 @@ class PairBatch(NamedTuple):
     sample_ids: Tensor
     """[batch], int64; negative for padding, which has zero weight"""
     reference: Tensor
-    """[batch, 2], fp64: log-probabilities under the reference"""
+    """[batch, 2], fp64: log-probabilities under the reference model"""
     positions: None = None
-    """None: each answer has its own sequence."""
+    """Always None, since each answer has its own sequence."""
 
 
 class PairDataset:
@@ -64,7 +64,7 @@ class PairDataset:
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-pairs"
         """Identity of the samples, equal on every machine for equal samples."""
         self.reference: np.ndarray | None = None
-        """[pairs, 2], fp64: log-probabilities under the reference, if known."""
+        """[pairs, 2], fp64: log-probabilities under the reference model, if known."""
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -84,7 +84,7 @@ class PairDataset:
         return window[:-1], np.where(is_target, window[1:], IGNORE)
 
     def describe(self) -> str:
-        """Return how many answers are truncated, for the plan; empty if none are."""
+        """Describe how many answers are truncated, for the printed plan. Empty if none are."""
         return f"{self.truncated:,} of {2 * len(self):,} answers truncated" if self.truncated else ""
 
     def truncation(self) -> str:
@@ -95,9 +95,9 @@ class PairDataset:
 
 
 def collate_pairs(pairs: Sequence[Pair], ids: np.ndarray, sequence_length: int, *, whole: bool) -> PairBatch:
-    """Stack pairs, padded at the end to their longest answer, or to ``sequence_length`` if ``whole``.
+    """Stack pairs into a batch, padded at the end to about the longest answer, or to ``sequence_length`` if ``whole``.
 
-    ``ids`` [batch] are the pairs' numbers; targets of a pair with a negative id are removed.
+    ``ids`` [batch]: sample numbers. Targets of a pair with a negative id are replaced with ``IGNORE``.
     """
     sides = [(pair.tokens[side], pair.targets[side]) for pair in pairs for side in (0, 1)]
     longest = max(len(tokens) for tokens, _ in sides)

@@ -15,8 +15,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextBytes:
-    """Counts the bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are not
-    text.
+    """Counts the UTF-8 bytes of text in the targets of batches. Special tokens, such as the end token, are not text.
 
     A token of a byte-level encoding always has the same bytes. Tokens of other encodings may lose a space at the
     beginning of a document, so there are two tables.
@@ -39,7 +38,7 @@ def _numbers(tokens: Tensor) -> np.ndarray:
 
 
 def _tables(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of every id inside a document and at its start, [vocabulary], int64."""
+    """Return the number of text bytes of every id inside a document, and at its start, both [vocabulary], int64."""
     spec = tokenizer.spec()
     if spec["kind"] == "bytes":
         inside = np.ones(tokenizer.vocab_size, np.int64)

@@ -1,4 +1,4 @@
-"""Samples by number: windows of a memory-mapped stream of tokens, or packed whole documents."""
+"""Map-style datasets of token sequences: windows of a memory-mapped token stream, or packed whole documents."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from serried.recipes.data.samples.packing import Pieces, best_fit, find_pieces, 
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _SHORTEST_USEFUL = 16
-"""Number of tokens below which shorter sequences are not suggested against too little text."""
+"""Minimum sequence length that an error about too little text suggests."""
 
 _QUOTED_CHARACTERS = 60
 
@@ -46,11 +46,12 @@ class Batch(NamedTuple):
 
 
 class TokenDataset:
-    """Split of prepared text as windows: sample i is tokens [i x S, i x S + S], the targets shifted by one.
+    """Fixed-length windows of a split of prepared text. Sample i has S input tokens from position i x S on; targets are
+    shifted by one.
 
-    Windows share only their border token, as the last target of one and the first input of the next. The remaining
-    tokens at the end, fewer than S + 1, are not used, unless the data set is opened with ``to_end``: then they form
-    a last window, filled with padding. ``dataset[i]`` is a pure function of i and may be called from any number of
+    Consecutive windows share only their boundary token: the last target of one is the first input of the next. The
+    remaining tokens at the end, fewer than S + 1, are not used, unless the dataset is opened with ``to_end``. They then
+    form a last window, filled with padding. ``dataset[i]`` is a pure function of i and may be called from any number of
     threads.
     """
 
@@ -101,17 +102,17 @@ class TokenDataset:
         return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
 
     def describe(self) -> str:
-        """Return how documents become sequences, for the plan; empty for the default."""
+        """Describe how documents are arranged into sequences, for the printed plan. Empty for the default."""
         return "documents isolated" if self._isolate else ""
 
 
 class PackedDataset:
-    """Split of prepared text as sequences of whole documents, each as full as possible, or one each; the rest is
-    padding.
+    """Sequences of whole documents of a split of prepared text. A sequence has as many documents as fit, or one
+    document, followed by padding.
 
-    Longer documents are split; conversations, which are meaningless without their beginning, are truncated. All
-    tokens of a document except the first are targets. ``dataset[i]`` is a pure function of i and may be called from
-    any number of threads. Every process holds 24 bytes per document.
+    Documents that are longer than a sequence are split, but conversations, which are meaningless without their
+    beginning, are truncated. All tokens of a document except the first are targets. ``dataset[i]`` is a pure function
+    of i and may be called from any number of threads. Every process uses 24 bytes of memory per document.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PackedDataset:
 
         Args:
             split: ``train`` or ``validation``.
-            skips: leave out conversations without targets after truncation, which are refused otherwise.
+            skips: leave out conversations without targets after truncation, instead of raising an error.
             packs: put several documents into a sequence.
         """
         self._stream = prepared.stream(split)
@@ -174,7 +175,7 @@ class PackedDataset:
             start, length = int(self._starts[piece]), int(self._lengths[piece])
             begins[place] = filled
             window[filled : filled + length] = self._stream.read(start, start + length)
-            # The first token is no target: it would be predicted from another document.
+            # The first token is not a target, since it would be predicted from another document.
             is_target[filled + 1 : filled + length] = (
                 self._stream.supervised(start + 1, start + length) if self._stream.is_supervised else True
             )
@@ -187,7 +188,7 @@ class PackedDataset:
         return Sample(window[:-1], targets, positions)
 
     def describe(self) -> str:
-        """Return how documents become sequences, for the plan."""
+        """Describe how documents are arranged into sequences, for the printed plan."""
         used = np.minimum(np.add.reduceat(self._lengths, self._bounds[:-1]), self._sequence_length).sum()
         share = used / (len(self) * self._sequence_length)
         held = "sequences of whole documents" if self._packs else "sequences of one document each"
@@ -212,9 +213,8 @@ class PackedDataset:
 def open_dataset(
     prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
 ) -> TokenDataset | PackedDataset:
-    """Return the split ``train`` or ``validation`` as a data set, according to ``data.packing`` and
-    ``data.isolate_documents``. ``to_end``: without packing, use all tokens, for measurements on a text whose
-    sequences need not be full."""
+    """Open the split ``train`` or ``validation`` as a dataset, according to ``data.packing`` and
+    ``data.isolate_documents``. ``to_end``: without packing, use all tokens, with padding in the last sequence."""
     length, isolate = section.sequence_length, section.isolates
     if section.packing != "split":
         skips, packs = section.bad_rows == "skip", section.packing == "best_fit"
@@ -230,7 +230,8 @@ def positions_in_documents(begins: np.ndarray, length: int) -> np.ndarray:
 
 
 def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
-    """Stack samples. ``ids`` [batch] are their numbers; a row with a negative id loses all its targets."""
+    """Stack samples into a batch. ``ids`` [batch]: sample numbers. All targets of a sample with a negative id are
+    replaced with ``IGNORE``."""
     targets = np.stack([sample.targets for sample in samples])
     targets[ids < 0] = IGNORE
     tokens = np.stack([sample.tokens for sample in samples])
@@ -243,7 +244,7 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:
     """Return which pieces have no targets after truncation, [pieces], bool."""
     is_empty = np.zeros(len(pieces.starts), bool)
-    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # pieces that just fit pass
+    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # also pieces that just fit
         start = int(pieces.starts[piece])
         is_empty[piece] = not stream.supervised(start + 1, start + sequence_length + 1).any()
     return is_empty
@@ -292,7 +293,8 @@ def _nothing_to_predict(what: str) -> UserError:
 
 
 def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:
-    """Return the error for too little text, with the longest sequence that works, if that is long enough."""
+    """Return the error for too little text. It suggests the longest sequence length that works, if that is long
+    enough."""
     has = prepared.splits[split]
     what = "training" if split == "train" else "validation"
     message = (

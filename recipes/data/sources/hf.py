@@ -1,4 +1,4 @@
-"""A Hugging Face dataset, of the Hub or a local folder, prepared or streamed."""
+"""Hugging Face datasets from the Hub or a local folder, either prepared or streamed."""
 
 import os
 import re
@@ -29,7 +29,7 @@ class HubSection(RowsSection):
     validation_split: str | None = None
     """Split for validation, instead of a fraction of the training split."""
     streaming: bool = False
-    """Read during training, for data that does not fit on disk."""
+    """Stream the data during training, for data that does not fit on disk."""
 
     def check(self) -> None:
         self.folder_or_name()
@@ -59,7 +59,7 @@ class HubSection(RowsSection):
         if not isinstance(self, DataSection):
             yield f"streaming=true of path={self.path}: only data=hf alone is streamed; leave it out"
             return
-        whole = {  # all of the text must be known before the first step
+        whole = {  # settings that need the full text before the first step
             f"packing={self.packing}": self.packing != "split",
             f"format={self.format}": self.is_chat,
             f"bad_rows={self.bad_rows}": self.bad_rows == "skip",

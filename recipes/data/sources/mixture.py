@@ -1,4 +1,4 @@
-"""Several sources, each with its share of the training data."""
+"""Mixture of several sources, each with its share of the training data."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,12 +9,12 @@ from serried.configs.schema.data import Sources, SourceSection, sources
 
 
 class MixtureSection(SourceSection):
-    """A mixture of the other sources."""
+    """Config of a mixture of other sources."""
 
     sources: Sources = Field(default_factory=dict)
     """The sources, by names you choose."""
     weigh_by: Literal["tokens", "samples"] = "tokens"
-    """Unit of the weights."""
+    """Unit in which the weights divide the training data."""
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

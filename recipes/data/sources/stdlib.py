@@ -1,4 +1,4 @@
-"""Python's own standard library: real text on every machine."""
+"""Python's standard library as a source: real text that every machine has."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "li
 
 
 class StdlibSection(SourceSection):
-    """Python's own sources."""
+    """Config of Python's standard library as a source."""
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
@@ -24,7 +24,7 @@ class StdlibSection(SourceSection):
 
 @register_source("stdlib", section=StdlibSection)
 def stdlib(section: Any) -> TextFiles:
-    """Return the library's files without tests, installed packages and files generated for one machine."""
+    """Return the source files of the standard library, without tests, installed packages and machine-specific files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         file

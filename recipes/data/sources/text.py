@@ -1,4 +1,4 @@
-"""The user's own files: plain text, a document each, or rows (``.jsonl``, ``.parquet``), a document in each row."""
+"""The user's own files: plain text with one document per file, or ``.jsonl`` and ``.parquet`` with one per row."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -17,14 +17,16 @@ from serried.recipes.data.readers.source import Source
 from serried.recipes.data.readers.source_files import assignment, ending_of, kind_of
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-"""Files that are one document each, in a folder. A file that is named, or matches a glob, may end in anything."""
+"""Suffixes of text files that are read from a folder, one document per file. Files given by name or glob may have any
+suffix."""
 ROW_SUFFIXES = (".jsonl", ".parquet")
 _JSON_SUFFIXES = (".json", ".ndjson")
-"""Files that hold rows or one document, as their first line shows. In a folder they are left out."""
+"""Suffixes of files that contain either rows or one document, which is detected from their first lines. They are
+ignored in folders."""
 
 
 class RowsSection(SourceSection):
-    """Documents in the rows of a table."""
+    """Config of sources with one document per table row."""
 
     text_column: str = "text"
     """Column of the text, in Hugging Face datasets and in .jsonl and .parquet files."""
@@ -43,7 +45,7 @@ class RowsSection(SourceSection):
 
 
 class TextSection(RowsSection):
-    """Your files."""
+    """Config of the user's own files."""
 
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
     path: PathText | None = None
@@ -55,7 +57,7 @@ class TextSection(RowsSection):
 
 @register_source("text", section=TextSection)
 def text(section: Any) -> Source:
-    """Return files of text or files of rows."""
+    """Return the source for the files at ``data.path``, which must be either all text or all rows."""
     files = find_files(section.path, (*TEXT_SUFFIXES, *ROW_SUFFIXES))
     column = Column.of(section)
     rows = [file for file in files if _has_rows(file.path, column)]

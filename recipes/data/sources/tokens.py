@@ -1,4 +1,4 @@
-"""Tokens made earlier, by ``serried prepare`` or another tool."""
+"""Existing token files, written by ``serried prepare`` or another tool."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -11,7 +11,7 @@ from serried.recipes.data.readers.find_files import check_path
 
 
 class TokensSection(SourceSection):
-    """Tokens made earlier."""
+    """Config of existing token files."""
 
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
     aliases: ClassVar[Mapping[str, str]] = {"token_dtype": "token_type token_bytes"}
@@ -26,7 +26,7 @@ class TokensSection(SourceSection):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether ``path`` is a folder of ``serried prepare``."""
+        """Whether ``path`` is a folder that ``serried prepare`` wrote."""
         return (expanded(str(self.path)) / "summary.json").exists()
 
     def _mistakes(self) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""A source that is read during training: lanes of documents, each read from front to back.
+"""Dataset that is streamed during training, as lanes of documents that are each read from front to back.
 
-A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at position
-p of any step belongs to lane p. So on every parallel layout, a lane is read in order by one rank, and its content
-depends only on the lane. The position of a lane is a cursor of four integers. A run that resumes, on any number of
-ranks, continues from the cursors of all lanes.
+A step takes one sequence from each lane, so the number of lanes equals the global batch size: the sequence at position
+p of every step belongs to lane p. On every parallel layout, a lane is read in order by one rank, and its content
+depends only on the lane number. The position of a lane is a cursor of four integers. A run that resumes, on any number
+of ranks, continues from the cursors of all lanes.
 """
 
 import hashlib
@@ -26,10 +26,10 @@ from serried.recipes.models.layers.lm_head import IGNORE
 
 _ROWS_AT_ONCE = 16
 _CHARACTERS_AT_ONCE = 1 << 16
-"""Limits up to which documents are tokenized together. A lane holds this much in memory."""
+"""Limits of the rows and characters that are tokenized at once. Each lane keeps up to this much in memory."""
 
 _BALANCED = 2
-"""Parts per lane above which it does not matter that some lanes have one more part."""
+"""Number of parts per lane above which some lanes may have one part more than others."""
 
 _ENDLESS = 2**62
 
@@ -44,7 +44,7 @@ class Cursor(NamedTuple):
 
     epoch: int = 0
     place: int = 0
-    """Index of the unit, in the lane's order of this epoch."""
+    """Index of the unit in the order in which the lane reads its units in this epoch."""
     row: int = 0
     token: int = 0
     """Index of the token in the row's document."""
@@ -54,8 +54,9 @@ class Cursor(NamedTuple):
 class Deal:
     """Assignment of units and their rows to lanes.
 
-    Units are assigned to lanes in turn. If there are too few, each unit is first split into ``cut`` parts with every
-    ``cut``-th row each, and ``cut`` lanes read the whole unit for their part.
+    Units are assigned to lanes round-robin. If there are too few units for a balanced assignment, each unit is first
+    split into ``cut`` parts, each with every ``cut``-th row. Each lane then reads the full unit and keeps the rows of
+    its part.
     """
 
     units: int
@@ -64,15 +65,15 @@ class Deal:
 
     @cached_property
     def cut(self) -> int:
-        """Number of parts of a unit."""
+        """Number of parts that each unit is split into."""
         cut = -(-self.lanes // self.units)
         while self.units * cut % self.lanes and self.units * cut < _BALANCED * self.lanes:
             cut += 1
         return cut
 
     def part(self, lane: int, epoch: int, place: int) -> tuple[int, int] | None:
-        """Return the unit, and the remainder of its rows' numbers modulo ``cut``, that the lane reads at ``place``
-        of an epoch; None if the epoch is over."""
+        """Return the unit that the lane reads at index ``place`` of an epoch, and the remainder r of its part, which
+        has the rows with ``number % cut == r``. None if the epoch is over."""
         cut = self.cut
         count = len(range(lane, self.units * cut, self.lanes))
         if place >= count:
@@ -82,7 +83,8 @@ class Deal:
 
     @cached_property
     def _dealt(self) -> list[int]:
-        """Parts in the order of assignment, so that neighboring parts go to different lanes at different times."""
+        """Parts in the order of assignment. It is shuffled, so that different lanes read neighboring parts at different
+        times."""
         return sorted(range(self.units * self.cut), key=lambda part: self._key(f"part {part}"))
 
     def _key(self, text: str) -> bytes:
@@ -90,10 +92,11 @@ class Deal:
 
 
 class StreamDataset:
-    """Sample i is the next sequence of lane i mod ``lanes``. Each lane's samples are taken once, and in order.
+    """Streamed dataset. Sample i is the next sequence of lane i mod ``lanes``.
 
-    A sequence has the tokens of consecutive documents; the next sequence begins with its last token. May be called
-    from any number of threads: a call for a later sample of a lane waits for earlier ones.
+    The samples of a lane are read once and in order. A sequence has the tokens of consecutive documents, and its last
+    target is the first input token of the next sequence. May be called from any number of threads: a call for a later
+    sample of a lane waits for the earlier ones.
     """
 
     def __init__(
@@ -112,11 +115,10 @@ class StreamDataset:
         """Open the lanes without reading.
 
         Args:
-            is_training: returns whether a row of a unit (given by its name) is trained on.
-            remembered: number of samples of a lane before the last one read, for which ``state`` may still be
-                called.
-            identity: identifies the encoder and the rule of the split.
-            earlier: identities of the same data in earlier versions, with a description of the change.
+            is_training: function of (row, name of its unit) that returns whether the row is trained on.
+            remembered: number of past samples of each lane for which ``state`` can still be called.
+            identity: identity of the encoder and of the training split.
+            earlier: mapping from identities of the same data in earlier versions to a description of the change.
         """
         self._documents = _Documents(units, encoder, is_training, deal)
         self._deal = deal
@@ -134,9 +136,10 @@ class StreamDataset:
             return hashlib.sha256(text.encode()).hexdigest()[:32]
 
         self.fingerprint = fingerprint(identity)
-        """Identity of the samples, equal on every machine, judged by names and sizes of files."""
+        """Identity of the samples, equal on every machine. It depends on the names and sizes of files, not on their
+        content."""
         self.earlier_fingerprints = {fingerprint(old): change for old, change in earlier.items()}
-        """Fingerprints of the same data in earlier versions, with a description of the change."""
+        """Mapping from fingerprints of the same data in earlier versions to a description of the change."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -146,7 +149,7 @@ class StreamDataset:
         return self._lane(lane).take(number)
 
     def describe(self) -> str:
-        """Return how the data is read, for the plan."""
+        """Describe how the data is read, for the printed plan."""
         cut = self._deal.cut
         again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
         anew = "; they start again, since the checkpoint had others" if self._has_restarted else ""
@@ -154,18 +157,19 @@ class StreamDataset:
         return f"streamed: {self._deal.lanes} lanes over {units:,} files or parts of files{again}{anew}"
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the cursors of the lanes that this process has read, after ``samples`` samples of the whole run."""
-        if samples == self._first_sample:  # perhaps some lanes have not been read yet
+        """Return the cursors of the lanes that this process reads, after ``samples`` samples of the run on all
+        ranks."""
+        if samples == self._first_sample:  # some lanes may not have been opened yet
             return {str(lane): list(cursor) for lane, cursor in self._starts.items()}
         with self._lock:
             lanes = dict(self._lanes)
         return {str(number): list(lane.cursor(self._first(number, samples))) for number, lane in lanes.items()}
 
     def load(self, state: dict[str, Any], samples: int) -> None:
-        """Continue from the cursors of all lanes after ``samples`` samples. Must be called before the first sample
-        is taken.
+        """Continue from the cursors of all lanes after ``samples`` samples. Must be called before the first sample is
+        read.
 
-        Cursors of a different number of lanes cannot be used: every lane starts again.
+        If ``state`` has a different number of lanes, it is not used and every lane starts from the beginning.
         """
         self._first_sample = samples
         self._has_restarted = len(state) != self._deal.lanes
@@ -173,9 +177,9 @@ class StreamDataset:
             self._starts = {int(lane): Cursor(*cursor) for lane, cursor in state.items()}
 
     def rewind(self, samples: int) -> None:
-        """Continue after ``samples`` samples, at most ``remembered`` samples of a lane ago."""
+        """Go back to the position after ``samples`` samples, by at most ``remembered`` samples of each lane."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in self.state(samples).items()}
-        # Lanes of other ranks have moved on since the start, except lanes that no step has used.
+        # Initial cursors are outdated for lanes of other ranks, except for lanes that no step has used.
         still = {
             lane: cursor
             for lane, cursor in self._starts.items()
@@ -186,7 +190,7 @@ class StreamDataset:
         self._documents.closed.clear()
 
     def close(self) -> None:
-        """Stop waiting for a failing network."""
+        """Interrupt waiting between retries of failed network reads."""
         self._documents.closed.set()
 
     def _first(self, lane: int, samples: int) -> int:
@@ -214,16 +218,16 @@ class _Documents:
     def __init__(
         self, units: Sequence[Unit], encoder: Encoder, is_training: Callable[[Row, str], bool], deal: Deal
     ) -> None:
-        """``is_training``: returns whether a row of a unit (given by its name) is trained on."""
+        """``is_training``: function of (row, name of its unit) that returns whether the row is trained on."""
         self.units = units
         self.closed = threading.Event()
-        """Set to stop waiting for a failing network."""
+        """Set to interrupt waiting between retries of failed network reads."""
         self._encoder = encoder
         self._is_training = is_training
         self._deal = deal
 
     def of_lane(self, lane: int, cursor: Cursor) -> Iterator["_Piece"]:
-        """Yield the documents of a lane, beginning at the row of ``cursor``, endlessly."""
+        """Yield the documents of a lane without end, starting at the row of ``cursor``."""
         epoch, place, row = cursor[:3]
         while True:
             count = 0
@@ -262,7 +266,7 @@ class _Documents:
 
 
 class _Lane:
-    """Sequences of one lane, each taken once."""
+    """Sequences of one lane, each read once and in order."""
 
     def __init__(
         self,
@@ -352,7 +356,7 @@ class _Lane:
 
 
 class _Piece(NamedTuple):
-    """Tokens of one document: the remaining ones or a part of them."""
+    """Tokens of one document, or a part of them."""
 
     cursor: Cursor
     """Position of the first token."""
@@ -368,8 +372,8 @@ class _Piece(NamedTuple):
 
 
 def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
-    """Yield rows from ``first`` on, with a few retries if the network fails. ``pause`` waits the given number of
-    seconds, and returns True immediately if the rows are no longer needed."""
+    """Yield the rows from number ``first`` on, with a few retries on network errors. ``pause`` waits for the given
+    number of seconds, and returns True immediately if the rows are no longer needed."""
     number, failures = first, 0
     while True:
         try:
@@ -394,7 +398,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Return whether an error is temporary: a failure of the network or a server."""
+    """Return whether an error may be temporary: a failure of the network or a server."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
         if isinstance(status, int):

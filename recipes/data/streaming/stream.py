@@ -1,4 +1,4 @@
-"""Data that is read during training: opening it, and preparing its validation set."""
+"""Opening of streamed training data, and preparation of its validation set."""
 
 import hashlib
 import json
@@ -28,10 +28,11 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokeniz
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 
 _FORMAT = 3
-"""Version of the prepared files of a stream; 4 if tokens are adjusted between the pieces of long documents."""
+"""Version of the prepared files of a stream. Version 4 is used for tokenizers that need the pieces of long documents to
+be joined."""
 
 _JOINED = "pieces are joined"
-"""Text in the identity of a tokenizer whose tokens depend on that."""
+"""Added to the identity of the data if its tokens depend on joining the pieces of long documents."""
 _SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB, and have the tokens of the whole since"
 
 _HELD_OUT = "held-out.json"
@@ -39,15 +40,16 @@ _HELD_OUT = "held-out.json"
 
 _ROWS_AT_ONCE = 64
 _REMEMBERED_STEPS = 64
-"""Number of steps to remember: a rollback returns to before a spike, which may be detected some fifty steps later."""
+"""Number of past steps whose cursors are kept. A rollback returns to the step before a loss spike, which may be
+detected about 50 steps late."""
 
 
 def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Prepared:
-    """Tokenize enough of the first validation documents for ``sequences`` sequences, or find them prepared.
+    """Tokenize enough validation documents for ``sequences`` sequences, or reuse them from the cache.
 
     Validation documents are the documents of ``data.validation_split``, or else documents whose hash is below
-    ``data.validation_fraction``. None of them is trained on, whether it is in the prepared validation set or not.
-    For that, the whole ``data.validation_split`` is read. If no data is held out, there are no documents.
+    ``data.validation_fraction``. None of them is trained on, even if ``sequences`` sequences do not need it. The full
+    ``data.validation_split`` is read to exclude its documents. The result is empty if no data is held out.
 
     Raises ``UserError`` if the source cannot be read, or has too little text for one sequence.
     """
@@ -69,8 +71,8 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
 
 
 def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
-    """Return the training documents as ``lanes`` lanes. ``prepared``: result of ``prepare_stream``. Raises
-    ``UserError`` if there is no such dataset, subset or split, or it is not available."""
+    """Open the training documents as ``lanes`` lanes. ``prepared``: result of ``prepare_stream``. Raises ``UserError``
+    if the dataset, subset or split does not exist or is not available."""
     tokenizer = _tokenizer(section)
     places = read_regular(prepared.folder / _HELD_OUT)
     held_out = frozenset(json.loads(places))
@@ -104,7 +106,7 @@ def _tokenizer(section: Any) -> Tokenizer:
 
 
 def _identity(section: Any, tokenizer: Tokenizer) -> str:
-    """Return everything that the tokens of a document, and its split, depend on."""
+    """Return all settings that determine the tokens of a document and its split."""
     spec = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     return json.dumps([spec, section.text_column, section.validation_fraction])
 
@@ -114,7 +116,7 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
     encoder = TextEncoder(tokenizer, section.tokenizer)
     with ShardWriter(folder, "validation-00000", token_dtype(tokenizer.vocab_size)) as writer:
         for unit, rows in _held_out_rows(section, units):
-            if section.validation_split:  # all of it, however much an evaluation uses: that may change
+            if section.validation_split:  # all documents, since the number that an evaluation uses may change
                 held_out.update(place_of(row, unit.name) for row in rows)
             elif writer.tokens >= wanted:
                 break

@@ -16,20 +16,20 @@ from serried.recipes.data.readers.source_files import library
 Message = dict[str, Any]
 
 _NOW = datetime(2024, 7, 26)
-"""Date given to templates that ask for it: tokens must not depend on the current day."""
+"""Date for templates that use the current date. It is fixed, since tokens must not depend on the day."""
 
 _MOST_CHARACTERS = 2**26
-"""Largest number of characters that a template may write for one conversation, or hold in one string."""
+"""Maximum number of characters in the text of one conversation, or in one string of a template."""
 
 _MOST_STEPS = 3_000_000
-"""Largest number of loop passes, macros and calls for one conversation, which take some seconds. A count instead of
-a time, so that the same rows pass on every machine."""
+"""Maximum number of steps (loop iterations, macros and calls) for one conversation, which take a few seconds. Steps are
+counted instead of time, so that the same rows are accepted on every machine."""
 
 _STEPS_OF_A_CALL = 5
-"""Cost of a call, in loop passes."""
+"""Cost of a call, in steps."""
 
 _MOST_PARTS = 2**20
-"""Largest number of parts in a list or an object that is converted to text."""
+"""Maximum number of nested elements in a list or an object that is converted to text."""
 
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now", "namespace", "range", "dict", "lipsum", "cycler", "joiner"})
 
@@ -43,11 +43,12 @@ _CURE = "use another template, data.chat_template=FILE, or fix the row"
 
 
 class Unlearnable(Exception):
-    """A conversation cannot be rendered, or its replies cannot be found. The message is for users."""
+    """Raised if a conversation cannot be rendered, or its replies cannot be found. The message is for users."""
 
 
 class TooMuch(UserError):
-    """A template does not end, or writes endlessly: this would happen for every row."""
+    """Raised if a template exceeds a resource limit, for example in an endless loop. This would happen for every
+    row."""
 
 
 class Template:
@@ -62,12 +63,12 @@ class Template:
         for_tools: str | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Compile the template. Raises ``UserError`` if it is not one, or does not read one of the ``variables``.
+        """Compile the template. Raises ``UserError`` if it is invalid, or does not use one of the ``variables``.
 
         Args:
             special_tokens: variables such as ``bos_token``.
-            for_tools: another template, for conversations with tools.
-            variables: further variables, by name.
+            for_tools: separate template for conversations with tools.
+            variables: additional variables, by name.
         """
         self.text, self.name, self.for_tools = text, name, for_tools
         self.variables = dict(variables)
@@ -80,12 +81,12 @@ class Template:
     def render(
         self, messages: Sequence[Message], *, ask_for_reply: bool = False, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
-        """Return the text of ``messages``; with ``ask_for_reply``, followed by the generation prompt. ``tools``:
-        tools that the assistant may call.
+        """Return the text of ``messages``; with ``ask_for_reply``, followed by the generation prompt. ``tools``: tools
+        that the assistant may call.
 
         Raises:
             Unlearnable: the template refuses the messages, or fails.
-            TooMuch: the template does not end.
+            TooMuch: the template exceeds a resource limit.
         """
         import jinja2
 
@@ -99,13 +100,13 @@ class Template:
             raise TooMuch(f"{self.name} {error}; use another template: data.chat_template=FILE") from error
         except jinja2.TemplateError as error:
             raise Unlearnable(f"{self.name} refuses it: {error}; {_CURE}") from error
-        except Exception as error:  # a template can fail in any way
+        except Exception as error:  # a template may raise any exception
             reason = f"{type(error).__name__}: {error}"
             raise Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
 
 
 def _check_variables(texts: Sequence[str], name: str, variables: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if one of the ``variables`` is in none of the templates: it would have no effect."""
+    """Raise ``UserError`` if one of the ``variables`` is not used in any of the templates."""
     if not variables:
         return
     from jinja2 import meta
@@ -124,11 +125,11 @@ def _check_variables(texts: Sequence[str], name: str, variables: Mapping[str, An
 
 
 class _Excess(Exception):
-    """Description of a resource limit that a template exceeded."""
+    """Raised if a template exceeds a resource limit, which the message describes."""
 
 
 class _Spent(threading.local):
-    """Steps spent on the conversation that this thread renders."""
+    """Number of steps spent on the current conversation, per thread."""
 
     steps = 0
 
@@ -154,7 +155,8 @@ def _check_length(length: int, what: str) -> None:
 
 
 def _check_parts(value: Any) -> Any:
-    """Return ``value``. Checks it, since nested lists may be small in memory but endless as text."""
+    """Return ``value``. Raises ``_Excess`` if it has too many nested elements: lists that share elements may be small
+    in memory but extremely long as text."""
     waiting, parts = [value], 0
     while waiting:
         each = waiting.pop()
@@ -167,8 +169,8 @@ def _check_parts(value: Any) -> Any:
 
 
 def _check_growth(name: str, given: Sequence[Any], named: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Refuse a call of one of ``_GROWING`` whose result may be too long: at most the product of its arguments'
-    sizes."""
+    """Raise ``_Excess`` if the result of the function ``name``, one of ``_GROWING``, may be too long. The product of
+    the sizes of its arguments is used as an upper bound."""
     if name == "replace" and (length := _length_replaced(given, named)) is not None:
         _check_length(length, name)
         return
@@ -203,8 +205,8 @@ def _length_replaced(given: Sequence[Any], named: Mapping[str, Any]) -> int | No
 
 
 def _environment(spent: _Spent) -> tuple[Any, Any]:
-    """Return the environment in which templates are compiled like in ``transformers``, and a function that returns a
-    parsed template with limits. Tests compare functions and options with its own."""
+    """Return an environment that compiles templates like ``transformers``, and a function that adds resource limits to
+    a parsed template. Tests compare its functions and options with ``transformers``."""
     library("jinja2", "data.format=chat")
     import jinja2
     import jinja2.ext
@@ -213,7 +215,8 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
     from jinja2.visitor import NodeTransformer
 
     class Generation(jinja2.ext.Extension):
-        """Accepts ``{% generation %}``, which marks replies in a few templates. Replies are found without it."""
+        """Accepts ``{% generation %}``, with which a few templates mark replies. It has no effect, since replies are
+        found without it."""
 
         tags = {"generation"}  # noqa: RUF012 -- like its base class
 
@@ -222,7 +225,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses to repeat a text until it fills the memory, and to run endlessly."""
+        """Sandbox that limits the length of results and the number of calls."""
 
         intercepted_binops = frozenset(["*", "**", "+", "%"])
 
@@ -240,7 +243,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
 
         def call(self, context: Any, function: Any, /, *arguments: Any, **named: Any) -> Any:
             spent.step(_STEPS_OF_A_CALL)
-            method = getattr(function, "__wrapped__", function)  # the sandbox has its own format
+            method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
             owner = getattr(method, "__self__", None)
             if isinstance(owner, str) and method.__name__ in _GROWING:
                 _check_growth(method.__name__, [owner, *arguments], named)
@@ -251,10 +254,10 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # without Jinja's escapes for HTML
+        # unlike Jinja's own filter, without HTML escapes
         return json.dumps(_check_parts(value), ensure_ascii=ensure_ascii, **options)
 
-    @jinja2.pass_context  # otherwise the compiler would call it once
+    @jinja2.pass_context  # otherwise the compiler would evaluate it as a constant
     def step(_: Any, value: Any) -> Any:
         spent.step()
         return value
@@ -269,7 +272,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
         return "".join(texts)
 
     def bounded(filter_name: str, function: Any) -> Any:
-        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context, which some filters take
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # some filters take the context as their first argument
 
         @wraps(function)
         def checked(*arguments: Any, **named: Any) -> Any:
@@ -281,7 +284,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
         return checked
 
     class Bounded(NodeTransformer):
-        """Counts each pass through a loop or macro, and checks the length of results of ``~``."""
+        """Adds a step count to the bodies of loops and macros, and length checks to set blocks and ``~``."""
 
         def _count(self, node: Any) -> Any:
             counted = nodes.Filter(nodes.Const(None), "serried step", [], [], None, None, lineno=node.lineno)
@@ -320,7 +323,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
     ):
         environment.filters[filter_name] = bounded(filter_name, environment.filters[filter_name])
     environment.filters["tojson"] = to_json
-    # Names that templates cannot contain.
+    # Templates cannot use these names, since they contain a space.
     environment.filters |= {"serried step": step, "serried join": concatenated, "serried text": text_of}
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _NOW.strftime
@@ -328,7 +331,7 @@ def _environment(spent: _Spent) -> tuple[Any, Any]:
 
 
 def _compile(text: str, name: str, spent: _Spent) -> Any:
-    """Compile a template. Raises ``UserError`` if it is not one."""
+    """Compile a template. Raises ``UserError`` if it is invalid."""
     environment, bounded = _environment(spent)
     import jinja2
 
@@ -340,7 +343,7 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
         raise UserError(f"{name} is not a Jinja template{at}: {error}; give another, or leave it out") from error
-    except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python, to which templates are compiled
+    except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python for the generated code
         raise UserError(
             f"{name} is not a Jinja template that can be compiled: it is nested or chained too deeply "
             f"({type(error).__name__}); give another, or leave it out"

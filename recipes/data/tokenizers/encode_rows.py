@@ -1,4 +1,4 @@
-"""Encoding of a source's rows as tokens."""
+"""Encoding of the rows of a source as tokens."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -13,49 +13,51 @@ from serried.recipes.data.tokenizers.chat_template import TooMuch
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 
 _COMPARED_CHARACTERS = 1024
-"""Number of characters on each side of a seam between two pieces, in which both must have the same tokens."""
+"""Number of characters on each side of the seam between two pieces within which the tokens of both pieces must
+agree."""
 
 
 class Seam(NamedTuple):
-    """Tokens on both sides of the seam between two pieces of a document, as encoded in one of the pieces."""
+    """Tokens on both sides of the seam (the boundary between two pieces of a document), as encoded with one of the
+    pieces."""
 
     ids: np.ndarray
     places: np.ndarray
-    """[tokens], int64, characters from the seam"""
+    """[tokens], int64, offset of each token from the seam in characters"""
 
     words: np.ndarray
-    """[tokens], int64, index of the word, counted from the first"""
+    """[tokens], int64, index of each token's word, relative to the first"""
 
     def is_same(self, other: "Seam | None") -> bool:
-        """Return whether ``other``, of the other piece, has the same tokens and words at the same positions."""
+        """Return whether ``other``, from the other piece, has the same tokens and words at the same positions."""
         return other is not None and all(map(np.array_equal, self, other))
 
 
 class Encoded(NamedTuple):
-    """A document, or a piece of one, as tokens, including the end mark."""
+    """Tokens of a document or of a piece of one, including the end token."""
 
     tokens: np.ndarray
     """[tokens], unsigned"""
     supervised: np.ndarray | None
-    """[tokens], uint8, 1 for tokens that are trained on; None if all are."""
+    """[tokens], uint8, 1 for tokens that are trained on; None if all tokens are."""
     first: Seam | None = None
-    """Seam at the start of a piece; None if any piece may precede it."""
+    """Seam at the start of a piece; None if the previous piece need not be compared."""
     last: Seam | None = None
     """Seam at the end of a piece."""
     before: "tuple[Encoded, ...]" = ()
-    """Other documents of the same row, which come before this one."""
+    """Documents of the same row that come before this one."""
     is_new: bool = False
-    """Whether earlier versions encoded the row in another way."""
+    """Whether earlier versions of this library encoded the row differently."""
 
 
 Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]
-"""Encodes rows, given the name of their unit for messages, as one ``Encoded`` per row, or the error for a row that
-cannot be encoded. Pure and thread-safe. Takes many rows at once, for speed."""
+"""Function of (rows, name of their unit) that returns an ``Encoded`` for each row, or the error if it cannot be
+encoded. The name is for messages. Pure and thread-safe. Takes many rows at once for speed."""
 
 
 def encoded_rows(rows: Sequence[Row], unit: str, encode: Callable[[Row], Encoded]) -> list[Encoded | UserError]:
-    """Return ``encode(row)`` of each row, or the ``UserError`` that it raised, with the row's position added.
-    ``TooMuch`` is raised instead."""
+    """Apply ``encode`` to each row. A ``UserError`` is returned in place of the result, with the row's position added.
+    ``TooMuch`` is not returned but raised."""
     found: list[Encoded | UserError] = []
     for row in rows:
         try:
@@ -70,9 +72,9 @@ def encoded_rows(rows: Sequence[Row], unit: str, encode: Callable[[Row], Encoded
 class Joiner:
     """Joins the pieces of documents so that the tokens equal the tokens of the whole document.
 
-    Each piece is tokenized with some text before and after it, whose tokens are left out. Two pieces are joined
-    where both have the same tokens at the same positions: from there on, the tokens equal the tokens of the whole.
-    If there is no such position, the second piece is tokenized again with all of the first before it.
+    Each piece is tokenized with some text before and after it, whose tokens are dropped. Two pieces are joined if both
+    have the same tokens around the seam. If not, the second piece is tokenized again with the full first piece before
+    it.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -101,7 +103,7 @@ class Joiner:
 
 
 class TextEncoder:
-    """Encoder of rows of text. More than 1 MiB is tokenized in pieces, with the same tokens as the whole."""
+    """Encoder of text rows. A text above 1 MiB is tokenized in pieces, with the same tokens as the full text."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """``name``: name of the tokenizer in messages."""
@@ -143,14 +145,14 @@ class TextEncoder:
             document = self._piece(mine, unit)
             try:
                 pieces.append(join(mine, document, unit).tokens)
-            except UserError:  # the whole text is in memory
+            except UserError:  # the full text is in memory, so tokenize it at once
                 pieces = [self._tokenizer.encode(content)]
                 break
             offset += len(piece)
         return self._marked(row, Encoded(np.concatenate(pieces), None))
 
     def _piece(self, row: Row, unit: str) -> Encoded:
-        """Return the tokens of a piece without marks, and its seams."""
+        """Return the tokens of a piece and its seams, without start and end tokens."""
         assert isinstance(row.content, bytes)
         offset = row.offset_bytes - len(row.before)
         texts = []
@@ -158,7 +160,7 @@ class TextEncoder:
             texts.append(str(self._text(part, offset, unit, as_text=True)))
             offset += len(part)
         ids, places, words = self._tokenizer.encode_placed("".join(texts))
-        places = np.maximum.accumulate(places)  # some give a token's first letter, after its space
+        places = np.maximum.accumulate(places)  # some tokenizers give the position of the first letter, after the space
         start, stop = len(texts[0]), len(texts[0]) + len(texts[1])
 
         def seam(at: int) -> Seam:

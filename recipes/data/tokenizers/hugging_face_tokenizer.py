@@ -34,15 +34,15 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "
 """End-of-text tokens to try if no file names one."""
 
 _MOST_BYTES = 2**28
-"""Largest size of a tokenizer's file. Files of the largest vocabularies have 2**25 bytes."""
+"""Maximum size of a tokenizer file in bytes. Files of the largest vocabularies have 2**25 bytes."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer described by a ``tokenizer.json``.
 
     Documents begin with the tokens that its post-processor adds at the start (Llama 3: ``<|begin_of_text|>``; most:
-    none), and end with its end-of-text token. Other tokens of a post-processor are left out. The name of a special
-    token in a text is treated as text, so it cannot end a document.
+    none), and end with its end-of-text token. Other tokens that a post-processor adds are left out. The name of a
+    special token in a text is treated as text, so it cannot end a document.
     """
 
     takes_bytes = False
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """``files``: contents of ``tokenizer.json`` and the files next to it, by name.
 
         Raises:
-            ValueError: they describe no tokenizer, or a tokenizer without an end-of-text token.
+            ValueError: the files do not describe a tokenizer, or it has no end-of-text token.
         """
         self._files = {name: files[name] for name in _FILES if name in files}
         self._tokenizer = _parsed(files["tokenizer.json"])
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         self.end = _end_token(self._files, ids)
-        """Text of the end mark."""
+        """Text of the end token."""
         self.end_id: int = ids[self.end]
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
@@ -86,7 +86,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether its settings contain no class and no tokens that let transformers encode differently."""
+        """Whether ``tokenizer_config.json`` has no class and no tokens with which transformers would encode
+        differently."""
         settings = _settings(self._files, "tokenizer_config.json")
         added = settings.get("added_tokens_decoder")
         marks = [value for key, value in settings.items() if key.endswith("_token")]
@@ -101,7 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of tokens that were added to the vocabulary, such as marks, by text."""
+        """Ids of tokens that were added to the vocabulary, such as special tokens, by text."""
         return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @functools.cached_property
@@ -111,7 +112,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _with_marks(self) -> Any:
         tokenizer = _parsed(self._files["tokenizer.json"])
-        tokenizer.post_processor = None  # it adds nothing here, and may exclude spaces from the positions of tokens
+        tokenizer.post_processor = None  # it would add no tokens here, but may exclude spaces from token offsets
         return tokenizer
 
     def encode(self, text: bytes | str) -> np.ndarray:
@@ -193,15 +194,15 @@ def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def named_tokenizer(section: DataSection) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names; None for tokenizers that are learned from the text."""
+    """Return the tokenizer that ``data.tokenizer`` names; None for tokenizers that are trained on the text."""
     if section.tokenizer == "bytes":
         return BytesTokenizer()
     return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
 
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
-    """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub. Raises ``UserError`` if
-    there is none, or it is not available."""
+    """Load the tokenizer from a ``tokenizer.json``, a folder that contains one, or a name on the Hub. Raises
+    ``UserError`` if it does not exist or is not available."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -236,7 +237,7 @@ def _files_of_hub(name: str) -> dict[str, str]:
     try:
         with quiet():
             try:
-                # Local files are used unchanged: a start needs no network.
+                # Cached files are used as they are, so a start needs no network.
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
             except errors.LocalEntryNotFoundError:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
@@ -286,9 +287,9 @@ def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Learn a byte-level byte-pair encoding (like GPT-2's) of ``vocab_size`` ids from ``texts``.
+    """Train a byte-level byte-pair encoding (like GPT-2's) with ``vocab_size`` ids on ``texts``.
 
-    Deterministic. It has fewer ids if no more pairs occur twice.
+    Deterministic. The tokenizer has fewer ids if too few pairs occur at least twice.
     """
     tokenizers = library("tokenizers", "data.tokenizer=train")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -313,10 +314,10 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
 
 
 def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer with the given ``spec()``.
+    """Create a tokenizer from the result of ``Tokenizer.spec``.
 
     Raises:
-        ValueError: this version does not know its kind.
+        ValueError: the kind of tokenizer is unknown to this version.
     """
     kind = spec.get("kind")
     if kind == "bytes":

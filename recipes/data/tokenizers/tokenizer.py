@@ -1,7 +1,7 @@
 """Conversion of text to token ids and back.
 
-A tokenizer is a pure function of its ``spec()``, which is plain JSON and is stored with prepared data and saved
-models. A new kind needs a class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
+A tokenizer is a pure function of its ``spec()``, which is plain JSON and is stored with prepared data and saved models.
+A new kind of tokenizer needs a class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
 """
 
 import json
@@ -18,36 +18,35 @@ from serried.configs.plain_data import parse_json, read_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LARGEST_TOKENIZER = 256 * 2**20
-"""Largest size of a ``tokenizer.json`` in bytes."""
+"""Maximum size of a ``tokenizer.json`` in bytes."""
 END = "<|end|>"
-"""Text of the end mark of tokenizers that are created here."""
+"""Text of the end token of tokenizers that this package creates."""
 TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END,
     "clean_up_tokenization_spaces": False,
 }  # fmt: skip
-"""``tokenizer_config.json`` of tokenizers that are created here."""
+"""``tokenizer_config.json`` of tokenizers that this package creates."""
 
 
 class Tokenizer(ABC):
     """Converts text to token ids. Thread-safe; holds only its vocabulary."""
 
     vocab_size: int
-    """Number of ids, including the end mark."""
+    """Number of ids, including the end token."""
     start_ids: tuple[int, ...] = ()
     """Ids before every document; empty for most tokenizers."""
     end_id: int
     """Id after every document."""
     takes_bytes: bool
-    """Whether text may be any bytes, and need not be UTF-8."""
+    """Whether a text may be arbitrary bytes that are not UTF-8."""
     splits_anywhere: bool = False
-    """Whether the ids of a text equal the ids of its pieces, wherever it is split between characters."""
+    """Whether a text may be split between any two characters without changing its ids."""
 
     @abstractmethod
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return the ids of ``text``, [tokens], in the narrowest unsigned type that holds the vocabulary. No marks
-        are added.
+        """Return the ids of ``text``, [tokens], in the smallest unsigned dtype that fits the vocabulary.
 
-        The name of a mark in ``text`` is treated as text.
+        No special tokens are added. The name of a special token in ``text`` is treated as text.
         """
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
@@ -55,31 +54,31 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Like ``encode``, but also return, for each id, its first character and the index of its word,
+        """Like ``encode``, but also return the position of each id's first character and the index of its word, both
         [tokens], int64."""
         raise NotImplementedError(f"{type(self).__name__} splits anywhere")
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``, without end marks. Invalid text becomes U+FFFD, so decoding never fails."""
+        """Return the text of ``ids``, without end tokens. Invalid text becomes U+FFFD, so decoding never fails."""
 
     @abstractmethod
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of ``text``, in which names of marks stand for the marks, and the range of characters of
-        each id (first, and one after the last), [tokens, 2]."""
+        """Like ``encode``, but names of special tokens in ``text`` become special tokens. Also return the range of
+        characters of each id, as start and stop, [tokens, 2]."""
 
     def decode_marked(self, ids: Iterable[int]) -> str:
-        """Like ``decode``, including the names of all marks."""
+        """Like ``decode``, but include the names of special tokens."""
         runs = groupby(ids, key=lambda token: token == self.end_id)
         return "".join(END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Return plain JSON from which ``tokenizer_from_spec`` creates the same tokenizer."""
+        """Return plain JSON data from which ``tokenizer_from_spec`` creates the same tokenizer."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the narrowest unsigned type that holds the ids of a vocabulary."""
+    """Return the smallest unsigned dtype that fits the ids of a vocabulary."""
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -105,7 +104,7 @@ class BytesTokenizer(Tokenizer):
         return content.decode("utf-8", errors="replace")
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        # The end mark has no name that a text could contain.
+        # The end token has no name that a text could contain.
         lengths = [len(character.encode()) for character in text]
         places = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack((places, places + 1), axis=1)
@@ -135,7 +134,7 @@ class CharsTokenizer(Tokenizer):
 
     def encode(self, text: bytes | str) -> np.ndarray:
         points = _code_points(text.decode("utf-8") if isinstance(text, bytes) else text)
-        # The last entry of the table is a code point above all known ones.
+        # The last entry of the table stands for all code points above the known ones.
         ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
         unknown = np.flatnonzero(ids < 0)
         if len(unknown):
@@ -159,16 +158,16 @@ class CharsTokenizer(Tokenizer):
 
 
 def _code_points(text: str) -> np.ndarray:
-    # surrogatepass: a command line can contain half a character, which is then an unknown character instead of a crash.
+    # surrogatepass: a command line can contain an unpaired surrogate, which is then reported as an unknown character.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
 def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the files with which ``transformers.AutoTokenizer`` opens ``tokenizer`` with equal ids, content by
+    """Return the files from which ``transformers.AutoTokenizer`` loads ``tokenizer`` with the same ids, as content by
     name.
 
-    A Hugging Face tokenizer's files are unchanged. Our tokenizers become byte-pair encodings without pairs: one id
-    per byte or per character.
+    Files of a Hugging Face tokenizer are returned unchanged. Byte and character tokenizers become byte-pair encodings
+    without merges: one id per byte or per character.
     """
     spec = tokenizer.spec()
     if spec["kind"] == "hugging_face":
@@ -177,16 +176,16 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def ids_of_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids in the content of a ``tokenizer.json``, by token."""
+    """Return the mapping from token to id in the parsed content of a ``tokenizer.json``."""
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # a unigram model has pairs of a token and its score
+    if isinstance(vocabulary, list):  # a unigram model has a list of (token, score)
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def changed_token(saved: Path, now: str) -> str | None:
-    """Describe a token of the file ``saved``, a ``tokenizer.json``, that has another id in ``now``, the content of
-    another; None if there is none, or the file does not exist."""
+    """Describe the first token of the ``tokenizer.json`` at ``saved`` that has another id in ``now``, the content of a
+    ``tokenizer.json``. None if all ids are the same, or ``saved`` does not exist."""
     try:
         before = read_bytes(saved, LARGEST_TOKENIZER).decode()
         if before == now:
@@ -203,10 +202,10 @@ def changed_token(saved: Path, now: str) -> str | None:
 
 
 def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:
-    """Return the tokenizer from which ``hugging_face_files`` made a ``tokenizer.json``, if it is a character
-    tokenizer.
+    """Return the character tokenizer that ``hugging_face_files`` converted to this ``tokenizer.json``; None if it is
+    from another tokenizer.
 
-    Read as an ordinary byte-pair encoding, the file would silently drop unknown characters.
+    Loaded as an ordinary byte-pair encoding, the file would silently drop unknown characters.
     """
     try:
         vocabulary = parse_json(tokenizer_json)["model"]["vocab"]
@@ -241,7 +240,7 @@ def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """Return a printable character for each byte, as byte-level encodings write it (GPT-2's ``bytes_to_unicode``)."""
+    """Return the printable character for each byte in byte-level encodings (GPT-2's ``bytes_to_unicode``)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = (chr(256 + number) for number in range(256 - len(printable)))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]

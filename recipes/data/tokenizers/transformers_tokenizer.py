@@ -1,4 +1,4 @@
-"""Comparison with transformers' tokenizer, whose class may deviate from ``tokenizer.json``."""
+"""Comparison with the tokenizer that transformers loads, whose class may deviate from ``tokenizer.json``."""
 
 import os
 import shlex
@@ -12,13 +12,13 @@ _TEXTS = (
     "a", " a", "The quick brown fox, isn't it?", "  two  blanks\n\n and\n  lines\t\t", "1234567 + 89 = 3.14",
     "naïve café ﬁ Ａ１ ẞ", "漢字 🜁 привет", "STOP it's WE'LL", "def f(x):\n    return x\r\n",
 )  # fmt: skip
-"""Texts that tokenizers treat differently: spaces, case, digits, accents, forms of a letter."""
+"""Texts that tokenizers treat differently: spaces, case, digits, accents and Unicode variants of letters."""
 
 _SHOWN = 8
 
 
 class Sides(NamedTuple):
-    """Padding and truncation settings of transformers' tokenizer."""
+    """Padding and truncation settings of a transformers tokenizer."""
 
     padding: str = "right"
     truncation: str = "right"
@@ -27,8 +27,8 @@ class Sides(NamedTuple):
 
 
 def opened(name: str) -> Any:
-    """Return the tokenizer that transformers opens for a folder, a file in it or a name, without running code from
-    it; None if transformers cannot open it, or is not installed."""
+    """Load a tokenizer with transformers from a folder, a file in it or a cached name, without running its code. None
+    if transformers cannot load it, or is not installed."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     name = str(path.parent) if path.is_file() else str(path) if path.is_dir() else name
     try:
@@ -41,7 +41,7 @@ def opened(name: str) -> Any:
         for kind in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast):
             try:
                 found = kind.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-            except Exception:  # any exception: the code of hundreds of tokenizers
+            except Exception:  # the tokenizer classes may raise any exception
                 continue
             if found.is_fast:
                 return found
@@ -62,12 +62,12 @@ def sides(tokenizer: Any) -> Sides:
 def difference(
     key: str, name: str, theirs: Any, encode: Callable[[str], Sequence[int]], marks: Mapping[str, int], folder: str = ""
 ) -> str | None:
-    """Return a line about ids that differ between transformers and ``encode``, with the fix; None if there are none.
+    """Return a message about ids that differ between transformers and ``encode``, with a remedy. None if no ids differ.
 
     Args:
-        encode: maps a text to ids, including ids that the tokenizer adds around a text if it does so here.
-        marks: added tokens.
-        folder: state that FOLDER, the new value of ``key``, must be in.
+        encode: function from text to ids, including special tokens if this library adds them.
+        marks: ids of added tokens, by text.
+        folder: appended to ``key=FOLDER`` in the message, to describe how FOLDER must be created.
     """
     if theirs is None:
         return None
@@ -96,7 +96,7 @@ def difference(
 def _ids(tokenizer: Any, text: str) -> list[int]:
     try:
         return list(tokenizer(text, split_special_tokens=True)["input_ids"])
-    except Exception:  # any exception
+    except Exception:  # the tokenizer classes may raise any exception
         return []
 
 

@@ -31,17 +31,19 @@ class Classification(RunTask):
 
     config: SampledSection
     _export: dict[str, Any]
-    """Content of ``config.json``."""
+    """Content of the exported ``config.json``."""
     _classes: list[str] | None = None
-    """Classes of the opened saved model; None while a model is trained."""
+    """Classes of the saved model that was opened; None during training."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
         self._fragments: dict[str, tuple[Fragment, ...]] = {}
 
     def open_saved(self, checkpoint: Path) -> None:
-        """Open the model in ``checkpoint``, with its classes: the samples may have changed or be gone. Without
-        adapters, the checkpoint contains the whole model."""
+        """Open the model in ``checkpoint`` and use its classes, since the samples may have changed or been deleted.
+
+        Without adapters, the checkpoint contains the full model.
+        """
         self._classes = self.classes_in(checkpoint)
         if self.run.adapter.method == "none":
             of_folder = getattr(self.config, "library", "transformers") == "transformers"
@@ -101,15 +103,19 @@ class Classification(RunTask):
         return self._data.validation
 
     def _of_transformers(self, model: Any) -> Any:
-        """Return ``model`` after recording how transformers names and describes it, for checkpoints."""
+        """Record the config of ``model`` and transformers' names of its tensors, for checkpoints. Return ``model``."""
         self._fragments = fragments_of(model)
         described = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
         self._export = {**described, "architectures": [type(model).__name__]}
         return model
 
     def _terms(self, model: nn.Module, output: Any, labels: Tensor) -> LossTerms:
-        """Return the cross entropy and accuracy of ``output`` of ``model``: scores [..., classes], or an object with
-        ``logits``. ``labels`` [...]: ``IGNORE`` for positions without a label."""
+        """Return the summed cross entropy and the accuracy.
+
+        Args:
+            output: output of ``model``: scores [..., classes], or an object with ``logits``.
+            labels: [...], ``IGNORE`` for positions without a label.
+        """
         labels = labels.flatten()
         scores = getattr(output, "logits", output).flatten(0, -2).float()
         smoothing = self.config.label_smoothing if model.training else 0.0

@@ -49,7 +49,7 @@ class ImageClassification(Classification):
     # data -----------------------------------------------------------------------------------------------------------
 
     def open_samples(self) -> LabelledData:
-        # A run that began before images of folders were rotated keeps its pixels.
+        # A run of an earlier version, which ignored the EXIF orientation of images in folders, continues to ignore it.
         newest = self.resumed()[:1]
         began = [
             str(read_if_there(checkpoint / "state.json").get("data_fingerprint", UPRIGHT)) for checkpoint in newest
@@ -68,8 +68,8 @@ class ImageClassification(Classification):
         return Image(cropped_at_random(sample.pixels, c.image_size, c.smallest_crop, c.flip, seed), sample.label)
 
     def collate(self, samples: Sequence[Image]) -> tuple[Tensor, Tensor]:
-        """Return the images as bytes [B, 3, H, W] and the labels [B]. In an evaluation, images are unchanged from
-        their files."""
+        """Return the images as uint8 [B, 3, H, W] and the labels [B]. Images that were not augmented, as in
+        evaluation, are center-cropped."""
         pixels = [
             sample.pixels
             if isinstance(sample.pixels, Tensor)
@@ -109,7 +109,7 @@ class ImageClassification(Classification):
 
     @functools.cached_property
     def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
-        # Weights need the normalization with which they were trained. A saved model (task.model) has it in its folder.
+        # Weights need the normalization they were trained with. The folder of a saved model (task.model) contains it.
         return normalization(self.config, self.resumed() if self._classes is None else ())
 
     def export_files(self, folder: Path) -> None:
@@ -117,7 +117,7 @@ class ImageClassification(Classification):
         if self._processor is not None:
             (folder / PROCESSOR).write_text(json.dumps(self._processor, indent=2) + "\n", "utf-8")
 
-    # words ----------------------------------------------------------------------------------------------------------
+    # descriptions ---------------------------------------------------------------------------------------------------
 
     def describe_kernels(self, device: str) -> str:
         if self.config.sync_batch_norm and device == "cpu":

@@ -1,4 +1,4 @@
-"""Registration of the task ``image_classification``; its section is shared with the readers of images."""
+"""Registration of the task ``image_classification``. Its section is defined elsewhere, since image readers use it."""
 
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.tasks import ImageSection

@@ -23,7 +23,7 @@ from serried.recipes.data.labelled.splits_and_classes import LabelledData, Mappe
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _USUAL_MASKS = ("[MASK]", "<mask>")
-"""Mask tokens to try if no file names one."""
+"""Mask tokens to try if no tokenizer file names one."""
 
 
 class MaskedText(NamedTuple):
@@ -39,8 +39,8 @@ class Masking:
     """Masks random tokens of texts, except special ones."""
 
     def __init__(self, encoder: Any, mask: str, share: float) -> None:
-        """``encoder``: a tokenizer of ``tokenizers`` with the token ``mask``. ``share``: share of the tokens to
-        predict."""
+        """``encoder``: tokenizer of the library ``tokenizers``, with the token ``mask``. ``share``: fraction of tokens
+        to predict."""
         self._mask, self._share = encoder.token_to_id(mask), share
         self.ids = encoder.get_vocab_size()
         self._special = [number for number, each in encoder.get_added_tokens_decoder().items() if each.special]
@@ -109,7 +109,8 @@ class MaskedLM(TextClassification):
         if split == "train" or texts is None:
             return texts
         masking = self._masking
-        return MappedSamples(texts, lambda sample, index: masking(sample.tokens, index))  # the same in each evaluation
+        # The masks are the same in each evaluation.
+        return MappedSamples(texts, lambda sample, index: masking(sample.tokens, index))
 
     def augment(self, sample: Any, seed: int) -> MaskedText:
         return self._masking(sample.tokens, seed)
@@ -138,7 +139,7 @@ class MaskedLM(TextClassification):
         trained: nn.Module = model
         return trained
 
-    # words ----------------------------------------------------------------------------------------------------------
+    # descriptions ---------------------------------------------------------------------------------------------------
 
     def describe_model(self) -> str:
         c = self.config

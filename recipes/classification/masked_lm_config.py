@@ -10,10 +10,10 @@ from serried.configs.schema.tasks import TextsSection
 
 
 class MaskedLMSection(TextsSection):
-    """Texts of which a model is to predict words that are hidden."""
+    """Texts in which a model predicts masked tokens."""
 
     mask_share: Annotated[Number, Field(gt=0, le=1)] = 0.15
-    """Fraction of the tokens to predict: of these 80% are masked, 10% become a random token, and 10% stay."""
+    """Fraction of the tokens to predict. Of these, 80% are masked, 10% are random tokens, and 10% are unchanged."""
 
 
 tasks.register("masked_lm", MaskedLMSection, "serried.recipes.classification.masked_lm:MaskedLM")

@@ -53,7 +53,7 @@ class TextClassification(Classification):
     }  # fmt: skip
     config: TextsSection
     architecture: ClassVar[str] = "SequenceClassification"
-    """Rest of the name of transformers' class, after ``AutoModelFor``."""
+    """Name of transformers' class, after ``AutoModelFor``."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
@@ -77,7 +77,7 @@ class TextClassification(Classification):
 
     @functools.cached_property
     def _theirs(self) -> Any:
-        """Return transformers' tokenizer; None if transformers cannot open it."""
+        """The tokenizer, opened by transformers; None if transformers cannot open it."""
         return opened(str(self._folder))
 
     @functools.cached_property
@@ -98,8 +98,8 @@ class TextClassification(Classification):
 
     @functools.cached_property
     def _padding(self) -> int:
-        """Return the id of the padding token: the model's own, or else a token that no text ends with, since models
-        read the last token that is not padding. Raises ``UserError`` if there is none."""
+        """Id of the padding token: the model's own, or else a token that no text ends with, since models classify by
+        the last token that is not padding. Raises ``UserError`` if there is none."""
         pad, ends = self._found.get("pad_token_id"), self._found.get("eos_token_id")
         if isinstance(pad, int):
             return pad
@@ -116,7 +116,8 @@ class TextClassification(Classification):
 
     @property
     def _form(self) -> str:
-        """Return differences in the form of batches from earlier versions, which the fingerprint records."""
+        """Description of the padding and truncation, for the data fingerprint; empty if they are as in earlier
+        versions."""
         form = [f"padding on the {self._sides.padding}"] * (self._sides.padding != "right")
         form += [f"truncation on the {self._sides.truncation}"] * (self._sides.truncation != "right")
         ids = [self._found.get(key) for key in ("pad_token_id", "eos_token_id")]
@@ -154,12 +155,12 @@ class TextClassification(Classification):
             model, new = build_classifier(self.config, self.classes, self.architecture, {}, self._padding)
         except UserError:
             raise
-        except Exception as error:  # any exception: the code of hundreds of models
+        except Exception as error:  # the code of a model may raise any exception
             raise not_built(f"task.model={self.config.model}", self.config.pretrained, "texts", error) from None
         longest = getattr(model.config, "max_position_embeddings", None)
         table: Any = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
         if isinstance(longest, int) and getattr(table, "padding_idx", None) is not None:
-            longest -= table.padding_idx + 1  # RoBERTa's positions start behind the padding id
+            longest -= table.padding_idx + 1  # RoBERTa's positions start after the padding id
         if isinstance(longest, int) and longest < self.config.sequence_length:
             raise UserError(
                 f"task.sequence_length={self.config.sequence_length}: task.model={self.config.model} takes {longest} "
@@ -173,7 +174,8 @@ class TextClassification(Classification):
         return model
 
     def _check_names(self) -> None:
-        """Raise ``UserError`` if PEFT, which finds modules by name, could not find modules of the checkpoint."""
+        """Raise ``UserError`` if checkpoints use other parameter names than the model, since PEFT finds modules by
+        name."""
         for name, (first, *_) in self._fragments.items():
             if first.name != name:
                 raise UserError(
@@ -187,7 +189,7 @@ class TextClassification(Classification):
     def loss(self, model: nn.Module, batch: TextBatch) -> LossTerms:
         return self._terms(model, model(input_ids=batch.tokens, attention_mask=batch.mask), batch.labels)
 
-    # words ----------------------------------------------------------------------------------------------------------
+    # descriptions ---------------------------------------------------------------------------------------------------
 
     def describe_model(self) -> str:
         c = self.config

@@ -1,5 +1,5 @@
-"""Export to ``.pte``, the format of ExecuTorch, for phones and other small devices, with XNNPACK operators if
-available."""
+"""Export to ``.pte``, ExecuTorch's format for phones and embedded devices. Operators that XNNPACK supports run on
+XNNPACK."""
 
 from pathlib import Path
 

@@ -16,9 +16,9 @@ class Source:
     folder: Path
     """Hugging Face folder of the model."""
     section: Any
-    """Architecture of the model: its config section ``model``."""
+    """Config section ``model``, which describes the architecture."""
     opened: Callable[[Path], nn.Module]
-    """Opens a folder with such weights as a model: tokens [B, S] -> logits [B, S, V]."""
+    """Loads the model from a folder like ``folder``. The model maps tokens [B, S] to logits [B, S, V]."""
     frozen: Collection[str] = ()
     """Weights in ``folder`` that quantization-aware training did not quantize."""
 
@@ -27,7 +27,7 @@ class Exporter(Protocol):
     """Interface of a format's module."""
 
     def write(self, source: Source, file: Path, dtype: str) -> None:
-        """Write the model to ``file``. Other files next to it afterwards belong to the export."""
+        """Write the model to ``file``. Other files written next to it are part of the export."""
 
     def run(self, source: Source, file: Path, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] that ``file`` computes for ``tokens`` [B, S]."""
@@ -37,14 +37,14 @@ class Format(NamedTuple):
     """A file format."""
 
     module: str
-    """Name of its module in this package."""
+    """Name of the format's module in this package."""
     suffix: str
-    """Usual suffix of its files."""
+    """Usual file suffix."""
     libraries: tuple[str, ...]
-    """Libraries that it needs in addition to torch, by import name."""
+    """Import names of the required libraries, in addition to torch."""
     bounds: Mapping[str, float]
-    """For each dtype of the weights, the largest difference of logits from the checkpoint's, relative to the largest
-    logit. The first dtype is the default."""
+    """Largest accepted difference from the checkpoint's logits, relative to the largest logit, for each dtype of the
+    weights. The first dtype is the default."""
 
     def load(self) -> Exporter:
         """Import the format's module."""

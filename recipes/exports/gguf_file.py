@@ -1,4 +1,4 @@
-"""Export to GGUF, the format of llama.cpp: one file with the sizes, the tokenizer and the weights."""
+"""Export to GGUF, the format of llama.cpp: one file with the model's sizes, tokenizer and weights."""
 
 import json
 import shutil
@@ -18,10 +18,10 @@ from serried.recipes.models.families.llama import rope_frequencies
 from serried.records.safetensors_files import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""llama.cpp's name of each family."""
+"""llama.cpp's name of the architecture of each model family."""
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 _BLOCK = 32
-"""Numbers of Q8_0 and Q4_0 that share a scale."""
+"""Number of values that share a scale in Q8_0 and Q4_0."""
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -30,7 +30,7 @@ _SPLITTINGS = {
     (_PATTERN.replace("DIGITS", r"\p{N}"), False): "qwen2",
     (None, False): "gpt-2",
 }
-"""llama.cpp's name of a tokenizer's splitting, by its pattern (None: GPT-2's, which is built in) and
+"""llama.cpp's name of the pre-tokenizer, by its regular expression (None for GPT-2's, which is built in) and
 ``ignore_merges`` (whether a word that is a token is not split further)."""
 _FREQUENCIES = "rope_freqs.weight"
 
@@ -83,7 +83,7 @@ def run(source: Source, file: Path, tokens: Tensor) -> Tensor:
 
 
 def _read_back(source: Source, file: Path, folder: Path) -> None:
-    """Write the weights in ``file`` as a Hugging Face ``folder``."""
+    """Convert the weights in ``file`` back to a Hugging Face ``folder``."""
     from gguf import GGUFReader, dequantize
 
     theirs = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
@@ -105,7 +105,7 @@ def _read_back(source: Source, file: Path, folder: Path) -> None:
 def _add_sizes(writer: Any, source: Source) -> None:
     section, head_dim = source.section, source.section.attention_head_dim
     writer.add_name(source.folder.name if section.name in (None, "") else section.name)
-    # llama.cpp computes no sliding window for these: the window covers every sequence.
+    # llama.cpp ignores the sliding window of these families, so the context must not exceed it.
     writer.add_context_length(min(section.max_sequence_length, section.window(0) or section.max_sequence_length))
     writer.add_embedding_length(section.dim)
     writer.add_block_count(section.layers)
@@ -121,7 +121,7 @@ def _add_sizes(writer: Any, source: Source) -> None:
 
 
 def _rope_factors(section: Any) -> Tensor | None:
-    """Return the divisors of each pair's frequency in Llama 3.1; None without such scaling."""
+    """Return Llama 3.1's divisors of the rotary frequencies, one per pair; None without frequency scaling."""
     if section.rope_scaling is None:
         return None
     of = section.attention_head_dim, section.rope_theta
@@ -129,22 +129,24 @@ def _rope_factors(section: Any) -> Tensor | None:
 
 
 def _names(source: Source, weights: TensorFolder) -> dict[str, str]:
-    """Return llama.cpp's names by Hugging Face name."""
+    """Return a mapping from Hugging Face names of tensors to llama.cpp's names."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     section = source.section
     known = get_tensor_name_map(MODEL_ARCH[_ARCHITECTURES[section.family].upper()], section.layers)
     names = {name: known.get_name(name, (".weight", ".bias")) for name in weights.specs}
     if section.tie_embeddings and "token_embd.weight" in names.values():
-        names.pop("lm_head.weight", None)  # llama.cpp uses the embedding's
+        names.pop("lm_head.weight", None)  # llama.cpp uses the embedding as the head
     elif section.tie_embeddings:
         names["lm_head.weight"] = "token_embd.weight"
     return {name: found for name, found in names.items() if found}
 
 
 def _heads(section: Any, name: str) -> int:
-    """Return the number of heads whose rows must be reordered: llama.cpp's Llama rotates neighbors, not (i, i +
-    E/2)."""
+    """Return the number of heads in weight ``name`` whose rows must be reordered, or 0.
+
+    For Llama, llama.cpp rotates pairs of neighbors (2i, 2i + 1) instead of (i, i + E/2).
+    """
     if _ARCHITECTURES[section.family] != "llama":
         return 0
     return {"q_proj": section.heads, "k_proj": section.kv_heads}.get(name.split(".")[-2], 0)
@@ -159,7 +161,7 @@ def _kind(spec: TensorSpec, dtype: str) -> Any:
         return GGMLQuantizationType[_TYPES[dtype]]
     if spec.shape[-1] % _BLOCK:
         return GGMLQuantizationType.F16
-    is_end = spec.name.endswith(("embed_tokens.weight", "lm_head.weight"))  # these matter most
+    is_end = spec.name.endswith(("embed_tokens.weight", "lm_head.weight"))  # quantization errors matter most here
     return GGMLQuantizationType["Q8_0" if is_end else _TYPES[dtype]]
 
 
@@ -176,7 +178,7 @@ def _values(source: Source, weights: TensorFolder, names: dict[str, str], dtype:
 
 
 def _add_tokenizer(writer: Any, folder: Path) -> None:
-    """Add the content of ``tokenizer.json``. Without one, the file has no tokenizer."""
+    """Add the content of ``tokenizer.json``. If it does not exist, the exported file has no tokenizer."""
     from gguf import SpecialVocab, TokenType
 
     rows = embedded_tokens(folder)
@@ -185,7 +187,7 @@ def _add_tokenizer(writer: Any, folder: Path) -> None:
         return
     found = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     model = found["model"]
-    is_bytes = not model.get("byte_fallback")  # a token's characters stand for bytes, as in GPT-2
+    is_bytes = not model.get("byte_fallback")  # the characters of a token represent bytes, as in GPT-2
     if model.get("type", "BPE") != "BPE":
         raise UserError(
             f"format=gguf: the tokenizer is a {model['type']}, and only byte-pair encodings are written; use format=hf"
@@ -208,16 +210,17 @@ def _add_tokenizer(writer: Any, folder: Path) -> None:
 
 
 def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
-    """Return the scores of tokens. A SentencePiece tokenizer merges the pair with the best score first, which is the
-    pair that was learned first."""
+    """Return the score of each token: the negative rank of its merge, or 0.
+
+    A SentencePiece tokenizer first merges the pair with the highest score.
+    """
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
     ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(pairs)])}
     return [ranks.get(text, 0.0) for text in texts]
 
 
 def _splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the splitting of text before pairs are merged. Raises ``UserError`` if it has
-    none."""
+    """Return llama.cpp's name of the pre-tokenizer. Raises ``UserError`` if it has none."""
     found = tokenizer.get("pre_tokenizer") or {}
     *before, last = found.get("pretokenizers") or [found]
     pattern = None

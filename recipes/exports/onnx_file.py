@@ -1,4 +1,4 @@
-"""Export to ONNX, which ONNX Runtime and many others read."""
+"""Export to ONNX, for ONNX Runtime and other runtimes."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,8 @@ from serried.recipes.exports.export_formats import Source
 from serried.recipes.exports.traced import traced
 
 _LARGEST_BYTES = 2**31 - 2**20
-"""Largest size of a protobuf message. Larger weights are stored in another file."""
+"""Largest total size of weights inside the ONNX file, just below protobuf's limit. Larger weights are stored in
+another file."""
 
 
 def write(source: Source, file: Path, dtype: str) -> None:
@@ -29,7 +30,7 @@ def write(source: Source, file: Path, dtype: str) -> None:
     with TemporaryDirectory(dir=file.parent) as folder:
         whole = Path(folder) / "fp32.onnx"
         program.save(whole, external_data=is_large)
-        # Unsigned: with signed weights, sums saturate on CPUs with AVX2 or AVX-512 but without VNNI
+        # Weights are unsigned: with signed ones, sums saturate on CPUs with AVX2 or AVX-512 but without VNNI
         # (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html, "U8S8").
         quantize_dynamic(whole, file, weight_type=QuantType.QUInt8, per_channel=True, use_external_data_format=is_large)
 

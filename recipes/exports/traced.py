@@ -1,4 +1,4 @@
-"""Graph of a model, for formats that contain one."""
+"""Graph of a model from ``torch.export``, for formats that store a graph."""
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,10 @@ def traced(source: Source, dtype: torch.dtype) -> ExportedProgram:
 
 
 def longest(source: Source) -> int:
-    """Return the largest sequence length of the graph. Tokens outside a sliding window would need a mask that
-    depends on the length, and the graph has none."""
+    """Return the largest sequence length that the graph supports.
+
+    It is limited by sliding windows: longer sequences would need a mask that depends on the length.
+    """
     section = source.section
     windows = [section.window(layer) for layer in range(section.layers)] if hasattr(section, "window") else []
     return min([section.max_sequence_length, *(window for window in windows if window)])

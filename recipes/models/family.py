@@ -29,7 +29,7 @@ class Tokens(Protocol):
 
     @property
     def positions(self) -> Tensor | None:
-        """[B, S], int64, from 0 in each document; None: documents are not isolated from each other"""
+        """[B, S], int64, restarting at 0 in each document; None if documents are not isolated from each other"""
 
 
 class ModelFamily:
@@ -53,11 +53,11 @@ class ModelFamily:
     opens_in: str = ""
     """Other software that opens a checkpoint without conversion."""
     cached_layers: int | None = None
-    """Number of layers with keys and values in a ``cache`` that the model's forward takes; None: text is generated
-    without one."""
+    """Number of layers of the KV cache, if the model's forward accepts a ``cache``; None to generate text without
+    one."""
 
     def __init__(self, section: Any, vocab_size: int) -> None:
-        """Keep the section and the vocabulary size."""
+        """Store the section and the vocabulary size."""
         self.section, self.vocab_size = section, vocab_size
 
     def build(self) -> nn.Module:
@@ -75,7 +75,7 @@ class ModelFamily:
             batch: sequences with ``tokens``, ``targets`` and perhaps ``positions``, [B, S] each.
 
         Raises:
-            UserError: the batch has positions, and the model takes none.
+            UserError: the batch has positions, but the model does not accept them.
         """
         if batch.positions is not None:
             raise UserError("data.isolate_documents=true needs a model family that takes positions; leave it out")
@@ -98,7 +98,7 @@ class ModelFamily:
         return ParallelPlan()
 
     def initial_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial values of a parameter of a model on meta; None: ones.
+        """Return the standard deviation of a parameter's initial values, for a model on meta; None for ones.
 
         Args:
             name: name of the parameter in the model.
@@ -106,7 +106,7 @@ class ModelFamily:
         raise UserError(f"{type(self).__name__}.build() returns a model on meta: define initial_std(name) ({name})")
 
     def describe(self) -> str:
-        """Return the sizes of the model in words, for the plan."""
+        """Return a description of the model's sizes, for the plan."""
         return type(self).__name__
 
     def notes(self) -> list[str]:
@@ -118,7 +118,7 @@ class ModelFamily:
 
         Args:
             parameters: number of trained and frozen parameters.
-            sequence_length: tokens of a sequence.
+            sequence_length: number of tokens per sequence.
         """
         del sequence_length
         return 6.0 * parameters
@@ -136,7 +136,7 @@ class ModelFamily:
 
         Args:
             name: name of the parameter in the model.
-            shape: shape of the whole parameter.
+            shape: unsharded shape of the parameter.
         """
         return (Fragment.whole(self.export_name(name), shape),)
 
@@ -161,7 +161,7 @@ class LossFamily(ModelFamily):
 
 
 class PublishedFamily(LossFamily):
-    """A family that transformers also has. Its section defines how a ``config.json`` describes its models."""
+    """A family that transformers also supports. Its section converts from and to ``config.json``."""
 
     opens_in = "transformers"
 
@@ -191,7 +191,7 @@ class PublishedFamily(LossFamily):
 
 
 class BuiltFamily(ModelFamily):
-    """Family of a function ``build(section, vocab_size)``."""
+    """Family that wraps a function ``build(section, vocab_size)``."""
 
     def __init__(self, build: Any, section: Any, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
@@ -207,7 +207,7 @@ class BuiltFamily(ModelFamily):
 
 
 def family_of(registered: Any, section: ModelSection, vocab_size: int) -> ModelFamily:
-    """Return the family of a registered class or function for a configuration."""
+    """Create the model family from a registered class or function."""
     if isinstance(registered, type) and issubclass(registered, ModelFamily):
         return registered(section, vocab_size)
     return BuiltFamily(registered, section, vocab_size)

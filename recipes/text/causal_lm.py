@@ -77,7 +77,7 @@ class CausalLM(TextTask):
         self._text_bytes: TextBytes | None = None
         self._built: ModelFamily | None = None
         self._saved: Path | None = None
-        """Folder of the opened saved model; None while a model is trained."""
+        """Folder of the saved model that was opened; None during training."""
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class CausalLM(TextTask):
         return "; ".join(filter(None, described))
 
     def shown_samples(self, count: int) -> list[str]:
-        """Return the text of the first ``count`` training documents, with marks for what is trained on."""
+        """Return the text of the first ``count`` training documents, with the trained parts marked."""
         return self._text.shown_samples(count)
 
     def summary(self) -> str:
@@ -109,8 +109,8 @@ class CausalLM(TextTask):
         return None if self._keeps_none(split) else self._text.dataset(split)
 
     def _keeps_none(self, split: str) -> bool:
-        """Return whether ``split`` is the validation split and all data is trained on. Raises ``UserError`` if the
-        run has no other validation set."""
+        """Return whether ``split`` is the validation split, and is empty because all data is used for training.
+        Raises ``UserError`` if the run evaluates and has no other validation set."""
         assert self._text.sources, "open_data comes first"
         if not self._text.keeps_none(split):
             return False
@@ -126,7 +126,7 @@ class CausalLM(TextTask):
         return collate(samples, ids)
 
     def example_batch(self, samples: int) -> Any:
-        """Return a batch of zeros. Needs no data, so that a plan can be made on another machine."""
+        """Return a batch of zeros. It needs no data, so that a run can be planned on a machine without the data."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)
         return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolates else None)
 
@@ -136,12 +136,14 @@ class CausalLM(TextTask):
     # model ----------------------------------------------------------------------------------------------------------
 
     def vocab_size(self) -> int:
-        """Return the rows of the embedding: as configured, or the tokenizer's size rounded up to
-        ``model.vocab_multiple``. Raises ``UserError`` if the tokenizer has more ids than the model has rows."""
+        """Return the number of rows of the embedding: the configured number, or the tokenizer's size rounded up to a
+        multiple of ``model.vocab_multiple``. Raises ``UserError`` if the tokenizer has more ids than the model has
+        rows."""
         return embedding_rows(self._model, self._data, self._tokenizer_size())
 
     def _tokenizer_size(self) -> int | None:
-        """Return the number of ids; None in a dry run that does not need it and can do without files and libraries."""
+        """Return the number of token ids. Return None in a dry run that does not need it, to avoid reading files and
+        importing libraries."""
         if not self._text.sources:
             if self._data.tokenizer != "bytes" and self._model.vocab_size:
                 return None
@@ -149,7 +151,7 @@ class CausalLM(TextTask):
                 return self._data.vocab_size
             if self._data.name != "tokens" and (named := self._text.named_tokenizer) is not None:
                 return named.vocab_size
-            self.open_data(self.prepare())  # the number of characters depends on the text
+            self.open_data(self.prepare())  # the vocabulary depends on the text
         return self._text.tokenizer.vocab_size
 
     def _family(self) -> ModelFamily:
@@ -207,7 +209,7 @@ class CausalLM(TextTask):
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), counts=counts)
 
     def slice_sequence(self, batch: Batch, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
-        # Positions stay complete: every rank needs to know the document of each key.
+        # Positions are not sharded: every rank needs to know which document each key belongs to.
         return batch._replace(tokens=part(batch.tokens, 1), targets=part(batch.targets, 1))
 
     def flops_per_sample(self, parameters: int) -> float:
@@ -225,8 +227,8 @@ class CausalLM(TextTask):
         return printable(tokenizer.decode(ids))
 
     def _cached_layers(self) -> int | None:
-        """Return the number of layers of a cache for generation; None if the model has no cache, or ranks share the
-        work on a sample."""
+        """Return the number of layers of the KV cache for generation; None if the model supports no cache, or if a
+        sample is split over ranks."""
         return self._family().cached_layers if self.sample_split.is_whole else None
 
     def lengths(self) -> tuple[int, int]:
@@ -270,8 +272,8 @@ class CausalLM(TextTask):
         return self._asked(said)[0]
 
     def _asked(self, said: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return ``said`` as token ids (as messages if the model was trained on conversations), and the tokens that
-        end a reply."""
+        """Encode ``said`` as a prompt, with the chat template if the data has one. Return its token ids, and the
+        tokens that end a reply."""
         tokenizer = self._text.tokenizer
         if self._data.has_template:
             text = chat_template(self._data, tokenizer)[0]
@@ -279,7 +281,7 @@ class CausalLM(TextTask):
         (prompt,) = said
         if not prompt:
             return self._beginning(tokenizer), []
-        if self._data.is_chat:  # prompts of a completion may hold names of special tokens
+        if self._data.is_chat:  # prompts of completion data may contain special tokens as text
             return [*tokenizer.start_ids, *tokenizer.encode_marked(prompt)[0].tolist()], []
         return [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], []
 
@@ -301,7 +303,8 @@ class CausalLM(TextTask):
         self._saved = checkpoint
 
     def _ends_of_saved(self) -> list[int]:
-        """Return the tokens at which transformers stops generation with the opened model."""
+        """Return the token ids at which transformers would stop generation: those of the opened model, or of the base
+        model during training."""
         return end_ids(self._base_settings if self._saved is None else settings_in(self._saved))
 
     def text_ids(self, text: str, *, begins: bool) -> list[int]:
@@ -312,7 +315,7 @@ class CausalLM(TextTask):
         return [*self._text.tokenizer.start_ids, self._text.tokenizer.end_id][0]
 
     def _beginning(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens before the first token of every document."""
+        """Return the tokens that precede every document."""
         return [tokenizer.end_id, *tokenizer.start_ids]
 
     def target_bytes(self, batch: Batch) -> int:
@@ -344,8 +347,8 @@ class CausalLM(TextTask):
         return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
 
     def _lacks_output_bias(self, folder: Path) -> bool:
-        """Return whether the model in ``folder`` lacks the bias of the attention output, like models of an earlier
-        version."""
+        """Return whether the model in ``folder`` was saved by an earlier version, without the bias of the attention
+        output."""
         is_whole = self.run.adapter.method == "none" and getattr(self._model, "output_bias", False)
         return is_whole and not any(name.endswith(_OUTPUT_BIAS) for name in TensorFolder(folder).specs)
 
@@ -355,7 +358,7 @@ class CausalLM(TextTask):
         return model_folder(self._model.path, "*.safetensors", "*.json")
 
     def check_weights(self, folder: Path) -> None:
-        """Check that ``folder`` has a ``config.json``, from which composing the config took the architecture."""
+        """Check that ``folder`` has a ``config.json``, from which the architecture was read."""
         if not (folder / CONFIG).is_file():
             raise UserError(f"{folder / CONFIG} does not exist; the architecture of the model is read from it")
 
@@ -363,7 +366,7 @@ class CausalLM(TextTask):
         """Return the content of ``config.json`` for an export."""
         special = special_ids(tokenizer, self._base_settings[CONFIG])
         config = self._family().export_config(tokenizer.end_id) | special
-        if takes(self.run.optim, "rounding") and not self.run.trainer.ema_decay:  # averages are fp32
+        if takes(self.run.optim, "rounding") and not self.run.trainer.ema_decay:  # averaged weights are fp32
             config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
         return config
 

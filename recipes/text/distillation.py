@@ -35,7 +35,7 @@ _TEACHER = "teacher"
 
 
 class Distillation(CausalLM):
-    """A language model that learns from a teacher."""
+    """A language model trained to match a teacher."""
 
     Config = DistillationSection
 
@@ -50,7 +50,8 @@ class Distillation(CausalLM):
 
     @cached_property
     def _teacher(self) -> ModelFamily:
-        """The teacher's family. Raises ``UserError`` if it cannot be read, or has another vocabulary."""
+        """Model family of the teacher. Raises ``UserError`` if the teacher cannot be read, has a vocabulary of another
+        size, or does not support ``data.sequence_length``."""
         path = str(self.config.teacher)
         section = teacher_section(path)
         if section.vocab_size != self.vocab_size():
@@ -81,7 +82,7 @@ class Distillation(CausalLM):
             )
 
     def _teacher_ids(self) -> dict[str, int] | None:
-        """Return the ids of the teacher's tokens; None if it has no ``tokenizer.json``."""
+        """Return the id of each of the teacher's tokens; None if it has no ``tokenizer.json``."""
         file = self.teacher_folder() / "tokenizer.json"
         try:
             return ids_of_tokens(read_json(file, LARGEST_TOKENIZER)) if file.exists() else None
@@ -106,7 +107,7 @@ class Distillation(CausalLM):
         own, its = self._family().parallel_plan(model), self._teacher.parallel_plan(model.get_submodule(_TEACHER))
         if not own.units or not its.units:
             return ParallelPlan()
-        # The student's head reads the weight of the teacher's head, which is in no FSDP unit: it stays gathered.
+        # The teacher's head is in no FSDP unit, so its weight stays gathered: the student's head reads it.
         ends = tuple(name for name, role in its.roles.items() if role == "head")
         units = [tuple(f"{_TEACHER}.{name}" for name in unit) for unit in its.units if not {*unit} & {*ends}]
         return replace(
@@ -170,7 +171,7 @@ def _head(model: nn.Module, family: str) -> LanguageModelHead:
 
 
 class _End(NamedTuple):
-    """Inputs of a model's logits."""
+    """Inputs from which a model's logits are computed."""
 
     hidden: Tensor
     """[T, D]"""
@@ -180,7 +181,7 @@ class _End(NamedTuple):
 
 
 class _Kept:
-    """Hidden states and head of the teacher, kept from its forward until the student's."""
+    """Stores the teacher's hidden states and head weight from its forward until the student's forward."""
 
     def __init__(self, weight: float, temperature: float) -> None:
         self._weight, self._temperature = weight, temperature
@@ -189,7 +190,7 @@ class _Kept:
     def keep(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
     ) -> Tensor:
-        """Keep the teacher's inputs. Returns a loss of zero."""
+        """Store the inputs of the teacher's logits. Returns a loss of zero."""
         del targets
         self._end = _End(hidden, weight, vocabulary, soft_cap)
         return hidden.new_zeros(())
@@ -208,15 +209,15 @@ def distillation_sums(mine: _End, its: _End, targets: Tensor, weight: float, tem
     """Return the loss, the cross entropy and the divergence from the teacher, each summed over targets, fp32 [3].
 
     The loss is (1 - ``weight``) x cross entropy + ``weight`` x ``temperature``^2 x KL(teacher || student), with both
-    distributions softened by ``temperature``. Only the loss has a gradient. The logits of one chunk of tokens exist
-    at a time, and gradients are computed in the forward if autograd records.
+    distributions softened by ``temperature``. Only the loss has a gradient. Logits are computed for one
+    chunk of tokens at a time. If autograd is enabled, gradients are computed in the forward.
     """
     if not torch.is_grad_enabled():
         sums = torch.zeros(3, dtype=torch.float32, device=mine.hidden.device)
         its_chunks = _chunks(its, targets)
         for chunk in _chunks(mine, targets):
             _add(sums, chunk, _divergence(chunk.logits, next(its_chunks).logits, mine.vocabulary, temperature)[0])
-            del chunk  # otherwise it would coexist with the next chunk
+            del chunk  # frees its memory before the next chunk is computed
         return _with_loss(sums, weight, temperature)
     trained: Tensor = _Distilled.apply(mine.hidden, mine.weight, targets, mine, its, weight, temperature)
     return trained
@@ -227,12 +228,12 @@ def _chunks(end: _End, targets: Tensor) -> Iterator[Chunk]:
 
 
 def _add(sums: Tensor, chunk: Chunk, divergence: Tensor) -> None:
-    """Add the cross entropy and divergence of a chunk."""
+    """Add the cross entropy and the divergence of a chunk to ``sums``."""
     sums += torch.stack((sums.new_zeros(()), chunk.losses.sum(), divergence.where(chunk.is_target, 0).sum()))
 
 
 def _with_loss(sums: Tensor, weight: float, temperature: float) -> Tensor:
-    """Set the loss from the other sums."""
+    """Compute the loss from the other two sums, in place."""
     sums[0] = (1 - weight) * sums[1] + weight * temperature**2 * sums[2]
     return sums
 
@@ -245,7 +246,7 @@ class _Distilled(torch.autograd.Function):
         vocabulary = mine.vocabulary
         gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
         sums = torch.zeros(3, dtype=torch.float32, device=hidden.device)
-        its_chunks = _chunks(its, targets)  # zip() would keep the previous chunks
+        its_chunks = _chunks(its, targets)  # zip() would keep references to the previous chunks
         for chunk in _chunks(mine._replace(weight=gradients.low_weight), targets):
             divergence, logs, wanted = _divergence(chunk.logits, next(its_chunks).logits, vocabulary, temperature)
             _add(sums, chunk, divergence)
@@ -259,7 +260,7 @@ class _Distilled(torch.autograd.Function):
             if slope is not None:
                 of_logits.mul_(slope)
             gradients.add(chunk, of_logits)
-            del chunk, logs, softened, of_logits, slope  # otherwise they would coexist with the next chunk's
+            del chunk, logs, softened, of_logits, slope  # frees their memory before the next chunk
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return _with_loss(sums, share, temperature)
@@ -272,8 +273,8 @@ class _Distilled(torch.autograd.Function):
 
 
 def _divergence(mine: Tensor, its: Tensor, vocabulary: Vocabulary, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(teacher || student) of each token [T], and the softened distributions [T, local rows]: the student's
-    logarithms, and the teacher's probabilities."""
+    """Return KL(teacher || student) of each token [T], the student's softened log-probabilities and the teacher's
+    softened probabilities, each [T, local rows]."""
     mine, its = mine / temperature, its / temperature
     nothing = mine.new_zeros(len(mine))
     my_normalizer, _ = vocabulary.combine(mine.logsumexp(1), nothing)

@@ -11,7 +11,7 @@ from serried.configs.schema.sections import TaskSection
 
 
 class DistillationSection(TaskSection):
-    """Training to predict tokens as a larger model does."""
+    """Training to match the predictions of a larger model."""
 
     metrics = ("cross_entropy", "divergence")
     has_teacher: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Text generation: one token after another, each chosen from the model's logits."""
+"""Autoregressive text generation."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -10,10 +10,10 @@ from serried.recipes.data.tokenizers.tokenizer import REPLACEMENT, Tokenizer
 from serried.recipes.models.layers.kv_cache import Cache
 
 _HELD_TOKENS = 8
-"""Tokens to hold back until they form a complete character. A byte-level character takes at most 4."""
+"""Maximum number of tokens buffered until they form a complete character. A byte-level character takes at most 4."""
 _CONTEXT_TOKENS = 8
-"""Prompt tokens that are decoded together with the generated ones: some tokenizers drop a space at the start of a
-text."""
+"""Number of previous tokens that are decoded together with new ones, because some tokenizers drop a space at the start
+of a text."""
 
 
 Choose = Callable[[Tensor], int]
@@ -21,16 +21,16 @@ Choose = Callable[[Tensor], int]
 
 
 def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
-    """Return a function that chooses the likeliest token (``temperature`` 0), or samples from the nucleus.
+    """Return a function that chooses the most likely token if ``temperature`` is 0, and else samples from the nucleus.
 
-    The nucleus is the smallest set of likeliest tokens whose probabilities sum to ``top_p`` (Holtzman et al., "The
-    curious case of neural text degeneration", 2020).
+    The nucleus is the smallest set of most likely tokens whose probabilities sum to ``top_p`` (Holtzman et al.,
+    "The curious case of neural text degeneration", 2020).
     """
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
         scaled = logits / temperature if temperature else logits
-        if temperature == 0 or not scaled.max().isfinite():  # so close to 0 that the logits overflow
+        if temperature == 0 or not scaled.max().isfinite():  # or so close to 0 that the logits overflow
             return int(logits.argmax())
         probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
         if top_p < 1:
@@ -42,7 +42,7 @@ def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
 
 
 def of_vocabulary(tokenizer: Tokenizer, choose: Choose) -> Choose:
-    """Return ``choose`` without the padding rows of the vocabulary. It raises ``UserError`` if the model computes
+    """Wrap ``choose`` so that it ignores the padding rows of the vocabulary, and raises ``UserError`` if a logit is
     NaN."""
 
     def chosen(logits: Tensor) -> int:
@@ -54,8 +54,8 @@ def of_vocabulary(tokenizer: Tokenizer, choose: Choose) -> Choose:
 
 
 def without_end(tokenizer: Tokenizer, choose: Choose) -> Choose:
-    """Return ``choose`` without the end of a text, and without padding rows: with sharding, all ranks run the same
-    number of forwards."""
+    """Wrap ``choose`` so that it never chooses the end of a text or a padding row. With sharding, all ranks then run
+    the same number of forwards."""
 
     def chosen(logits: Tensor) -> int:
         logits = logits[: tokenizer.vocab_size]
@@ -74,8 +74,7 @@ def continued(
     With a sharded model, all ranks must call this together.
 
     Args:
-        layers: number of layers of the cache; None: there is no cache, and all tokens are recomputed for each new
-            one.
+        layers: number of layers of the KV cache; None to recompute all tokens for each new one, without a cache.
     """
     cache = None if layers is None else Cache(layers, len(prompt) + tokens)
     following = list(prompt)
@@ -88,7 +87,7 @@ def continued(
 
 
 def until_end(tokens: Iterator[int], end_ids: Collection[int], end_of_turn: Sequence[int]) -> Iterator[int]:
-    """Yield ``tokens`` until one of the end ids, or until the whole sequence ``end_of_turn``. Neither is yielded."""
+    """Yield ``tokens`` up to the first of ``end_ids``, or up to the sequence ``end_of_turn``. Neither is yielded."""
     ending = list(end_of_turn)
     held: list[int] = []
     """Latest tokens, which may be the beginning of ``ending``."""
@@ -104,7 +103,7 @@ def until_end(tokens: Iterator[int], end_ids: Collection[int], end_of_turn: Sequ
 
 
 class TextStream:
-    """Converts tokens to text as soon as it is certain: a character may take several tokens."""
+    """Decodes tokens incrementally. Tokens are buffered until they form complete characters."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -113,7 +112,7 @@ class TextStream:
         """Number of tokens already returned as text. They are kept because decoding depends on them."""
 
     def add(self, token: int) -> str:
-        """Return the text that ``token`` completes; empty if it may be part of a character."""
+        """Return the text that ``token`` completes; empty if its last character may be incomplete."""
         self._ids.append(token)
         text = self._text()
         if text.endswith(REPLACEMENT) and len(self._ids) - self._told < _HELD_TOKENS:
@@ -121,7 +120,7 @@ class TextStream:
         return self._settle(text)
 
     def rest(self) -> str:
-        """Return the text of the tokens held back, at the end of the sequence."""
+        """Return the text of the tokens that are still buffered at the end of the sequence."""
         return self._settle(self._text())
 
     def _text(self) -> str:

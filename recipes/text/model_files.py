@@ -1,4 +1,4 @@
-"""Files of a model folder beside its weights, from which transformers and other software read how to use it."""
+"""Files of a model folder other than its weights: configs, tokenizer and chat template."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTo
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, hugging_face_files
 
 Settings = Mapping[str, dict[str, Any]]
-"""Content of the files ``config.json`` and ``generation_config.json``; empty if there is none."""
+"""Content of ``config.json`` and ``generation_config.json``; empty for a file that does not exist."""
 NO_SETTINGS: Settings = {CONFIG: {}, GENERATION: {}}
 
 
@@ -29,13 +29,14 @@ def settings_in(folder: Path) -> Settings:
 
 
 def end_ids(settings: Settings) -> list[int]:
-    """Return the tokens at which transformers stops generation with these settings."""
+    """Return the token ids at which transformers stops generation with these settings."""
     ends = (_as_list(settings[name].get("eos_token_id")) for name in (GENERATION, CONFIG))
     return next(filter(None, ends), [])
 
 
 def special_ids(tokenizer: Tokenizer, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special ids of ``config.json``: those of ``base``, the base model's, or else the tokenizer's."""
+    """Return the special token ids for ``config.json``. They come from ``base``, the config of the base model, or from
+    the tokenizer if ``base`` is empty."""
     if not base:
         return {"bos_token_id": tokenizer.start_ids[0]} if tokenizer.start_ids else {}
     ids = {key: base[key] for key in ("bos_token_id", "pad_token_id") if key in base}
@@ -47,7 +48,8 @@ def special_ids(tokenizer: Tokenizer, base: Mapping[str, Any]) -> dict[str, Any]
 def write_model_files(
     folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any], data: DataSection, tokenizer: Tokenizer
 ) -> None:
-    """Write the files, with ``config`` and ``generation`` as settings. Ends of replies are added to these."""
+    """Write the configs, the tokenizer and the chat template. The token that ends a reply is added to
+    ``eos_token_id`` in ``config`` and ``generation``."""
     settings = {CONFIG: dict(config), GENERATION: dict(generation)}
     for name, found in settings.items():
         ends, end_of_turn = _as_list(found.get("eos_token_id")), _end_of_turn(data, tokenizer)
@@ -61,12 +63,12 @@ def write_model_files(
 
 
 def _end_of_turn(data: DataSection, tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends a reply of the model; None if replies end with several tokens, or with text."""
+    """Return the id of the special token that ends a reply; None if replies end with several tokens, or with text."""
     if not data.has_template or not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
     try:
         _, ids = ask(chat_template(data, tokenizer)[0], tokenizer, ["?"], data.chat_template_kwargs)
-    except UserError:  # the template requires other messages
+    except UserError:  # the template rejects a single user message
         return None
     return ids[0] if len(ids) == 1 and ids[0] in tokenizer.added_ids else None
 

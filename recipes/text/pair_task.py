@@ -1,4 +1,4 @@
-"""Base class of tasks on pairs of answers: data sets, batches, and the cost of a pair."""
+"""Base class of tasks that train on pairs of answers: datasets, batches, and FLOPs of a pair."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from serried.recipes.text.causal_lm import CausalLM
 
 
 class PairTask(CausalLM):
-    """A model that is trained on pairs of answers, one of which is preferred."""
+    """A model trained on pairs of answers, one of which is preferred."""
 
     unit: ClassVar[str] = "pairs"
 
@@ -45,8 +45,8 @@ class PairTask(CausalLM):
 
     @functools.cached_property
     def _needs_one_shape(self) -> bool:
-        """Return whether all batches must have the length of the longest pair: in a pipeline, and if each new shape
-        is compiled."""
+        """Whether all batches must be padded to ``data.sequence_length``: with pipeline parallelism, and if a new
+        shape would be compiled."""
         if self.sample_split.pipeline != 1 or self.run.trainer.compiles:
             return True
         is_on_gpu = self.run.launch.device != "cpu" and torch.cuda.is_available()
@@ -78,8 +78,10 @@ class PairTask(CausalLM):
 
 
 def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:
-    """Return the sums of ``losses`` [pairs], and metrics of how well ``rewards`` [pairs, 2] separate the answers.
-    ``more``: further metrics [pairs]. Padding is left out."""
+    """Return the sum of ``losses`` [pairs], and metrics that show how well ``rewards`` [pairs, 2] separate the answers.
+
+    ``more``: further metrics [pairs]. Padding is excluded.
+    """
     is_pair, margins = batch.sample_ids >= 0, rewards[:, 0] - rewards[:, 1]
     metrics = {
         "reward_margin": margins, "reward_accuracy": (margins > 0).double(),

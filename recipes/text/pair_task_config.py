@@ -1,4 +1,4 @@
-"""Checks that the sections of tasks on pairs of answers share."""
+"""Checks shared by the config sections of tasks that train on pairs of answers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ PAIR_METRICS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_r
 
 
 def mistakes_of_sequence_shards(config: Any) -> Iterator[str]:
-    """Refuse context parallelism, which shards answers that the task needs whole."""
+    """Refuse context parallelism: it shards answers, and the task needs complete ones."""
     if config.parallel.context != 1:
         yield (
             f"parallel.context={config.parallel.context} divides answers over ranks, and task.name={config.task.name} "

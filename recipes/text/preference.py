@@ -2,7 +2,7 @@
 
 DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the initial model; ORPO
 (https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) need none. The loss is a sum over
-pairs and never a mean over a batch, so it does not depend on the grouping of pairs.
+pairs and never a mean over a batch, so it does not depend on how pairs are batched.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _FOLDER = "reference"
 
 
 class Preference(PairTask):
-    """A language model that learns which of two answers is preferred."""
+    """A language model trained to prefer one of two answers."""
 
     Config = PreferenceSection
 
@@ -110,7 +110,7 @@ class Preference(PairTask):
         self.dataset(split).reference = numbers
 
     def reference_settings(self) -> Mapping[str, Any]:
-        """Return the settings on which log-probabilities depend, in addition to the weights and the pairs."""
+        """Return the settings that affect the reference log-probabilities, in addition to the weights and the pairs."""
         model, adapter = self._model.model_dump(mode="json", exclude={"path", "name"}), self.run.adapter
         # A frozen model may be stored in fewer bits than a trained one.
         frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
@@ -126,21 +126,25 @@ def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
     if output.dim() == 3:
         losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
         output = losses.view(targets.shape)
-    # Two long sums are subtracted: in fp32 this would lose digits that the loss needs.
+    # In fp64: the loss subtracts two long sums, and would lose digits that it needs in fp32.
     return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
 
 
 def margin_losses(rewards: Tensor, margin: float) -> Tensor:
-    """Return the loss of each pair from the rewards of both answers, [pairs, 2]. For DPO, rewards are beta x the
-    log-ratio to the reference and ``margin`` is 0; for SimPO, rewards are beta x the mean log-probability of a
-    token."""
+    """Return the loss of each pair from the rewards of both answers, [pairs, 2].
+
+    For DPO, rewards are beta x the log-ratio to the reference, and ``margin`` is 0. For SimPO, rewards are beta x the
+    mean log-probability per token.
+    """
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
 
 
 def orpo_losses(means: Tensor, beta: float) -> Tensor:
-    """Return the loss of each pair from the mean log-probability of a token of both answers, [pairs, 2]: the chosen
-    answer's loss plus ``beta`` x the loss of the odds ratio."""
-    # log(p / (1 - p)), with expm1 near p = 1 and log1p near p = 0, where the other one loses digits.
+    """Return the ORPO loss of each pair: the chosen answer's loss plus ``beta`` x the loss of the odds ratio.
+
+    ``means``: mean log-probability per token of both answers, [pairs, 2].
+    """
+    # Log-odds, log p - log(1 - p). log(1 - p) uses expm1 near p = 1 and log1p near p = 0: the other loses digits there.
     means = means.clamp(max=-1e-12)
     rest = torch.where(means > -0.6931471805599453, torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
     odds = means - rest

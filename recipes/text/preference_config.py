@@ -14,7 +14,7 @@ _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 
 
 class PreferenceSection(TaskSection):
-    """Training on pairs of answers, of which one is preferred."""
+    """Training on pairs of answers, one of which is preferred."""
 
     formats: ClassVar[tuple[str, ...]] = ("preference",)
     metrics = (*PAIR_METRICS, "chosen_log_prob", "rejected_log_prob")
@@ -22,9 +22,9 @@ class PreferenceSection(TaskSection):
     loss: Literal["dpo", "orpo", "simpo"] = "dpo"
     """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference."""
     beta: Annotated[Number, Field(gt=0)] | None = None
-    """Scale of the rewards, for ``orpo`` the weight of the odds ratio; when null 0.1, or 2 for ``simpo``."""
+    """Scale of the rewards; for ``orpo``, the weight of the odds ratio. When null, 0.1, or 2 for ``simpo``."""
     margin: Annotated[Number, Field(ge=0)] | None = None
-    """``simpo``: target margin between the rewards; when null 1."""
+    """Target margin between the rewards, for ``simpo`` only; 1 when null."""
 
     @property
     def scale(self) -> float:

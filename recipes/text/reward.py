@@ -1,7 +1,7 @@
 """Reward models: a score for an answer, learned from pairs of answers (Bradley and Terry 1952).
 
-The head of the language model is replaced by one row of weights. The score is its product with the hidden state of
-the last token of an answer, as in transformers' models for sequence classification.
+The head of the language model is replaced by a single row of weights. The score of an answer is the product of that
+row and the hidden state of the answer's last token, as in transformers' models for sequence classification.
 """
 
 import json
@@ -30,20 +30,20 @@ _HEAD, _SCORE = "lm_head", "score.weight"
 """Names of the head module, and of its weight in a checkpoint."""
 
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
-"""transformers' architectures for sequence classification whose name does not follow from the language model's."""
+"""transformers' class for sequence classification, where its name does not follow from the language model's."""
 _WITHOUT_CLASSIFIER = ("glm4_moe",)
-"""Families without such an architecture."""
+"""Model families without such a class."""
 
 
 class ScoreHead(nn.Module):
-    """Maps hidden states [B, S, D] to a score of each token, [B, S] fp32."""
+    """Maps hidden states [B, S, D] to one score per token, [B, S] fp32."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, dim, device=device))
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, shared_weight: Tensor | None = None) -> Tensor:
-        """Like the forward of ``LanguageModelHead``. ``targets`` are ignored."""
+        """Takes the arguments of ``LanguageModelHead.forward``, and ignores ``targets`` and ``shared_weight``."""
         del targets, shared_weight
         return F.linear(hidden, self.weight.to(hidden.dtype)).squeeze(-1).float()
 
@@ -97,7 +97,7 @@ class Reward(PairTask):
 
     @property
     def _classifier(self) -> str:
-        """Return transformers' class that opens a checkpoint; empty if there is none."""
+        """Name of the transformers class that opens a checkpoint; empty if there is none."""
         if self._model.family in _WITHOUT_CLASSIFIER:
             return ""
         name = str(self._family().export_config(None).get("architectures", [""])[0])
@@ -137,7 +137,8 @@ class Reward(PairTask):
 
 
 def _up_to_end(pair: Pair, most: int) -> Pair:
-    """Return ``pair`` up to the last token of each answer, at most ``most`` tokens. Only the last one is a target."""
+    """Truncate both sequences of ``pair`` after the last token of the answer, and to ``most`` tokens. Only the last
+    token of each is a target."""
     tokens, targets = [], []
     for its_tokens, its_targets in zip(pair.tokens, pair.targets, strict=True):
         last = int(np.flatnonzero(its_targets != IGNORE)[-1])

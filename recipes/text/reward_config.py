@@ -9,7 +9,7 @@ from serried.recipes.text.pair_task_config import PAIR_METRICS, mistakes_of_sequ
 
 
 class RewardSection(TaskSection):
-    """Training of a model that scores answers, on pairs of them."""
+    """Training of a reward model, which scores answers, on pairs of answers."""
 
     formats: ClassVar[tuple[str, ...]] = ("preference",)
     metrics = PAIR_METRICS

@@ -1,4 +1,4 @@
-"""Text of a run: its sources and validation sets, once prepared, as samples, and their tokenizer."""
+"""Text data of a run: prepared sources and validation sets, their datasets and their tokenizer."""
 
 import functools
 import json
@@ -37,14 +37,16 @@ _TRAINED_ON = {
 
 
 class TextData:
-    """The sections ``data`` and, for batches and seeds, ``trainer`` of a run, made into samples."""
+    """Text data of a run, from its config section ``data``. ``trainer`` defines the batch size and the seed of streamed
+    data."""
 
     def __init__(self, section: DataSection, trainer: TrainerSection) -> None:
         self.section, self._trainer = section, trainer
         self.sources: dict[str, Prepared] = {}
-        """Prepared sources by name; empty before ``open``. All have one tokenizer."""
+        """Prepared sources by name; empty before ``open``. All share one tokenizer."""
         self.held_out: dict[str, Prepared] = {}
-        """Validation sets by name, including sources of a mixture without documents that are also in another source."""
+        """Validation sets by name, without documents that are also in the training data. For a mixture, they may
+        include the validation splits of its sources."""
         self._left_out: dict[str, int] = {}
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
@@ -54,7 +56,7 @@ class TextData:
         return next(iter(self.sources.values()), None)
 
     def prepare(self, show: Callable[[str], None] | None, threads: int | None) -> str:
-        """Download, tokenize and deduplicate. Return the argument of ``open``."""
+        """Download, tokenize and deduplicate the text. Return the argument for ``open``."""
 
         def prepared_as(key: str, section: DataSection) -> Prepared:
             with mistakes_of(key):
@@ -77,7 +79,7 @@ class TextData:
         }
         self._check_tokenizers([*sources.values(), *validation.values()])
         held_out = {name: prepared.whole() for name, prepared in validation.items()}
-        if len(sources) > 1 and not self.section.keeps_none:  # validation data of one source may be in another
+        if len(sources) > 1 and not self.section.keeps_none:  # validation documents of one may be in another
             held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
         training, cache = list(sources.values()), cache_folder(self.section)
         apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
@@ -128,25 +130,25 @@ class TextData:
         return "\n".join(texts)
 
     def shown_samples(self, count: int) -> list[str]:
-        """Return the text of the first ``count`` training documents of each source, with marks for what is trained
-        on."""
+        """Return the text of the first ``count`` training documents of each source, with the trained parts
+        marked."""
         found = [(name, line) for name, prepared in self.sources.items() for line in shown_documents(prepared, count)]
         return [f"{name} {line}" if name and not line.startswith(" ") else line for name, line in found]
 
     def describe_sample(self, sample: Sample) -> list[str]:
-        """Return lines that show ``sample``, and which of its tokens are targets."""
+        """Return lines that show ``sample``, with its targets marked."""
         is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
         lines = marked_lines(self.tokenizer, sample.tokens, is_learned)
         return ["sample     the first sequence; trained on: lines with >", *lines]
 
     def keeps_none(self, split: str) -> bool:
-        """Return whether ``split`` is the validation split and all data is trained on."""
+        """Return whether ``split`` is the validation split, and is empty because all data is used for training."""
         if split != DEFAULT_VALIDATION or any(of.splits["validation"].tokens for of in self.sources.values()):
             return False
         return self.section.keeps_none or getattr(self.section, "is_prepared", False)
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
-        """Return the samples of ``split``, which is opened once."""
+        """Return the dataset of ``split``, which is opened once and cached."""
         if split not in self._datasets:
             self._datasets[split] = self._open(split)
         return self._datasets[split]
@@ -175,7 +177,7 @@ class TextData:
         return MixtureDataset(datasets, weights, getattr(self.section, "weigh_by", "tokens"))
 
     def targets_by_source(self, batch: Batch) -> Tensor | None:
-        """Return the targets in ``batch`` of each source of a mixture, if one is trained on."""
+        """Return the number of targets in ``batch`` from each source of a mixture; None if the data is no mixture."""
         training = self._datasets.get("train")
         return training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
 
@@ -189,5 +191,6 @@ class TextData:
 
     @functools.cached_property
     def named_tokenizer(self) -> Tokenizer | None:
-        """Configured tokenizer. It is read once: a checkpoint's files may be deleted while its model generates text."""
+        """Configured tokenizer; None if it depends on the text. It is read only once, because a checkpoint's files may
+        be deleted while its model generates text."""
         return named_tokenizer(self.section)

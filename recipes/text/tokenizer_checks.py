@@ -1,4 +1,4 @@
-"""Checks that a tokenizer fits the model, and is the one with which the model was trained."""
+"""Checks that a tokenizer fits the model, and that the model was trained with it."""
 
 import shlex
 from pathlib import Path
@@ -12,10 +12,11 @@ from serried.recipes.data.tokenizers.transformers_tokenizer import difference, o
 
 
 def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> int:
-    """Return the rows of the embedding: as configured, or ``ids`` rounded up to ``model.vocab_multiple``.
+    """Return the number of rows of the embedding: the configured number, or ``ids`` rounded up to a multiple of
+    ``model.vocab_multiple``.
 
     Args:
-        ids: Size of the tokenizer; None if it is unknown, and ``model.vocab_size`` is given.
+        ids: Size of the tokenizer; may be None if ``model.vocab_size`` is set.
 
     Raises:
         UserError: The tokenizer has more ids than the model has rows.
@@ -40,7 +41,7 @@ def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> i
 
 
 def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:
-    """Return the overrides that make a tokenizer of ``ids`` fit. The size of pretrained weights is fixed."""
+    """Return overrides with which a tokenizer with ``ids`` ids fits the model. Pretrained weights are not resized."""
     path = model.path
     if path is None:
         return f"model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
@@ -50,7 +51,7 @@ def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:
 
 
 def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
-    """Return a line if transformers' tokenizer gives other ids."""
+    """Return a note if transformers' tokenizer encodes text to other ids, in a list; empty otherwise."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.is_plain or data.tokenizer == "train":
         return []
     name = data.tokenizer
@@ -63,7 +64,7 @@ def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
 
 
 def check_tokenizer_of(folder: Path, data: DataSection, tokenizer: Tokenizer) -> None:
-    """Raise ``UserError`` if ``tokenizer``, the one of ``data``, is not the tokenizer of the model in ``folder``."""
+    """Raise ``UserError`` if ``tokenizer``, the tokenizer of ``data``, is not that of the model in ``folder``."""
     path = folder / "tokenizer.json"
     try:
         is_same = path.read_text("utf-8") == hugging_face_files(tokenizer)["tokenizer.json"]
@@ -78,13 +79,16 @@ def check_tokenizer_of(folder: Path, data: DataSection, tokenizer: Tokenizer) ->
 
 
 def check_unchanged(checkpoint: Path, data: DataSection, tokenizer: Tokenizer, another_run: str) -> None:
-    """Raise ``UserError`` if ``checkpoint`` was trained with another tokenizer. ``another_run``: an override."""
+    """Raise ``UserError`` if ``checkpoint`` was trained with another tokenizer.
+
+    ``another_run``: overrides that start another run, for the message.
+    """
     now = hugging_face_files(tokenizer).get("tokenizer.json")
     if now is None or (what := changed_token(checkpoint / "tokenizer.json", now)) is None:
         return
     keys, without = "data.tokenizer,data.path", ""
     if data.vocab_size != type(data).model_fields["vocab_size"].default:
-        keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # a learned tokenizer's
+        keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # only for a tokenizer trained by the run
     use = shlex.join([f"data.tokenizer={checkpoint}", f"checkpoint.allow_changes=[{keys}]"])
     raise UserError(
         f"{checkpoint} was trained with another tokenizer than data.tokenizer={data.tokenizer} is now: "

@@ -1,7 +1,7 @@
 """Gemma 2 (https://arxiv.org/abs/2408.00118) and the text model of Gemma 3 (https://arxiv.org/abs/2503.19786).
 
 Differences from Llama: norms before and after attention and feed-forward, scaled by 1 + weight; GELU instead of
-SiLU; an embedding multiplied by sqrt(dim); sliding windows in most blocks. Gemma 2 soft-caps scores and logits.
+SiLU; an embedding multiplied by sqrt(dim); sliding windows in some blocks. Gemma 2 soft-caps scores and logits.
 Gemma 3 normalizes queries and keys instead, and blocks with a window have their own rotary frequencies.
 """
 
@@ -84,13 +84,13 @@ class GemmaTransformer(Transformer):
         windows, bases = super().reaches(length)
         if self.config.score_soft_cap is None:
             return windows, bases
-        return [window or length for window in windows], bases  # no kernel caps scores without a mask
+        return [window or length for window in windows], bases  # kernels that cap scores need a mask
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)
         if tokens.is_floating_point():
             return x
-        # Rounded to the dtype of the stream, as in the training of the published models.
+        # The factor is rounded to the dtype of the residual stream, as when the published models were trained.
         return x * float(torch.tensor(math.sqrt(self.config.dim)).to(x.dtype))
 
 

@@ -21,15 +21,15 @@ class GemmaSection(MistralSection):
     }
 
     global_every: Size = 2
-    """Every n-th block attends to all tokens, the others to ``sliding_window``."""
+    """Every n-th block attends to all tokens, the others only to the last ``sliding_window``."""
     local_rope_theta: Number | None = Field(default=None, gt=0)
     """Base of the rotary frequencies in blocks with a window, for Gemma 3; ``rope_theta`` when null."""
     query_pre_attention_scalar: Size | None = None
-    """Scores are divided by its square root; ``head_dim`` when null."""
+    """Attention scores are divided by the square root of this value; ``head_dim`` when null."""
     score_soft_cap: Number | None = Field(default=None, gt=0)
-    """A score x becomes c tanh(x / c), for Gemma 2; null: no cap."""
+    """Soft cap c of attention scores, for Gemma 2: a score x becomes ``c * tanh(x / c)``. Null for none."""
     logit_soft_cap: Number | None = Field(default=None, gt=0)
-    """A logit x becomes c tanh(x / c); null: no cap."""
+    """Soft cap c of logits: a logit x becomes ``c * tanh(x / c)``. Null for none."""
 
     def window(self, layer: int) -> int | None:
         return None if (layer + 1) % self.global_every == 0 else self.sliding_window
@@ -74,7 +74,7 @@ class GemmaSection(MistralSection):
 
 
 def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
-    """Return n if each n-th layer attends to all tokens: ``every``, unless ``layer_types`` specifies another n."""
+    """Return the n of which every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""
     kinds = found.get("layer_types")
     if kinds is None:
         return int(every)

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, biases, GELU, with the parameters of transformers' ``GPT2LMHeadModel``.
 
 Radford et al., "Language models are unsupervised multitask learners", 2019. Queries, keys and values are three
-parameters here, so that the tensor axis can shard each by heads; a checkpoint stores them side by side in
+parameters here, so that the tensor axis can shard each by heads; a checkpoint stores them concatenated in
 ``c_attn``.
 
 Shapes: B batch, S sequence, D dim, H heads, E head_dim, V vocabulary.
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class GPT2Model(nn.Module):
-    """GPT-2 with the interface of ``llama.Transformer``: tokens in; logits out, or the summed loss if targets are
+    """GPT-2 with the interface of ``llama.Transformer``: maps tokens to logits, or to the summed loss if targets are
     given."""
 
     def __init__(self, config: GPT2Section, vocab_size: int) -> None:
@@ -123,7 +123,7 @@ class GPT2Model(nn.Module):
         """Map ``tokens`` [B, S] to logits [B, S, V]; with ``targets`` [B, S] (-100: no target), to the loss sum,
         fp32 scalar.
 
-        ``positions`` [B, S] of the whole sequence restart from 0 with each document; attention is masked between
+        ``positions`` [B, S] of the full sequence restart from 0 with each document; attention is masked between
         documents. With a ``cache``, the tokens follow the cached ones, and only the logits of the last token are
         returned, [B, 1, V].
         """
@@ -132,7 +132,7 @@ class GPT2Model(nn.Module):
         make = partial(causal_mask, positions, length, tokens.device, None, self.config.attention)
         if positions is None:
             positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
-            # A sequence sharded over ranks is padded at the end, perhaps beyond the table; padding is never read.
+            # A sequence sharded over ranks is padded at the end, perhaps beyond the table. Padding is never read.
             positions = positions.clamp(max=self.config.max_sequence_length - 1)
         x = self.wte(tokens)
         if not tokens.is_floating_point():  # in later pipeline stages, tokens are hidden states
@@ -162,7 +162,7 @@ class GPT2(PublishedFamily):
             return GPT2Model(self.section, self.vocab_size)
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Return a plan in which each block is an FSDP unit, and so are both ends unless they share a weight."""
+        """Return a plan whose FSDP units are the blocks and, unless they are tied, the embedding and the head."""
         del model
         names = tuple(f"h.{index}" for index in range(self.section.layers))
         blocks, tied = tuple((name,) for name in names), self.section.tie_embeddings

@@ -41,10 +41,10 @@ class GPT2Section(ModelSection):
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Attention kernel: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
-    windows; ``flex`` and ``varlen`` need no mask, on a GPU."""
+    """Attention kernel. ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` need a GPU, but no mask."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
-    """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
+    """Longest sequence: the number of learned positions. ``data.sequence_length`` must not exceed it."""
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
         return {"tensor": {"model.heads": self.heads, "model.hidden_dim": self.hidden_dim}}

@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle. The result has x's dtype.
 
     ``cos`` and ``sin`` are [S, E], or [B, 1, S, E] if positions differ between sequences, fp32. If they are narrower
-    than ``x``, only the first numbers of ``x`` are rotated.
+    than ``x``, only the leading elements of each head are rotated.
     """
     if cos.shape[-1] < x.shape[-1]:
         turned, rest = x.tensor_split([cos.shape[-1]], dim=-1)
@@ -54,8 +54,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """Linear layer without torch's initialization: values are initialized later, by name. (On meta, torch's would
-    import all of torch._dynamo.)"""
+    """Linear layer without torch's initialization: values are initialized later, by name.
+
+    On the meta device, torch's initialization would import all of ``torch._dynamo``.
+    """
 
     def reset_parameters(self) -> None:
         """Do nothing."""
@@ -153,11 +155,11 @@ ROLES = {
     "layers.*.mlp.down_proj": "row",
     "lm_head": "head",
 }
-"""Role of each module for the tensor axis."""
+"""Role of each module in tensor parallelism."""
 
 
 class Transformer(nn.Module):
-    """Decoder-only transformer: tokens in; logits out, or the summed loss if targets are given.
+    """Decoder-only transformer: maps tokens to logits, or to the summed loss if targets are given.
 
     Build it under ``torch.device("meta")``, where it allocates nothing. A tied model has no head weight (it reads
     the embedding's), so that neither sharding nor moving can untie them.
@@ -189,8 +191,8 @@ class Transformer(nn.Module):
         fp32 scalar.
 
         ``positions`` [B, S] restart from 0 with each document; attention is masked between documents. Without
-        positions, a sequence is one document. They are always the positions of the whole sequence, even if
-        ``tokens`` and ``targets`` are a part of it, as with context parallelism.
+        positions, a sequence is one document. They are always the positions of the full sequence, even if
+        ``tokens`` and ``targets`` are a shard of it, as with context parallelism.
 
         With a ``cache``, the tokens continue the cached ones and are added to it, and only the logits of the last
         token are returned, [B, 1, V]. Meant for generation, with one document at a time.
@@ -212,8 +214,8 @@ class Transformer(nn.Module):
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block. In later pipeline stages, ``tokens`` are already hidden states."""
         x: Tensor = self.embed_tokens(tokens)
-        # Autocast leaves the embedding in fp32, while sharded mixed precision already has it in low precision. Both use
-        # the same residual stream, so that the numbers do not depend on the strategy.
+        # Autocast leaves the embedding in fp32, while sharded mixed precision already has it in low precision. The
+        # residual stream has the same dtype with both, so that results do not depend on the strategy.
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -245,14 +247,14 @@ class Transformer(nn.Module):
         return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
 
     def keep_rotations(self, length: int) -> None:
-        """Compute the angles of ``length`` tokens now, so that a graph can hold them as constants."""
+        """Compute the rotary tables for ``length`` tokens now, so that a traced graph contains them as constants."""
         for base in {*self.reaches(length)[1]}:
             self._rope(length, self.norm.weight.device, base)
 
     def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
-        # Not buffers: computed in fp32 on the CPU at first use, so that neither meta construction nor mixed precision
-        # can change them. The longest table so far serves all shorter lengths, since every length occurs during
-        # generation.
+        # The tables are not buffers. They are computed in fp32 on the CPU at first use, so that neither meta
+        # construction nor mixed precision changes them. The longest table so far is used for all shorter lengths, since
+        # every length occurs during generation.
         key = (device, base)
         if key not in self._rope_tables or self._rope_tables[key][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
@@ -264,7 +266,7 @@ class Transformer(nn.Module):
         return cos[:sequence], sin[:sequence]
 
     def parallel_plan(self) -> ParallelPlan:
-        """Return a plan in which each block is an FSDP unit, and so are both ends unless they share a weight."""
+        """Return a plan whose FSDP units are the blocks and, unless they are tied, the embedding and the head."""
         names = tuple(f"layers.{index}" for index in range(self.config.layers))
         blocks, tied = tuple((name,) for name in names), self.config.tie_embeddings
         return ParallelPlan(
@@ -295,8 +297,8 @@ class Llama(PublishedFamily):
         return model.parallel_plan()
 
     def initial_std(self, name: str) -> float | None:
-        """Return the standard deviation. Projections into the residual stream are scaled down by sqrt(2 x layers),
-        so that its variance does not grow with depth (GPT-2, section 2.3)."""
+        """Return the standard deviation of the initial values. Projections into the residual stream are scaled down by
+        sqrt(2 x layers), so that its variance does not grow with depth (GPT-2, section 2.3)."""
         if name.endswith("norm.weight"):
             return None
         if name.endswith(".bias"):
@@ -319,10 +321,10 @@ class Llama(PublishedFamily):
         """Return forward and backward FLOPs per token, by PaLM's formula (https://arxiv.org/abs/2204.02311, appendix
         B).
 
-        6 per parameter in a matrix product, and 12 x layers x heads x head_dim x sequence for attention scores. The
-        embedding lookup is not counted, unless the embedding is also the head; the few weights of norms are counted.
-        Scores masked by causality count as computed, although a kernel may skip them. Scores outside a window do not
-        count.
+        It counts 6 per parameter in a matrix product, and 12 x layers x heads x head_dim x sequence for attention
+        scores. The embedding lookup is not counted, unless the embedding is also the head. The few weights of norms are
+        counted. Scores masked by causality count as computed, although a kernel may skip them. Scores outside a window
+        do not count.
         """
         model = self.section
         lookup = 0 if model.tie_embeddings else self.vocab_size * model.dim

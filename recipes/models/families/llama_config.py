@@ -1,4 +1,4 @@
-"""Sections of Llama and of the families that compute with the same code: Mistral, Qwen 2 and Qwen 3."""
+"""Sections of Llama and of the families that share its code: Mistral, Qwen 2 and Qwen 3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,14 +15,14 @@ class RopeScaling(Section):
     """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
 
     names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
-    """Keys with another name in a ``config.json``."""
+    """Keys that have another name in a ``config.json``."""
 
     factor: Number = Field(gt=0)
-    """Ratio of the context length to the context length of the original training."""
+    """Ratio of the extended context length to the original one."""
     low_freq_factor: Number = Field(gt=0)
-    """Wavelengths above original length / this are scaled by the whole factor."""
+    """Wavelengths longer than the original context length divided by this value are scaled by the full ``factor``."""
     high_freq_factor: Number = Field(gt=0)
-    """Wavelengths below original length / this are unchanged."""
+    """Wavelengths shorter than the original context length divided by this value are unchanged."""
     original_max_sequence_length: PositiveCount
     """Longest sequence of the original training, in tokens."""
 
@@ -64,8 +64,8 @@ class LlamaSection(ModelSection):
     heads: Size
     """Number of query heads per block."""
     kv_heads: DerivedSize
-    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of an even
-    number of ``heads``."""
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of
+    ``heads``, or ``heads`` if that is odd."""
     head_dim: Size | None = None
     """Width of one head; ``dim / heads`` when null."""
     hidden_dim: DerivedSize
@@ -79,17 +79,16 @@ class LlamaSection(ModelSection):
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling; null for none."""
     padding_token: Annotated[Count, Field(ge=0, le=10**7)] | None = None
-    """Token whose row of the embedding gets no gradient where it is read, as transformers' ``pad_token_id``; null:
-    none."""
+    """Padding token, whose embedding lookup gets no gradient, like transformers' ``pad_token_id``. Null for none."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Attention kernel: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
-    windows; ``flex`` and ``varlen`` need no mask, on a GPU."""
+    """Attention kernel. ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` need a GPU, but no mask."""
 
     @property
     def attention_head_dim(self) -> int:
-        """Width of one head, resolved."""
+        """Width of one head: ``head_dim``, or its default if null."""
         return self.head_dim or self.dim // self.heads
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
@@ -127,8 +126,8 @@ class LlamaSection(ModelSection):
         return self.attention_head_dim
 
     def window(self, layer: int) -> int | None:
-        """Return the number of latest tokens, including itself, that a token attends to in block ``layer``; None:
-        all earlier ones."""
+        """Return the number of most recent tokens, including itself, that a token attends to in block ``layer``; None
+        for all earlier ones."""
         del layer
         return None
 
@@ -175,8 +174,8 @@ class LlamaSection(ModelSection):
 
 
 def rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary embeddings in a ``config.json``. transformers 5 has one dictionary; earlier
-    versions had separate keys. transformers reads the older ones first."""
+    """Return the settings of rotary embeddings in a ``config.json``. transformers 5 writes
+    ``rope_parameters``, earlier versions ``rope_scaling``, which transformers reads first."""
     rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
     return rope
 
@@ -188,7 +187,7 @@ class MistralSection(LlamaSection):
     opens_as = ("mistral", "MistralForCausalLM")
 
     sliding_window: Size | None = None
-    """Number of last tokens, including itself, that a token attends to; null: all earlier tokens."""
+    """Number of most recent tokens, including itself, that a token attends to. Null for all earlier tokens."""
 
     def window(self, layer: int) -> int | None:
         del layer

@@ -1,12 +1,13 @@
 """Decoder-only transformers with a mixture of experts: Hugging Face's glm4_moe, qwen3_moe and mixtral.
 
-A router sends each token to the k best of E small feed-forwards and adds up their outputs
+A router sends each token to the k best of E small feed-forwards and sums their weighted outputs
 (https://arxiv.org/abs/1701.06538). In glm4_moe, scores are sigmoids, and a bias balances the load of experts without
 an auxiliary loss (https://arxiv.org/abs/2408.15664); it is updated after each accepted step, see ``trainer.step``. The
 other two use softmax scores without a bias; their weights can be loaded, trained and saved. Attention, norms and
 the first, dense layers are the same as in ``llama``.
 
-Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
+Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows, one for each token and
+each of its experts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ _GROUPED_ALIGNMENT = 16
 """Alignment of rows in bytes for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
 _GROUPED_CAPABILITY = (8, 0)
 _MOST_GROUPED_NUMBERS = 2**31 - 1
-"""Largest number of elements in a factor or a result: beyond it, torch's GPU kernel accesses invalid memory
+"""Largest number of elements in an operand or the result: beyond it, torch's GPU kernel accesses invalid memory
 (https://github.com/pytorch/torchtitan/issues/1932)."""
 _BLACKWELL = 10
 """Major compute capability whose kernel does not write the gradient of an expert without tokens
@@ -41,7 +42,7 @@ _BLACKWELL = 10
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token, in fp32: a rounding error must not change the choice.
+    """Chooses the experts of each token, in fp32, so that rounding errors do not change the choice.
 
     ``loads`` counts the tokens sent to each expert while ``is_counting``; see ``parallel.plan.Router``.
     """
@@ -60,11 +61,11 @@ class Router(nn.Module):
         self.loads: Tensor | None = None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map tokens [T, D] to their experts [T, k], the experts' weights [T, k] in fp32, and the tokens of each
-        expert [E]."""
+        """Map tokens [T, D] to their experts [T, k], the experts' weights [T, k] in fp32, and the number of tokens
+        of each expert [E]."""
         with torch.autocast(rows.device.type, enabled=False):
-            # The weight is first converted to the dtype of the tokens: sharded mixed precision gathers it in that dtype
-            # anyway. Not in fp16, in which the weight's gradient, a sum over tokens, can overflow.
+            # The weight is first converted to the dtype of the tokens, since sharded mixed precision gathers it in that
+            # dtype. fp16 is excluded: the weight's gradient, a sum over tokens, can overflow in it.
             weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
             logits = F.linear(rows.float(), weight.float())
         bias = self.e_score_correction_bias
@@ -86,7 +87,7 @@ class Router(nn.Module):
         ``balance_rate``, and lower the bias of the others."""
         bias = self.e_score_correction_bias
         if bias is not None and self.weight.requires_grad:  # a frozen router is not changed
-            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: integers
+            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact, since these are integers
             bias += (self.balance_rate * moves).to(bias.dtype)
 
 
@@ -103,8 +104,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, D], ordered by expert with ``counts`` [E] rows each, to [N, D]."""
         if rows.dtype == torch.float16:
-            # A weight's gradient is a sum over tokens, which overflows fp16 the sooner the more tokens are summed at
-            # once.
+            # A weight's gradient is a sum over tokens, which can overflow in fp16.
             with torch.autocast(rows.device.type, enabled=False):
                 return self._products(rows.float(), counts).half()
         return self._products(rows, counts)
@@ -141,8 +141,8 @@ def _leaves_gradients_unwritten(device: torch.device) -> bool:
 
 
 class _WrittenGradient(torch.autograd.Function):
-    """Weights [E, I, D] as they are. Gradients of experts without tokens are zero; the kernel leaves their memory as it
-    found it."""
+    """Identity for weights [E, I, D]. Its backward sets the gradients of experts without tokens to zero, because the
+    kernel leaves them uninitialized."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, counts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -160,12 +160,12 @@ def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """rows[index], with a backward that gathers as well: the backward of indexing would add in varying order on a
-    GPU."""
+    """``rows[index]`` with a deterministic backward, which also gathers: the backward of indexing would add in varying
+    order on a GPU."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        """``index`` [N] contains each row of ``rows`` [T, D] N/T times; ``inverse`` [N] has their positions, by row."""
+        """``index`` [N] contains each row of ``rows`` [T, D] N/T times; ``inverse`` [N] has the positions by row."""
         ctx.save_for_backward(inverse)
         ctx.rows = len(rows)
         return rows[index]
@@ -203,7 +203,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class MoETransformer(Transformer):
-    """``Transformer`` with a mixture of experts in every block after the first, dense ones."""
+    """``Transformer`` with a mixture of experts in every block after the first ``dense_layers``."""
 
     config: MoESection
 
@@ -216,7 +216,7 @@ class MoETransformer(Transformer):
 
     def parallel_plan(self) -> ParallelPlan:
         first, layers = self.config.dense_layers, self.config.layers
-        # A mixture takes each rank's shard of the stream; only its shared experts are a region.
+        # A mixture processes each rank's shard of the residual stream. Only its shared experts are a region.
         regions = [f"layers.{number}.mlp" for number in range(first)] + ["layers.*.mlp.shared_experts"]
         kept = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"}
         shared = {name.replace(".mlp.", ".mlp.shared_experts."): kept[name] for name in kept if ".mlp." in name}
@@ -245,7 +245,7 @@ class MoE(Llama):
         )
 
     def active_parameters(self, parameters: int) -> int:
-        """Return the number of ``parameters`` that a token uses."""
+        """Return how many of ``parameters`` are used per token."""
         model = self.section
         idle = (model.layers - model.dense_layers) * (model.experts - model.experts_per_token)
         return parameters - idle * 3 * model.dim * model.expert_hidden_dim

@@ -17,7 +17,7 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "rotary_fraction": 1.0, "routed_scale": 1.0,
     },
 }  # fmt: skip
-"""Values of keys that the checkpoints of a family cannot express, by family."""
+"""Fixed values of the keys that a family's checkpoints cannot express, by family."""
 
 
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
@@ -38,11 +38,11 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
     },
     "mixtral": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
 }
-"""Further ``names``, by family."""
+"""Additional entries of ``MoESection.names``, by family."""
 
 
 def _names_of_experts(family: str) -> Mapping[str, str]:
-    """Return the names in a ``config.json`` of our keys. A family registered elsewhere uses GLM's."""
+    """Return the names of the experts' keys in a ``config.json``. A family registered elsewhere uses GLM's."""
     return _EXPERTS.get(family, _EXPERTS["glm4_moe"])
 
 
@@ -64,10 +64,10 @@ class MoESection(LlamaSection):
     expert_hidden_dim: Size
     """Inner width of one expert."""
     shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
-    """Number of experts that every token passes through, implemented as one feed-forward of that many times
+    """Number of experts that every token passes through. They are one feed-forward of this number times
     ``expert_hidden_dim``."""
     dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
-    """Number of first layers with a feed-forward of ``hidden_dim`` instead of experts."""
+    """Number of initial layers with a dense feed-forward, of width ``hidden_dim``, instead of experts."""
     routed_scale: Number = Field(default=1.0, gt=0)
     """Factor on the output of the routed experts."""
     normalize_weights: bool = True
@@ -79,8 +79,8 @@ class MoESection(LlamaSection):
     rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
     """Fraction of each head that rotary embeddings apply to."""
     balance_rate: Number = Field(default=0.001, ge=0)
-    """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
-    than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
+    """Change of an expert's router bias after each optimizer step: up if the expert got fewer tokens than the mean,
+    else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
 
     def described(self) -> dict[str, Any]:
         names = _names_of_experts(self.family)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama, perhaps with a sliding window, stored in other tensors.
+"""Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama, optionally with a sliding window, in fused tensors.
 
 A checkpoint has queries, keys and values in one tensor, and the two matrices into the feed-forward in another. They
 are separate parameters here, so that the tensor axis can shard each.

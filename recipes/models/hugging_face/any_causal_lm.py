@@ -1,4 +1,4 @@
-"""Any decoder-only language model in transformers, computed by transformers' own code.
+"""Any decoder-only language model in transformers, run with transformers' own code.
 
 Parameters keep their names. Code in a model's folder (``trust_remote_code``) is never run: the folder may come from
 an untrusted source.
@@ -36,13 +36,13 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 _ROLES = {"colwise": "column", "rowwise": "row"}
-"""Roles here, by the style in transformers' ``base_model_tp_plan``."""
+"""Roles of ``ParallelPlan``, by style in transformers' ``base_model_tp_plan``."""
 _WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
 """Styles of modules that are replicated within a region, such as norms of each head."""
 
 
 class HuggingFaceModel(LossFamily):
-    """``model=hf``."""
+    """Family ``hf`` (``model=hf``)."""
 
     opens_in = "transformers"
     section: HuggingFaceSection
@@ -79,7 +79,7 @@ class HuggingFaceModel(LossFamily):
             self._config = transformers.AutoConfig.for_model(**without_code(found))
             self._config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
-        except Exception as error:  # any exception: the code of hundreds of models reads an untrusted file
+        except Exception as error:  # a model's code may raise any exception on an untrusted file
             reason = " ".join(str(error).split())[:200]
             if kind not in transformers.CONFIG_MAPPING:
                 own = "; it comes with code of its own, which is never run (trust_remote_code)"
@@ -140,7 +140,7 @@ class HuggingFaceModel(LossFamily):
         ]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """Return 6 FLOPs for each weight of a matrix product, plus attention."""
+        """Return forward and backward FLOPs per token: 6 per weight of a matrix product, plus attention."""
         looked_up = 0 if getattr(self._config, "tie_word_embeddings", False) else self.vocab_size * self._dim
         return 6.0 * (parameters - looked_up) + 12 * self._layers * self._dim * sequence_length
 
@@ -154,18 +154,18 @@ class HuggingFaceModel(LossFamily):
 
 
 def import_transformers() -> Any:
-    """Import transformers. Silences messages of torchao, which it imports, about missing GPU kernels."""
+    """Import transformers. Suppresses messages about missing GPU kernels from torchao, which transformers imports."""
     if find_spec("torchao"):
-        with suppress(ImportError, AttributeError):  # an incompatible version: it is not needed here
+        with suppress(ImportError, AttributeError):  # an incompatible version; torchao is not needed here
             import_torchao()
     return importlib.import_module("transformers")
 
 
 def _roles_of(model: Any) -> dict[str, str]:
-    """Return the roles of modules according to transformers' plan for tensor parallelism; empty if tests do not
-    cover it.
+    """Return the roles of modules according to transformers' plan for tensor parallelism; empty for models that the
+    tests do not cover.
 
-    A style without a role here stays in the plan, and is refused if the tensor axis needs it.
+    A style without a role is returned as it is, and is refused if the tensor axis needs it.
     """
     if model.config.model_type not in DIVIDED_MODELS:
         return {}
@@ -178,7 +178,7 @@ def _roles_of(model: Any) -> dict[str, str]:
 
 
 class _Forward:
-    """Forward of a transformers model with a family's interface: tokens in; logits out, or the summed loss."""
+    """Forward of a transformers model with a family's interface: maps tokens to logits, or to the summed loss."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._forward = model, model.forward
@@ -220,8 +220,11 @@ class _Forward:
             return self._head.is_product and self._logits(tokens[:1, :2]) is self._head.returned()
 
     def _way_to_keep_apart(self, tokens: Tensor) -> Callable[[Tensor], dict[str, Tensor]]:
-        """Find arguments that isolate documents, by comparing two short documents in one sequence with each of them
-        alone. Raises ``UserError`` if there are none."""
+        """Return a function that maps positions to arguments that isolate documents from each other.
+
+        Compares the logits of a short document after another one with its logits in a separate sequence. Raises
+        ``UserError`` if no such arguments are found.
+        """
         config = self._model.config
         few = torch.arange(7, 91, 7, device=tokens.device).unsqueeze(0) % config.vocab_size  # the same on all ranks
         positions = torch.cat((torch.arange(5), torch.arange(7))).to(tokens.device).unsqueeze(0)
@@ -232,7 +235,7 @@ class _Forward:
             alone, together = self._logits(few[:, 5:]), self._logits(few)[:, 5:]
             seen = (together - alone).abs().max()
             for way in ways:
-                with suppress(Exception):  # some accept no custom masks
+                with suppress(Exception):  # some models accept no custom masks
                     if (self._logits(few, **way(positions))[:, 5:] - alone).abs().max() <= seen / 100:
                         return way
         raise UserError(
@@ -252,8 +255,8 @@ class _Forward:
 
     @contextmanager
     def _trying(self, device: torch.device) -> Iterator[None]:
-        """Context manager for trial forwards: evaluation mode, fp32, no gradients. Nothing random is drawn, and
-        nothing changes."""
+        """Context manager for trial forwards: evaluation mode, fp32, no gradients. No random numbers are drawn, and no
+        state changes."""
         training = [module for module in self._model.modules() if module.training]
         for module in training:
             module.training = False
@@ -281,7 +284,7 @@ class _Head:
 
     @property
     def is_product(self) -> bool:
-        """Whether it only computes a product with its weight: an adapter would add to that."""
+        """Whether the head only multiplies by its weight, without an adapter."""
         return self._is_linear and not hasattr(self._module, "adapter")
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -310,8 +313,10 @@ class _Head:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Context manager in which parameters take no memory and buffers have their values: parameters begin with
-    ``torch.empty``, buffers are computed."""
+    """Context manager in which ``torch.empty`` creates tensors on the meta device.
+
+    Parameters, which start as ``torch.empty``, take no memory. Buffers, which are computed, have their values.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -319,14 +324,14 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 class _Views(TorchFunctionMode):
-    """Context manager in which parts of a tensor remain views of it."""
+    """Context manager in which ``contiguous`` returns its input, so that slices of a tensor remain views of it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 class _Draws(TorchDispatchMode):
-    """Records the initial values that tensors get while a model is built."""
+    """Records how tensors are initialized while a model is built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +361,7 @@ def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
     """Return the position of each parameter in the tensors that transformers would save.
 
     Since version 5, transformers renames some tensors and splits stacked experts. The mapping is found by running
-    its conversion on tensors without values. Raises ``UserError`` if a tensor would hold more than one parameter.
+    its conversion on meta tensors. Raises ``UserError`` if a tensor would hold more than one parameter.
     """
     from transformers.core_model_loading import revert_weight_conversion  # save_pretrained calls it
 

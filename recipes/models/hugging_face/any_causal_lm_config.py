@@ -1,4 +1,4 @@
-"""Section of ``model=hf``: any causal language model of transformers, with its own code."""
+"""Section of ``model=hf``: any causal language model of transformers, run with transformers' own code."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models
 
 DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
-"""Kinds of models that ``model=hf`` shards over the tensor axis: the kinds that tests compare with one process. Code
-between the layers may need the whole width, and transformers' plan does not reveal that."""
+"""Model types that ``model=hf`` shards over the tensor axis. They are the ones that tests compare with a single
+process: in others, code between the layers may need the full width, which transformers' plan does not show."""
 
 
 class HuggingFaceSection(ModelSection):

@@ -21,14 +21,14 @@ def build_classifier(
     Args:
         classes: names of the classes; empty for the model's own.
         of: rest of the class name, such as ``SequenceClassification``.
-        own: values for keys that the config has.
+        own: values that replace those of the config; keys that it lacks are ignored.
         pad_id: id of the padding token if the config names none.
 
     Returns:
         The model and the names of newly initialized parameters.
 
     Raises:
-        UserError: there is no such model.
+        UserError: transformers is not installed or has no such model, or the config cannot be read.
     """
     try:
         transformers = import_transformers()
@@ -65,7 +65,7 @@ def build_classifier(
         model = auto.from_config(config, dtype=torch.float32).train()
         return model, {name for name, _ in model.named_parameters()}
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a new head is expected
+    transformers.utils.logging.set_verbosity_error()  # suppresses the warning about a new head
     model, loaded = auto.from_pretrained(
         folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True,
         local_files_only=True, output_loading_info=True,

@@ -19,20 +19,20 @@ from serried.recipes.models.hugging_face.classifier import build_classifier, not
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PROCESSOR = "preprocessor_config.json"
-"""File next to ``config.json`` that describes how transformers prepares images for a model."""
+"""File next to ``config.json`` that describes how transformers preprocesses images for a model."""
 _SHOWN = 8
 _WITHOUT = "correct it, or remove it for the mean and standard deviation of ImageNet"
 
 
 def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Module:
     """Return the model that ``section`` names. It maps images [B, 3, H, W] to scores [B, classes], or to an object
-    with ``logits``. Raises ``UserError`` if there is none, or its library or weights are not available."""
+    with ``logits``. Raises ``UserError`` if it does not exist, or its library or weights are not available."""
     build = {"torchvision": _of_torchvision, "timm": _of_timm, "transformers": _of_transformers}[section.library]
     try:
         return build(section, classes).train()
     except UserError:
         raise
-    except Exception as error:  # any exception: the code of hundreds of models, and downloads
+    except Exception as error:  # models' code and downloads may raise any exception
         named = f"task.model={section.model} task.library={section.library}"
         raise not_built(named, section.pretrained, f"images of {section.image_size}", error) from None
 
@@ -41,8 +41,8 @@ def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tu
     """Return the mean and standard deviation of colors that the model expects; ImageNet's if it does not specify
     them.
 
-    ``checkpoints``: checkpoints of the run to resume, newest first. A transformers model continues with the values
-    in them, regardless of its folder. Earlier versions wrote no such file, and always used ImageNet's values.
+    ``checkpoints``: checkpoints of the run to resume, newest first. A transformers model uses the values in them
+    instead of those in its folder. If they have none, ImageNet's are used, as in earlier versions.
 
     Raises ``UserError`` if the model's values are invalid.
     """
@@ -63,13 +63,14 @@ def normalization(section: ImageSection, checkpoints: Sequence[Path] = ()) -> tu
 
 
 def _colours(processor: Mapping[str, Any], file: Path) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and standard deviation in the content of ``file``."""
+    """Return the mean and standard deviation in ``processor``, the content of ``file``."""
     if processor.get("do_normalize") is False:
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     given: list[Any] = [processor.get("image_mean"), processor.get("image_std")]
     if None in given:
         return IMAGENET
-    mean, std = ([value] * 3 if is_number(value) else value for value in given)  # transformers takes one number too
+    # transformers also accepts a single number.
+    mean, std = ([value] * 3 if is_number(value) else value for value in given)
     is_usable = all(
         isinstance(statistic, list) and len(statistic) == 3 and all(map(is_number, statistic))
         for statistic in (mean, std)
@@ -123,7 +124,7 @@ def _of_torchvision(section: ImageSection, classes: Sequence[str]) -> nn.Module:
     model: nn.Module = models.get_model(section.model, weights=None, num_classes=len(classes), **sizes)
     if section.pretrained:
         weights = models.get_model_weights(section.model).DEFAULT
-        # torch.hub would unpickle any object.
+        # Without weights_only, torch.hub would unpickle any object.
         _fill(model, weights.get_state_dict(progress=False, check_hash=True, weights_only=True), section)
     return model
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from serried.configs.requirements import missing_compiler
 from serried.recipes.models.layers.cpu_attention import attend_by_rows, suits
 
-if TYPE_CHECKING:  # with torch 2.15, this import takes most of the time of a plan; a run needs it only on a GPU
+if TYPE_CHECKING:  # with torch 2.15, this import takes most of the planning time, and only GPU runs need it
     from torch.nn.attention.flex_attention import BlockMask
 
 
@@ -47,13 +47,13 @@ kernel. None: plain causal attention."""
 Places = tuple[Tensor, Tensor]
 
 CAPABILITY = (8, 0)
-"""Smallest compute capability of the kernels of FlexAttention and FlashAttention: Ampere."""
+"""Minimum compute capability for the kernels of FlexAttention and FlashAttention: Ampere."""
 
 _BLOCK = 128
 """Number of queries, and of keys, in a block of FlexAttention."""
 
 _HIDDEN_SCORE = -1e30
-"""Score of a masked key. Finite: a query without any key must not give NaN; exp() of it is 0."""
+"""Score of masked keys. It is finite, so that a query without any key does not give NaN. Its exp() is 0."""
 
 
 def numbered_documents(positions: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ def causal_mask(
 
     Args:
         positions: [B, S], restart from 0 with each document; None: each sequence is a document.
-        window: number of latest keys that a query attends to, including its own; None: all.
-        kernel: ``model.attention``.
-        places: positions [Q] of the queries and [K] of the keys in the sequence, for a part of it; None: the whole
+        window: number of most recent keys that a query attends to, including its own; None: all.
+        kernel: value of ``model.attention``.
+        places: positions [Q] of the queries and [K] of the keys in the sequence, if it is sharded; None: the full
             sequence, in order.
     """
     if places is not None:
@@ -97,8 +97,8 @@ def blocks_from(first: Tensor, places: Places | None = None) -> "BlockMask":
     """Return FlexAttention's mask for queries that attend to the keys from ``first`` [B or 1, Q] up to their own
     position.
 
-    ``places``: positions [Q] of the queries and [K] of the keys in the sequence; None: the whole sequence, in order.
-    torch's ``create_block_mask`` would create a mask of Q x K first.
+    ``places``: positions [Q] of the queries and [K] of the keys in the sequence; None: the full sequence, in order.
+    torch's ``create_block_mask`` would first materialize a mask of Q x K.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -155,13 +155,13 @@ def _placed_mask(positions: Tensor | None, places: Places, window: int | None) -
 
 
 def documents(positions: Tensor | None, length: int, window: int | None) -> Documents:
-    """Return a mask of causal attention for ``varlen_attn``. With ``positions``, the host waits for the device to
-    count documents."""
+    """Return a causal mask for ``varlen_attn``. With ``positions``, the host waits for the device, to find the number
+    of documents."""
     if positions is None:
         return Documents(None, length, window)
     begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
-    # Otherwise a compiled block would be recompiled for each number of documents. The function's name is not public,
-    # but documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    # Otherwise a compiled block would be recompiled for each number of documents. The function is private but
+    # documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     torch._dynamo.maybe_mark_dynamic(begins, 0)
     return Documents(begins, length, window)
 
@@ -174,9 +174,9 @@ def attend(
 
     Args:
         scale: factor of the scores; 1 / sqrt(E) if None.
-        soft_cap: a score x becomes soft_cap x tanh(x / soft_cap). If the mask is a tensor or None, all scores are
-            then held, in fp32.
-        kernel: ``model.attention``.
+        soft_cap: a score x becomes soft_cap * tanh(x / soft_cap). If the mask is a tensor or None, all scores are
+            then materialized, in fp32.
+        kernel: value of ``model.attention``.
     """
     if not isinstance(mask, Tensor | Rows | Documents | None):
         mixed: Tensor = _flex_attention(q, k, v, mask, scale, soft_cap)
@@ -195,8 +195,8 @@ def attend(
         return _scored(q, k, v, mask, scale, soft_cap)[0]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.device.type == "cuda" and (mask is not None or _product_type(q) == torch.float32):
-        # Of the kernels that hold no scores, the only one for these inputs needs as many key heads as query heads
-        # (torch 2.11, 2.13): SDPA would hold all scores.
+        # For these inputs, the only kernel that does not materialize the scores needs as many key heads as query heads
+        # (torch 2.11, 2.13). Without it, SDPA would materialize all scores.
         k, v = (_repeated(tensor, q.shape[1]) for tensor in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -211,7 +211,7 @@ def _product_type(x: Tensor) -> torch.dtype:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat the K key/value heads of [B, K, S, E] to [B, heads, S, E], each as often as queries share it."""
+    """Repeat each key/value head of ``x`` [B, K, S, E] for the query heads that share it. Returns [B, heads, S, E]."""
     return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
@@ -224,7 +224,7 @@ def _varlen_attn(*arguments: Any, **options: Any) -> Any:
 def attend_in_documents(
     q: Tensor, k: Tensor, v: Tensor, mask: Documents, scale: float | None, kernel: Callable[..., Any] = _varlen_attn
 ) -> Tensor:
-    """Like ``attend``, by ``varlen_attn`` or another function with its signature."""
+    """Like ``attend``, computed by ``kernel``: ``varlen_attn``, or a function with the same signature."""
     sequences, _, length, _ = q.shape
     begins = mask.begins
     if begins is None:
@@ -242,8 +242,8 @@ def attend_with_logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """Like ``attend`` with a mask, and also return the log-sum-exp of each query's scores, [B, H, Q] fp32.
 
-    With it, results of the same queries on several sets of keys can be merged. If a query attends to no key, its
-    result is arbitrary and its log-sum-exp at most -1e29. On a CPU all scores are held, in fp32.
+    The log-sum-exp allows results of the same queries on several sets of keys to be merged. If a query attends to no
+    key, its result is arbitrary and its log-sum-exp is at most -1e29. On a CPU, all scores are materialized in fp32.
     """
     if not isinstance(mask, Tensor | Rows | Documents | None):
         from torch.nn.attention.flex_attention import AuxRequest
@@ -257,7 +257,7 @@ def attend_with_logsumexp(
 def _scored(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention computed from all scores, and their log-sum-exp."""
+    """Compute attention with all scores materialized in fp32. Return it, and the log-sum-exp of the scores."""
     heads, key_heads = q.shape[1], k.shape[1]
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
@@ -278,9 +278,9 @@ def _flex_attention(
     from torch.nn.attention.flex_attention import flex_attention
 
     is_grouped = q.shape[1] != k.shape[1]
-    if q.shape[-2] < _BLOCK:  # torch would choose a kernel without blocks of some lengths (2.11, 2.13)
+    if q.shape[-2] < _BLOCK:  # torch would choose a kernel that lacks block sizes for some lengths (2.11, 2.13)
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
-    if torch.compiler.is_compiling():  # within a compiled block; torch warns there about functions that cache results
+    if torch.compiler.is_compiling():  # in a compiled block, torch warns about cached functions
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         return flex_attention(q, k, v, mod, mask, scale, is_grouped, **options)
     mod = None if soft_cap is None else _kept_soft_capping(soft_cap)
@@ -288,7 +288,7 @@ def _flex_attention(
 
 
 def _soft_capping(soft_cap: float) -> Any:
-    """Return the change of scores that FlexAttention applies."""
+    """Return the ``score_mod`` of FlexAttention that applies the soft cap."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del batch, head, query, key
@@ -302,7 +302,7 @@ _kept_soft_capping = cache(_soft_capping)
 
 @cache
 def has_flex(device: torch.device) -> bool:
-    """Return whether FlexAttention has a kernel on ``device``, which Triton builds with a compiler."""
+    """Return whether FlexAttention can run on ``device``: a supported GPU, and the compiler that Triton needs."""
     if device.type != "cuda" or missing_compiler(device.type):
         return False
     return torch.cuda.get_device_capability(device) >= CAPABILITY
@@ -312,6 +312,6 @@ def has_flex(device: torch.device) -> bool:
 def _compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice for fp32 products
-    # Without compilation it would hold all scores.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # torch recommends TF32 for fp32 products
+    # Without compilation, it would materialize all scores.
     return torch.compile(flex_attention, dynamic=False)

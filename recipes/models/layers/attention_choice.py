@@ -1,4 +1,4 @@
-"""Choice of a run's attention kernel, and the reasons against other kernels."""
+"""Choice of a run's attention kernel, and reasons why a kernel cannot be used."""
 
 import inspect
 from typing import Any
@@ -11,13 +11,13 @@ from serried.recipes.models.layers.attention import CAPABILITY, has_flex
 
 FLEX = "FlexAttention"
 _LEAST_WIDTH = 16
-"""Smallest head dim of torch's kernel (2.11, 2.13)."""
+"""Smallest head dim that FlexAttention supports (torch 2.11, 2.13)."""
 _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
 def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
-    """Return a description of a run's attention on a device of this type, for the plan; empty if the model chooses
-    it. Raises ``UserError`` if the kernel ``model.attention`` cannot compute it."""
+    """Return the run's attention kernel on a device of type ``device``, for the plan; empty if the model has no key
+    ``attention``. Raises ``UserError`` if the kernel that ``model.attention`` names cannot be used."""
     model = config.model
     kernel = getattr(model, "attention", None)
     if kernel is None:
@@ -26,7 +26,7 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
         raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
     window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
     is_masked = config.data.isolates or cap or (window and window < config.data.sequence_length)
-    is_cpu, is_divided = device == "cpu", context != 1  # -1: what is left
+    is_cpu, is_divided = device == "cpu", context != 1  # -1: all remaining ranks
     if not is_masked and not is_divided:
         is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")
         return _ROWS if is_by_rows else _SDPA

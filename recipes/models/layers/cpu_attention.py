@@ -1,12 +1,13 @@
 """Causal attention on a CPU in blocks of rows, with optional documents, sliding window and capped scores.
 
-A block of queries is multiplied with the keys from the first one that any of its queries attends to up to the
-block's end, in a few large products. No mask of queries x keys is created, and keys outside of that range are
-skipped. In bf16 it is also faster than SDPA's kernel, whose backward is slower there than in fp32 (torch 2.13).
-Probabilities are recomputed in the backward, so that the same tensors are kept as by SDPA. Scores have the dtype of
-the queries (fp32 for fp16); SDPA's are fp32.
+Each block of queries is multiplied, in a few large products, with the keys from the first one that any of its queries
+attends to up to the end of the block. No mask of queries x keys is created, and keys outside that range are skipped.
+In bf16 it is also faster than SDPA's kernel, whose backward is slower in bf16 than in fp32 (torch 2.13).
+Probabilities are recomputed in the backward, so that the same tensors are saved as by SDPA. Scores have the dtype of
+the queries (fp32 for fp16), while SDPA's are fp32.
 
-Both directions are torch operators: dispatch modes, fake tensors and torch.compile see one call, as with SDPA.
+Forward and backward are custom operators, so that dispatch modes, fake tensors and torch.compile see one call, as with
+SDPA.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ ROWS = 64
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether to use ``attend_by_rows`` for plain causal attention. For a few tokens its calls take longer
-    than the computation."""
+    """Return whether to use ``attend_by_rows`` for plain causal attention: in bf16 on a CPU, unless there are so few
+    tokens that its overhead dominates."""
     is_low = q.dtype == k.dtype == v.dtype == torch.bfloat16
     return is_low and q.device.type == "cpu" and q.shape[2] == k.shape[2] >= ROWS // 2
 
@@ -37,7 +38,7 @@ def attend_by_rows(
     Args:
         scale: factor of the scores.
         first: [B or 1, S], the first key that each query attends to, ascending; None: key 0.
-        soft_cap: a score x becomes soft_cap x tanh(x / soft_cap).
+        soft_cap: a score x becomes soft_cap * tanh(x / soft_cap).
     """
     if q.dtype == torch.float16:
         with torch.autocast("cpu", enabled=False):
@@ -64,11 +65,11 @@ def _backward(
     queries = _grouped(q * scale, k)
     values = v.flatten(0, 1)
     along, incoming = grad_q.unflatten(1, (k.shape[1], -1)), _grouped(grad, k)
-    # Sums over blocks, in fp32.
+    # Accumulated over blocks in fp32.
     grad_k, grad_v = (torch.zeros(k.shape, dtype=torch.float32).flatten(0, 1) for _ in range(2))
     for block in _blocks(queries, k, first, soft_cap):
         coming = incoming[block.heads, :, block.rows].flatten(1, 2)
-        # The only kernel that subtracts each row's sum and multiplies, in fp32: the one of softmax's backward.
+        # The backward of softmax is the only kernel that subtracts each row's sum and multiplies, in fp32.
         found = torch.bmm(coming, values[block.heads, block.seen].mT)
         scores = torch.ops.aten._softmax_backward_data(found, block.probabilities, -1, q.dtype)
         if block.capped is not None:
@@ -84,15 +85,15 @@ class _Block(NamedTuple):
     sequences: slice
     """Sequences of the block: all, or a single one if documents differ."""
     heads: slice
-    """Heads of these sequences, in B x K."""
+    """Key/value heads of these sequences, in the flattened dimension B x K."""
     rows: slice
     seen: slice
-    """Keys that some of the rows attend to."""
+    """Range of keys that any of the rows attends to."""
     queries: Tensor
     """Queries, with the heads of a group stacked."""
     keys: Tensor
     capped: Tensor | None
-    """Scores divided by the cap."""
+    """Capped scores divided by the cap; None without a cap."""
     probabilities: Tensor
 
 
@@ -116,10 +117,9 @@ def _blocks(queries: Tensor, k: Tensor, first: Tensor | None, soft_cap: float | 
 
 
 def _hide(scores: Tensor, own: int, edges: Tensor | None, start: int) -> None:
-    """Mask in ``scores`` [B x K, H/K, R, N] later keys among the block's ``own`` ones, and keys before ``edges``
-    [R].
+    """Mask in ``scores`` [B x K, H/K, R, N] the keys after each query and the keys before ``edges`` [R], in place.
 
-    ``start``: position of the first of the N keys.
+    ``own``: index of the first of the block's own keys. ``start``: position of the first of the N keys.
     """
     rows = scores.shape[2]
     scores[..., own:] += _later(scores.dtype)[:rows, :rows]
@@ -133,13 +133,13 @@ def _grouped(heads: Tensor, k: Tensor) -> Tensor:
 
 
 def _empty_like(q: Tensor) -> Tensor:
-    """Return an empty tensor like ``q`` with a token's heads contiguous, as the output projection reads them."""
+    """Return an empty tensor like ``q`` with the heads of a token contiguous, as the output projection reads them."""
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 @cache
 def _later(dtype: torch.dtype) -> Tensor:
-    """Return the mask that is added to the scores of a block's own keys."""
+    """Return the causal mask that is added to the scores of a block's own keys."""
     return torch.full((ROWS, ROWS), float("-inf"), dtype=dtype).triu_(1)
 
 

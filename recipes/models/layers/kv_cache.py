@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one block, [B, K, capacity, E] each. Allocated with the dtype and device of the first ones."""
+    """Keys and values of one block, [B, K, capacity, E] each. Allocated with the dtype and device of the first keys."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._length = capacity, 0
@@ -35,8 +35,8 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
 
     def mask(self, tokens: int, device: torch.device, window: int | None = None) -> Tensor | None:
-        """Return which keys (dim 3) the next ``tokens`` queries (dim 2) attend to: all keys up to their own, or the
-        last ``window`` of these. None: plain causal attention."""
+        """Return a bool mask [1, 1, tokens, keys], True where one of the next ``tokens`` queries attends to a key: to
+        all keys up to its own, or to the last ``window`` of these. None: plain causal attention."""
         keys = self.length + tokens
         if window is not None and window >= keys:
             window = None

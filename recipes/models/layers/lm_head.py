@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from serried.parallel.plan import Vocabulary
 
 IGNORE = -100
-"""Target of a position without a prediction."""
+"""Target value of positions where nothing is predicted."""
 
 _CHUNK_LOGITS = 2**24
 _MINIMUM_CHUNK_TOKENS = 1024
@@ -25,7 +25,7 @@ class HeadTerms(NamedTuple):
     """Terms that training adds to the cross entropy. Evaluation leaves them out."""
 
     label_smoothing: float = 0.0
-    """Share of the target distribution that is spread evenly over the vocabulary, as in ``F.cross_entropy``."""
+    """Fraction of the target distribution that is spread evenly over the vocabulary, as in ``F.cross_entropy``."""
     z_loss: float = 0.0
     """Factor of the squared log-sum-exp of logits, which keeps it near 0 (https://arxiv.org/abs/2204.02311)."""
 
@@ -36,9 +36,9 @@ PLAIN = HeadTerms()
 class LanguageModelHead(nn.Module):
     """Maps hidden states [B, S, D] to logits [B, S, V], or to the loss summed over targets.
 
-    With ``tied``, it has no weight and is given the embedding's. With a ``soft_cap``, a logit x becomes cap x tanh(x
-    / cap). The loss is computed inside its forward, because with sharding a weight is gathered only while its module
-    runs.
+    With ``tied``, it has no weight of its own and uses the embedding's, ``shared_weight``. With a ``soft_cap``, a logit
+    x becomes cap * tanh(x / cap). The loss is computed inside its forward, because with sharding a weight is gathered
+    only while its module runs.
     """
 
     def __init__(self, dim: int, vocab_size: int, tied: bool, soft_cap: float | None = None) -> None:
@@ -72,12 +72,12 @@ def linear_cross_entropy_sum(
     terms: HeadTerms = PLAIN,
     passes: "Passes | None" = None,
 ) -> Tensor:
-    """Return the sum of the cross entropy of ``hidden @ weight.T`` (perhaps capped) over targets that are not -100,
-    fp32 scalar.
+    """Return the cross entropy of ``hidden @ weight.T``, soft-capped if ``soft_cap`` is given, summed over the targets
+    that are not -100, an fp32 scalar.
 
-    ``terms`` are added if autograd records. hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Tokens are
-    processed in chunks: the logits of one chunk exist at a time, and gradients are computed in the forward pass, so
-    that nothing is computed twice. Products run in hidden's dtype, softmax and sums in fp32. The idea is
+    ``terms`` are added only if autograd is enabled. hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Tokens
+    are processed in chunks, so that only the logits of one chunk are in memory. Gradients are computed in the forward
+    pass, so that nothing is computed twice. Products run in hidden's dtype, softmax and sums in fp32. The method is
     Liger-Kernel's (https://arxiv.org/abs/2410.10989).
     """
     vocabulary = vocabulary or Vocabulary()
@@ -92,21 +92,21 @@ def linear_cross_entropy_sum(
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """Return the number of tokens whose logits exist at a time."""
+    """Return the number of tokens in a chunk."""
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // vocab_size)
 
 
 class Chunk(NamedTuple):
-    """Tokens whose logits exist at a time. T includes tokens of other ranks if the vocabulary is sharded."""
+    """A chunk of tokens with their logits. T includes tokens of other ranks if the vocabulary is sharded."""
 
     mine: slice
     """Range of this rank's tokens."""
     hidden: Tensor
     """[T, D]"""
     logits: Tensor
-    """[T, local rows of the vocabulary], fp32; for compiled passes the product, in hidden's dtype"""
+    """[T, local rows of the vocabulary], fp32; for compiled passes, the uncapped product in hidden's dtype"""
     normalizer: Tensor
-    """Log-sum-exp over the whole vocabulary, [T]"""
+    """Log-sum-exp over the full vocabulary, [T]"""
     losses: Tensor
     """[T], 0 where there is no target"""
     is_target: Tensor
@@ -120,7 +120,7 @@ class Chunk(NamedTuple):
 def _measure(
     hidden: Tensor, weight: Tensor, soft_cap: float | None, *target: Any
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the logits (fp32, capped), their log-sum-exp, and the picked logits of the targets."""
+    """Return the logits (fp32, capped), their log-sum-exp, and the target's logit of each token."""
     logits = _capped((hidden @ weight.T).float(), soft_cap)
     return logits, *_measured(logits, *target)
 
@@ -141,9 +141,9 @@ def _measured(
 def logit_gradients(
     chunk: Chunk, factors: Tensor, soft_cap: float | None, terms: HeadTerms = PLAIN, all_rows: int = 1
 ) -> Tensor:
-    """Return the derivatives of the losses by the logits, written in place of the logits, times ``factors`` [T].
+    """Return the gradients of the losses with respect to the logits, times ``factors`` [T]. They overwrite the logits.
 
-    ``all_rows``: number of rows of the whole vocabulary, for label smoothing.
+    ``all_rows``: number of rows of the full vocabulary, for label smoothing.
     """
     return _derive(chunk.logits, chunk.normalizer, chunk.row, chunk.is_here, factors, soft_cap, terms, all_rows)
 
@@ -159,7 +159,7 @@ def _derive(
     if terms.label_smoothing:
         gradients.sub_(terms.label_smoothing / all_rows)
     wanted = ((1 - terms.label_smoothing) * is_here.float()).unsqueeze(1)
-    if torch.compiler.is_compiling():  # a scatter would be another pass
+    if torch.compiler.is_compiling():  # a scatter would need another pass
         numbers = torch.arange(gradients.shape[1], device=gradients.device)
         gradients = gradients.sub_(wanted * (numbers == row.unsqueeze(1)))
     else:
@@ -183,7 +183,7 @@ EAGER = Passes(_measure, logit_gradients)
 
 
 def compiled_passes() -> Passes:
-    """Return passes that only read products and write gradients, both in the dtype of products."""
+    """Return compiled passes that read only the product and write only its gradient, both in the product's dtype."""
 
     def measure(product: Tensor, soft_cap: float | None, *target: Any) -> tuple[Tensor, Tensor]:
         return _measured(_capped(product.to(torch.float32, copy=True), soft_cap), *target)
@@ -195,7 +195,7 @@ def compiled_passes() -> Passes:
         logits = _capped(product.to(torch.float32, copy=True), soft_cap)
         return _derive(logits, normalizer, row, is_here, factors, soft_cap, terms, all_rows).to(product.dtype)
 
-    # Other lengths after the first share one more graph. Blocks have one graph each.
+    # A second chunk length compiles one more graph, which all further lengths share.
     one, two = torch.compile(measure), torch.compile(derive)
 
     def multiply_and_measure(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,7 +216,8 @@ def chunks(
     """Yield the tokens in chunks. ``weight`` must be in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     all_rows = vocabulary.all_rows(rows)
-    # Twice the tokens then take no more memory, and the weight's gradient is read and written half as often.
+    # Without fp32 logits, twice the tokens take no more memory, and the weight's gradient is read and written half as
+    # often.
     is_lean = weight.itemsize == 2 and soft_cap is None and not passes.keeps_logits
     tokens = chunk_tokens(vocabulary.most_rows(rows)) * (2 if is_lean else 1)
     step = -(-tokens // len(targets))  # equal on all ranks
@@ -236,7 +237,7 @@ def chunks(
             losses += terms.z_loss * normalizer.square()
         losses = losses.where(is_target, 0)
         yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
-        del logits  # otherwise they would coexist with the next chunk's
+        del logits  # frees their memory before the next chunk
 
 
 class Gradients:
@@ -282,7 +283,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             loss += chunk.losses.sum()
             of_logits = passes.gradients(chunk, chunk.is_target, soft_cap, terms, all_rows)
             gradients.add(chunk, of_logits.to(hidden.dtype))
-            del chunk, of_logits  # otherwise they would coexist with the next chunk's
+            del chunk, of_logits  # frees their memory before the next chunk
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -297,13 +298,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
 ) -> Tensor:
-    """Return the cross entropy of each target, [B, S] fp32, 0 where there is none; computed in chunks."""
+    """Return the cross entropy of each target, [B, S] fp32, 0 where there is no target. Computed in chunks."""
     losses: Tensor = _TokenLosses.apply(hidden, weight, targets, vocabulary, soft_cap)
     return losses
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Recomputes logits in the backward: their gradients depend on how the losses of all tokens are used."""
+    """Recomputes the logits in the backward, because their gradients depend on the gradient of each token's loss."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -325,6 +326,6 @@ class _TokenLosses(torch.autograd.Function):
         for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap):
             factors = grads[:, chunk.mine].flatten() * chunk.is_target
             gradients.add(chunk, logit_gradients(chunk, factors, soft_cap))
-            del chunk  # otherwise it would coexist with the next chunk
+            del chunk  # frees its memory before the next chunk
         of_weight = gradients.weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         return gradients.hidden, of_weight, None, None, None

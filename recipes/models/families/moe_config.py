@@ -64,8 +64,8 @@ class MoESection(LlamaSection):
     expert_hidden_dim: Size
     """Inner width of one expert."""
     shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
-    """Number of experts that every token passes through. They are one feed-forward of this number times
-    ``expert_hidden_dim``."""
+    """Number of experts that every token passes through, stored as one feed-forward of width ``shared_experts *
+    expert_hidden_dim``."""
     dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
     """Number of initial layers with a dense feed-forward, of width ``hidden_dim``, instead of experts."""
     routed_scale: Number = Field(default=1.0, gt=0)

@@ -38,7 +38,7 @@ class Advice(NamedTuple):
 
 
 class Planned:
-    """Memory of a run, as configured and with other values."""
+    """Planned memory of a run, as configured or with other values."""
 
     def __init__(self, config: RunConfig, task: RunTask, world_size: int, device: str | None = None) -> None:
         self.config, self.world_size = config, world_size
@@ -149,9 +149,9 @@ def _that_change_them(planned: Planned, stage: str) -> Iterator[Advice]:
 
 
 def fitting(planned: Planned, limit: int) -> str:
-    """Return the overrides, as a clause, with which a rank needs at most ``limit`` bytes.
+    """Return, as a clause, overrides with which a rank needs at most ``limit`` bytes.
 
-    They use more processes if no layout of the planned number is enough.
+    If no layout fits on the planned number of processes, the overrides use more processes.
     """
     config, processes = planned.config, planned.world_size
     for more in (1, 2, 4, 8, 16):

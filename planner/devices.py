@@ -27,7 +27,7 @@ class Device(NamedTuple):
     """Bandwidth to devices of the same node, one direction, in bytes per second."""
     network_rate: float | None
     """Bandwidth to other nodes in bytes per second: the device's share of the network cards in the maker's own system.
-    None: the maker has no such system."""
+    None if the maker has no such system."""
     source: str
     measured: Mapping[str, float] | None = None
     """Measured FLOP/s by precision, which replace the maker's specification."""

@@ -168,14 +168,14 @@ class _MicroBatch:
         return Moment("backward", self._in_backward(place), self._gradients(place), passing, activations)
 
     def _reduced(self, place: int, part: Part, activations: float) -> Iterator[Moment]:
-        """Yield the moment after the backward of a part, while its gradients are reduced."""
+        """Yield the moment after the backward of a part at which its gradients are reduced."""
         how = self._how
         if not how.is_sharded:
             if how.held_width > how.width and not how.gathers:  # bf16 weights: one gradient is upcast
                 yield Moment("backward", 0, self._gradients(place + 1), how.width * part.largest, activations)
             return
         is_added = how.holds_whole and self._has_earlier
-        is_wide = self._reduces and (is_added or how.ranks == 1)  # for one rank, torch divides into a copy
+        is_wide = self._reduces and (is_added or how.ranks == 1)  # with one rank, torch divides into a copy
         passing = (_FP32_BYTES if is_wide else how.width) * part.trained + self._reducing(place + 1)
         if how.offloads and self._reduces:
             passing += how.held_width * part.held  # copied to the host

@@ -64,7 +64,8 @@ def explained(
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,
 ) -> BaseException:
-    """Return ``error``; if it is out of memory, a failure with a few lines on memory in use and overrides that help.
+    """Return ``error``, or for an out-of-memory error a ``TrainingFailed`` that lists memory in use and overrides that
+    help.
 
     Not a collective, because other ranks may be inside one. ``optimizer`` is None before it is created.
     """
@@ -105,7 +106,7 @@ class _Usage(NamedTuple):
     reserved_free: int
     """Bytes that torch's allocator reserves without using them for a tensor."""
     others: int | None
-    """Bytes of other processes; None: unknown, as on a CPU."""
+    """Bytes used by other processes; None if unknown, as on a CPU."""
     capacity: int
     """Bytes that tensors of this process could use."""
     free_text: str

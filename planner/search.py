@@ -366,7 +366,7 @@ class _Search:
         return sorted(best, key=lambda candidate: candidate.seconds)[:_SHOWN]
 
     def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
-        """Return slower candidates that need a tenth less memory than ``shown`` and than every faster candidate."""
+        """Return slower candidates that need 10% less memory than ``shown`` and than every faster candidate."""
         least = min(candidate.bytes for candidate in shown)
         longest = _SLOWEST * shown[0].seconds
         found = [candidate for candidate in found if candidate.seconds <= longest]
@@ -454,7 +454,7 @@ class _Search:
 
 
 def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
-    """Return the candidates that need a tenth less memory than ``least`` and than all earlier ones in ``found``."""
+    """Return the candidates that need at least 10% less memory than ``least`` and than all earlier candidates."""
     front: list[Candidate] = []
     for candidate in found:
         if candidate.bytes < 0.9 * least:

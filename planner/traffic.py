@@ -11,7 +11,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """Collectives of one kind along one axis on a rank, in one optimizer step."""
+    """Collectives of one kind along one axis in an optimizer step, on one rank."""
 
     axis: str
     """``fsdp`` (shard x context), ``replicate``, ``context``, ``tensor``, ``expert``, ``expert fsdp``, ``pipeline``,

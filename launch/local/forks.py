@@ -34,7 +34,7 @@ class Forked:
 
     def send_signal(self, number: int, /) -> None:
         """Send signal ``number`` if the process is running."""
-        if self.poll() is None:  # until it is waited for, no other process gets its id
+        if self.poll() is None:  # the process was not waited for, so its id is not reused
             os.kill(self.pid, number)
 
 
@@ -58,7 +58,7 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
 
 
 def _is_alone() -> bool:
-    """Return whether this is the only thread, apart from the threads that OpenBLAS stops before each fork."""
+    """Return whether this process has no other threads than those that OpenBLAS stops before each fork."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     libraries = {line.split(maxsplit=5)[5] for line in mapped if _OPENBLAS in line}  # a path may have spaces
     threads = 1

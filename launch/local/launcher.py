@@ -220,7 +220,7 @@ def _report_end(
 
 
 def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
-    """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
+    """Return the exit code in ``status.json`` if this run wrote one, else the most specific one in ``codes``."""
     if codes == {EXIT_MISTAKE}:  # for example, status.json may belong to another command in this folder
         return EXIT_MISTAKE
     if status is not None and status.exit_code is not None:

@@ -77,7 +77,7 @@ def wait_for_all(
     ``patience_seconds`` after a signal are killed, too. ``on_look`` is called several times per second.
 
     Returns:
-        Exit codes by index, negative for a signal, of the processes that failed before others were ended.
+        Exit codes, negative for a signal, of the processes that failed before the others were ended, by index.
     """
     failed: dict[int, int] = {}
     passed_on = 0

@@ -275,7 +275,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
     if is_array and slurm.array_concurrency:
         wanted["array"] = f"{wanted['array']}%{slurm.array_concurrency}"
     for name, value in wanted.items():
-        if _NO_LINE.search(str(value)):  # bash would run what follows a line break
+        if _NO_LINE.search(str(value)):  # bash would run the text after a line break
             key = {"output": "run.dir", "job-name": "run.name"}.get(name, f"slurm.{name}")
             raise UserError(
                 f"{key}: {str(value)!r} holds a line break, a control character or bytes that are not UTF-8, "

@@ -16,7 +16,7 @@ from serried.records.status import read_status
 ENDS = "ends.jsonl"
 """File in ``run.dir/slurm`` that records how each start of the run under Slurm ended, as a line of JSON."""
 
-_WANTED = ("control", "trainer.stop_at")  # the user asked for it
+_WANTED = ("control", "trainer.stop_at")  # requested by the user
 _ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # mostly preemption, not a fault of the run
 _OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")

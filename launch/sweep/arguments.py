@@ -38,7 +38,7 @@ class Words:
     """The arguments of a sweep's command line, sorted by kind."""
 
     fixed: list[str] = field(default_factory=list)
-    """Overrides with one value, and arguments that ``compose`` will refuse."""
+    """Overrides with one value, and arguments that ``compose`` will reject."""
     swept: dict[str, Override] = field(default_factory=dict)
     """Overrides with several values, as parsed by Hydra, by key."""
     options: dict[str, str] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def _llama(
     of_parts = 8 if share.trains_weights else 4
     of_norm = 4 if share.fuses_norms else of_parts
     norm = of_norm * config.dim + 4  # and 1 / RMS
-    into = width * config.dim  # output of the norm for all tokens, which the matrices read
+    into = width * config.dim  # output of a norm for all tokens, the input of the matrices
     gathers_keys = share.context > share.keys
     # q, attention output, logsumexp of the scores, k, v
     attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
@@ -56,11 +56,11 @@ def _llama(
     selected += (2 * into + 2 * stream) * (share.tensor > 1)
     selected += 2 * width * keys * share.context / share.tensor * gathers_keys
     product = width * config.hidden_dim / share.tensor
-    gradients = 2 * product  # for both factors
-    if share.tensor > 1:  # or unsharded: for the block's output; or for the input of each factor, and their sum
+    gradients = 2 * product  # of SiLU(gate) and up
+    if share.tensor > 1:  # or unsharded: of the block's output, or of the input of both factors, with their sum
         gradients = max(gradients, product + into, 3 * into - 2 * product)
     outputs = width * (queries + 2 * keys + 2 * config.hidden_dim) / share.tensor
-    outputs += 4 * stream + 8 * config.dim / share.sequence  # for both norms, in fp32 too
+    outputs += 4 * stream + 8 * config.dim / share.sequence  # of both norms, also in fp32
     # Output of the last matrix product for all tokens, and this rank's part of it; the residual stream, its norm, and
     # the incoming gradient.
     computed = (into + 5 * stream) * (share.tensor > 1)
@@ -97,7 +97,7 @@ def _end_bytes(
         logits = max(logits, (8 + width) * rows * chunk + 4 * dim * chunk)
     elif width < 4:
         logits = max(logits, (4 + width) * rows * chunk + max(copy * share.trains_weights, width * dim * chunk))
-    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the norm and the head
+    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the final norm and the head
     inputs += 32 * chunk  # targets and per-token results
     return EndBytes(
         ends,
@@ -121,12 +121,13 @@ def _gpt2(
     selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
     selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
     selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
-    # Gradient of the activation function's output, which its input gradient replaces; and an unsharded gradient.
+    # Gradient of the activation function's output, later replaced by its input's; and the gradient of the unsharded
+    # input or output of the feed-forward.
     gradients = width * model.hidden_dim / share.tensor + into * (share.tensor > 1)
     adapted = 6 * width * share.adapters
     computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as in ``_llama``
     outputs = width * (3 * model.dim + model.hidden_dim) / share.tensor
-    outputs += (4 * into + 8 * model.dim) / share.sequence  # for both norms, in fp32 too
+    outputs += (4 * into + 8 * model.dim) / share.sequence  # of both norms, also in fp32
     each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, outputs, computed)
     matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
     # Copies of weights. Autocast keeps copies of transposed weights only within the block.

@@ -11,7 +11,7 @@ backward of the modules before the blocks."""
 
 
 class Share(NamedTuple):
-    """Share of the work on a micro-batch that one rank does."""
+    """Share of the work on a micro-batch on one rank."""
 
     context: int = 1
     """Ranks that each sequence is sharded over."""
@@ -101,11 +101,11 @@ def bytes_at(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, cop
     if not checkpointed:
         return int(of_blocks + block.stream + block.gradients)  # with the incoming gradient
     working = block.stream + max(block.gradients, block.computed)
-    # One block is recomputed at a time. It has an incoming gradient, and autocast copies only its weights.
+    # Blocks are recomputed one at a time, so autocast copies the weights of one block.
     last = share.checkpoint if share.rest == "none" else share.rest
     again = block.all - max(0, kept[last] - block.stream) + copies / layers
     is_whole = last == share.checkpoint and (share.firsts < 1 or (layers - 1) % share.every)
-    freed = block.all if is_whole else 0  # if the last block is not checkpointed, its backward is done
+    freed = block.all if is_whole else 0  # the last block is not checkpointed, and its backward is done
     return int(of_blocks + max(0, again - freed) + working)
 
 

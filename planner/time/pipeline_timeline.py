@@ -157,8 +157,8 @@ class _Player:
         """Place slots as zero-bubble schedules aim to: input gradients first, then forwards, and weight gradients when
         a rank would wait.
 
-        At most as many micro-batches are in flight as there are ranks. This is an approximation: torch's orders are
-        fixed in advance.
+        The number of micro-batches in flight is limited to the number of ranks. This is an approximation: torch's
+        orders are fixed in advance.
         """
         left = {
             (kind, stage): 0 for kind in ("forward", "inputs", "weights") for stage in range(self._layout.stages)

@@ -204,7 +204,7 @@ def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> di
     for dims, count in work.products.items():
         flops = 2.0 * count
         for dim in dims:
-            flops *= dim + rates.half  # dim, divided by the share of the best rate that such a dim reaches
+            flops *= dim + rates.half  # dim / (share of the best rate reached with this dim)
         products += flops / best
     memory = work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch
     return {"products": products, "attention": work.attention_flops / (half_peak * rates.attention), "memory": memory}
@@ -261,7 +261,7 @@ class _Clock:
         groups = [_group(job.layout, axis, cluster.per_node) for axis in axes]
         self.tensor, self.context, self.sharding, self.copies, self.expert, self.expert_sharding = groups
 
-    # one block ---------------------------------------------------------------------------------------------------
+    # block -------------------------------------------------------------------------------------------------------
 
     def block(self) -> _Block:
         job = self.job

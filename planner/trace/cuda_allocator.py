@@ -1,4 +1,4 @@
-"""Fragmentation of torch's CUDA caching allocator, computed by its own rules.
+"""Fragmentation of torch's CUDA caching allocator, computed by simulating its rules.
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
 free range that is large enough. The range is split if enough is left, and adjacent free ranges of a segment merge. Free

@@ -98,9 +98,9 @@ class Traced:
 def trace_step(
     config: RunConfig, task: RunTask, layout: Layout, accumulation: int, *, is_open: bool = False
 ) -> list[Traced]:
-    """Trace a step on the first rank of the first, second and last pipeline rank. Ranks in between are like the second.
+    """Trace a step on the first rank of the first, second and last pipeline rank. Others are like the second.
 
-    Equal blocks add equal amounts of memory and work, so only a few are traced. One more block checks the
+    Equal blocks add equal amounts of memory and work, so only a few are traced. A trace with more blocks checks the
     extrapolation; if it fails, all blocks are traced. ``is_open``: whether the data of ``task`` is open.
 
     Raises:
@@ -264,7 +264,7 @@ def _trace_rank(
         tensor sent from stage to stage.
     """
     has_buckets = keeps_buckets(config, layout)
-    if layout.is_replicated:  # DDP's reducer needs data. One process does the same except the all-reduce.
+    if layout.is_replicated:  # DDP's reducer needs data. Apart from the all-reduce, one process does the same.
         layout = Layout("single")
     model = model_to_train(config, task)
     mix = planned_mix(config, task, layout, model.plan, model.module)

@@ -33,7 +33,7 @@ class Doing(NamedTuple):
 
 
 class Live:
-    """Shows the current activity, between ``start`` and ``close``."""
+    """Status line that shows the current activity, between ``start`` and ``close``."""
 
     def __init__(self, say: Callable[[str], object], describe: Callable[[], Doing | None], *, is_drawn: bool) -> None:
         """Prepare the line without showing it.

@@ -39,10 +39,10 @@ _BROKEN_OFF = (
 )  # fmt: skip
 _SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
 
-_MOST_TOLD_CHARACTERS = 600  # of at most 6 bytes each: writes of up to 4096 bytes to a pipe are atomic
+_MOST_TOLD_CHARACTERS = 600  # at most 6 bytes per character: writes of up to 4096 bytes to a pipe are atomic
 _TORCHRUN_ENDS_ALL_SECONDS = 10.0
 """Longest time until torchrun ends all processes, after one has ended. A process that prints no report waits this
-long, so that the process that prints it ends first."""
+long, so that the process that prints one ends first."""
 
 
 class Failure(NamedTuple):
@@ -160,7 +160,7 @@ class Cause:
         """Whether an error ended the work of this rank."""
         self.first_step_is_done = False
         self.processes: list[int] = []
-        """Process ids of all ranks, each on its own machine."""
+        """Process ids by rank. An id is valid on the machine of its rank."""
         self._local_ranks = local_ranks
         self._rank = rank
         self._section = section

@@ -128,7 +128,10 @@ def _is_number(text: str) -> bool:
 
 
 def is_started() -> bool:
-    """Return whether torchrun or our launcher started this process, so that it trains and starts no others."""
+    """Return whether torchrun or our launcher started this process.
+
+    Such a process trains and starts no other processes.
+    """
     return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
 
 

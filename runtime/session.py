@@ -182,7 +182,7 @@ class Session:
                 set_timeout(timeout, group)
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """Return a Gloo group of this rank's part of ``partition``, for work in the background of training.
+        """Return a Gloo group for background work among the ranks in this rank's entry of ``partition``.
 
         Its timeout stays ``launch.start_timeout_seconds``, since a disk may be slow. None for a single process. This is
         a collective: all ranks call it with the same partition. Never share a group between threads: their collectives

@@ -116,15 +116,15 @@ class _Handlers:
 class Signals:
     """Signal handlers of the main thread, as a context manager.
 
-    At first a signal raises ``StopRequested``, since there is nothing to save. After ``hold`` it is only
-    recorded in ``received``, and the training loop acts on it between steps. Nothing interrupts the cleanup
-    after a failure. A second Ctrl-C, or one during that cleanup, ends the process at once.
+    At first a signal raises ``StopRequested``, since there is nothing to save. After ``hold`` it is only recorded in
+    ``received``, and the training loop acts on it between steps. During the cleanup after a failure, only Ctrl-C
+    interrupts. A second Ctrl-C, or one during that cleanup, ends the process immediately.
 
-    Python calls handlers only between two of its own instructions, and the main thread may be inside a call that
-    waits for another rank. So a thread listens, too: while there is nothing to save, it ends a process that does
-    not react. Under Slurm, until the first step is done, another thread watches the clock and checks for a
-    request that arrived before the handlers existed (the job script leaves it in a file). Later the training
-    loop watches the clock.
+    Python calls handlers only between two bytecode instructions, and the main thread may be inside a call that waits
+    for another rank. Therefore a thread also listens for signals: while there is nothing to save, it ends a process
+    that does not react. Under Slurm, until the first step is done, another thread watches the clock and checks for a
+    request that arrived before the handlers existed (the job script writes it to a file). Later the training loop
+    watches the clock.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         self.has_begun()
-        self._handlers.restore()  # which ends the listening thread
+        self._handlers.restore()  # this ends the listening thread
 
     @property
     def end_of_parent(self) -> str | None:
@@ -199,12 +199,12 @@ class Signals:
         self._looked_enough.set()
 
     def clean_up(self) -> None:
-        """Let only Ctrl-C interrupt from now on."""
+        """Let only Ctrl-C interrupt the process from now on."""
         if self._phase is not _Phase.LEAVE:
             self._phase = _Phase.CLEAN_UP
 
     def leave(self) -> None:
-        """Let nothing interrupt from now on: the outcome of the run is decided and recorded."""
+        """Let no signal interrupt the process from now on: the outcome of the run is decided and recorded."""
         self._phase = _Phase.LEAVE
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -343,7 +343,7 @@ def _end_with_parent(is_another: Callable[[int], bool]) -> None:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Return whether ``parent`` is the init process instead of a torchrun, which may be process 1 in a container."""
+    """Return whether ``parent`` is the init process. In a container, a torchrun may be process 1 instead."""
     try:
         return parent == 1 and not Path("/proc/1/exe").samefile("/proc/self/exe")
     except OSError:  # no permission, so it did not start this process

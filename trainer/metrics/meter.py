@@ -80,8 +80,8 @@ class Meter:
     ) -> dict[str, Any]:
         """Return the rates since the last call, after ``step`` with ``tokens`` trained in total. A collective.
 
-        Measurements of all ranks may be from an earlier call, about a second ago. The result then has ``time_split``
-        None.
+        Measurements of all ranks may be from an earlier call, about a second ago. ``time_split`` in the result
+        is then None.
 
         Args:
             data_seconds: Time that this rank waited for data since the last call.

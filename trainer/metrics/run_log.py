@@ -133,7 +133,7 @@ class RunLog:
         self._console.say(f"WARNING    {text}")
 
     def slow(self, rank: int, host: str, share: float) -> None:
-        """Report a rank whose device is slower than the others, so that all wait for it."""
+        """Report a rank whose device is slower than the others and delays all ranks."""
         self._console.say(
             f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
             "there, and all wait for it. Is its device hot, or shared?"

@@ -71,7 +71,7 @@ class Verdict:
     others: str
     """Description of the other ranks' activity; empty if there are no others."""
     stands_seconds: float
-    """Time since any rank has made progress."""
+    """Time since the last progress of any rank."""
 
     @property
     def limit_seconds(self) -> float | None:

@@ -75,7 +75,7 @@ class JointEnd:
                 record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
 
     def asked_by_another(self, store: "Store", end: dict[str, Any]) -> NoReturn:
-        """End this process because another rank ends the run. ``end``: culprit and reason."""
+        """End this process because another rank ends the run. ``end``: the rank that caused the end, and the reason."""
         self._prepare(end)
         store.set(f"ready/{self._session.rank}", "")
         with suppress(RuntimeError):

@@ -12,7 +12,7 @@ from serried.runtime.accelerator import wait_for_stream
 class Offloaded(torch.optim.Optimizer):
     """Wrapper that steps another optimizer parameter by parameter, with the optimizer state in host memory.
 
-    Only the state of one parameter at a time is on the device. Zero-dim tensors, such as step counts, stay there.
+    Only the state of one parameter at a time is on the device. Zero-dim tensors, such as step counts, stay on it.
     """
 
     grad_scale: Tensor | None = None

@@ -188,8 +188,8 @@ class ChatEncoder:
     def _encoded(self, sample: Sample, *, trains_all: bool) -> Iterator[Encoded]:
         """Yield the tokens of a sample.
 
-        If the prompt before a reply has other tokens alone, as in generation, than in the full text, this reply first
-        gets a sample of its own. ``trains_all``: train on all tokens except the replies of the sample. Raises
+        If a prompt is tokenized differently on its own, as in generation, than in the full text, its reply first gets a
+        sample of its own. ``trains_all``: train on all tokens except the replies of the sample. Raises
         ``UnicodeEncodeError`` if the text is not valid.
         """
         sample.text.encode()  # tokenizers fail in other ways on invalid text
@@ -217,7 +217,7 @@ class ChatEncoder:
         return np.array_equal(alone, ids[first:count])
 
     def _supervised(self, sample: Sample, ids: np.ndarray, spans: np.ndarray, *, trains_all: bool) -> Encoded:
-        """Return ``ids`` and which of them are trained on: the replies, or with ``trains_all`` all tokens except the
+        """Return ``ids`` as a document that is trained on the replies, or with ``trains_all`` on all tokens except the
         replies."""
         supervised = np.full(len(ids), trains_all, np.uint8)
         begins, ends = spans.T

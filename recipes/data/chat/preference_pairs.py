@@ -1,7 +1,7 @@
 """Tokenization of preference pairs: a chosen and a rejected answer, each after the same prompt.
 
 A prepared document is a pair: the conversation with the chosen answer, then the one with the rejected answer. The byte
-in ``supervised`` of each token is 1 if it is trained on, plus 2 in the second conversation.
+of a token in ``supervised`` is 1 if the token is trained on, plus 2 in the second conversation.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 
 LEARNED, REJECTED = 1, 2
-"""Bits of the byte in ``supervised`` of each token."""
+"""Bits of each token's byte in ``supervised``."""
 
 _SHOWN_CHARACTERS = 60
 

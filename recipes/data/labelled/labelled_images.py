@@ -193,7 +193,7 @@ class TableImages:
 
 
 def _file_in(cell: Any, stack: contextlib.ExitStack) -> Any:
-    """Open the image file of a cell of an image column of ``datasets``. It is closed with ``stack``."""
+    """Open the image file in a cell of a ``datasets`` image column. It is closed with ``stack``."""
     if cell["bytes"] is not None:
         return io.BytesIO(cell["bytes"])
     is_address = "://" in cell["path"]

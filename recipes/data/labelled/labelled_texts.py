@@ -137,7 +137,7 @@ class _TextAndLabel:
 
 
 class _File(NamedTuple):
-    """Rows of a file."""
+    """Contents of a file."""
 
     texts: list[str]
     labels: Sequence[str | int]

@@ -30,7 +30,7 @@ class MappedSamples:
 
 
 class LabelledData(NamedTuple):
-    """Contents of ``task.path``."""
+    """Splits of the dataset at ``task.path``, and its classes."""
 
     classes: Sequence[str]
     training: Dataset

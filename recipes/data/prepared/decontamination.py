@@ -50,7 +50,7 @@ def left_out(folder: Path) -> int:
 
 
 def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
-    """Return which documents of ``held`` are also in ``training``, [documents], bool.
+    """Return a mask of the documents of ``held`` that are also in ``training``, [documents], bool.
 
     Only training documents with the same length as a document of ``held`` are read.
     """

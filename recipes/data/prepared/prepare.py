@@ -237,7 +237,7 @@ def cache_folder(section: DataSection) -> Path:
         if section.cache_dir:
             return expanded(str(section.cache_dir)).absolute()
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # as the XDG specification demands
+        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # as the XDG specification requires
     except RuntimeError as error:
         raise UserError(f"there is no home folder to keep prepared data in; {other_cache(None)}") from error
 

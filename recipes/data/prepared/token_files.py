@@ -70,7 +70,7 @@ class FlatFiles(Source):
         progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
-        for found in self._scanned:  # including the paths: the tokens are used in place
+        for found in self._scanned:  # paths are included, since the tokens are used in place
             path = found.file.path.absolute()
             key.update(f"{path} {found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
         return key.digest()

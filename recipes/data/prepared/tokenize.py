@@ -42,7 +42,7 @@ class TokenCounts:
     documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
-    """Number of tokens, including end marks."""
+    """Number of tokens, including end tokens."""
     lengths: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     """Histogram of document lengths. Entry i is the number of documents of 2^(i - 1) up to 2^i - 1 tokens."""
 

@@ -123,7 +123,7 @@ class Source(ABC):
 
     @abstractmethod
     def identity(self) -> list[str]:
-        """Return the identity of the source on this machine, without reading it."""
+        """Return strings that identify the source on this machine, without reading it."""
 
     def state(self) -> str | None:
         """Return a string that changes whenever the content may have changed, without reading the source. None if there
@@ -142,7 +142,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Yielded(Unit):
-    """The documents that a function yields, as a unit."""
+    """Unit of the documents that a function yields."""
 
     read: Callable[[], Iterable[Content]]
 
@@ -153,7 +153,7 @@ class _Yielded(Unit):
 
 
 class Documents(Source):
-    """The documents that a registered function yields, as a source of one unit."""
+    """Source of the documents that a registered function yields, as one unit."""
 
     def __init__(self, section: DataSection, read: Callable[[], Iterable[Content]]) -> None:
         self._section = section

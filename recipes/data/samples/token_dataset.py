@@ -29,7 +29,7 @@ class Sample(NamedTuple):
     targets: np.ndarray
     """[sequence], int64; ``IGNORE`` where there is no target"""
     positions: np.ndarray | None = None
-    """[sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
+    """[sequence], int64, position in the document, from 0; None if documents are not isolated from each other"""
 
 
 class Batch(NamedTuple):
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     sample_ids: Tensor
     """[batch], int64; negative for padding, which has no targets"""
     positions: Tensor | None = None
-    """[batch, sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
+    """[batch, sequence], int64, position in the document, from 0; None if documents are not isolated from each other"""
 
 
 class TokenDataset:
@@ -242,9 +242,9 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 
 
 def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:
-    """Return which pieces have no targets after truncation, [pieces], bool."""
+    """Return a mask of the pieces without targets after truncation, [pieces], bool."""
     is_empty = np.zeros(len(pieces.starts), bool)
-    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # also pieces that just fit
+    for piece in np.flatnonzero(pieces.lengths > sequence_length).tolist():  # includes exact fits
         start = int(pieces.starts[piece])
         is_empty[piece] = not stream.supervised(start + 1, start + sequence_length + 1).any()
     return is_empty

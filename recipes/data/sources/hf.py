@@ -14,7 +14,7 @@ from serried.recipes.data.sources.text import RowsSection
 
 
 class HubSection(RowsSection):
-    """A Hugging Face dataset."""
+    """Config of a Hugging Face dataset."""
 
     needs: ClassVar[Mapping[str, str]] = {"path": "OWNER/NAME_OR_FOLDER"}
     libraries: ClassVar[Sequence[str]] = ("datasets",)

@@ -12,7 +12,7 @@ class MixtureSection(SourceSection):
     """Config of a mixture of other sources."""
 
     sources: Sources = Field(default_factory=dict)
-    """The sources, by names you choose."""
+    """Sources of the mixture, by names of your choice."""
     weigh_by: Literal["tokens", "samples"] = "tokens"
     """Unit in which the weights divide the training data."""
 

@@ -194,7 +194,7 @@ class StreamDataset:
         self._documents.closed.set()
 
     def _first(self, lane: int, samples: int) -> int:
-        """Return the number of the first sample of ``lane`` that is not among the first ``samples``."""
+        """Return the index, within ``lane``, of its first sample after the first ``samples`` samples of the run."""
         return -(-(samples - lane) // self._deal.lanes)
 
     def _lane(self, number: int) -> "_Lane":
@@ -284,7 +284,7 @@ class _Lane:
         self._remembered = remembered
         self._next = first
         self._cursors = deque([cursor], maxlen=remembered + 1)
-        """Positions before the next sample, and before the latest samples."""
+        """Cursors before the latest samples and, as the last entry, before the next sample."""
         self._pieces: deque[_Piece] = deque()
         self._skip = cursor.token
         self._turn = threading.Condition()

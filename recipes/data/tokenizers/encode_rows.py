@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     first: Seam | None = None
     """Seam at the start of a piece; None if the previous piece need not be compared."""
     last: Seam | None = None
-    """Seam at the end of a piece."""
+    """Seam at the end of a piece; None if the next piece need not be compared."""
     before: "tuple[Encoded, ...]" = ()
     """Documents of the same row that come before this one."""
     is_new: bool = False

@@ -69,13 +69,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja template of conversations; None if there is none."""
+        """Jinja chat template; None if there is none."""
         return self.chat_templates.get("default")
 
     @functools.cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Jinja templates of conversations by name: ``default``, and perhaps ``tool_use`` for conversations with
-        tools."""
+        """Jinja chat templates by name: ``default``, and optionally ``tool_use`` for conversations with tools."""
         template = _settings(self._files, "tokenizer_config.json").get("chat_template")
         named: dict[Any, Any] = {"default": template}
         if isinstance(template, list):

@@ -33,7 +33,8 @@ __all__ = list(_HOMES)
 
 
 def _check_links(folder: Path) -> None:
-    """Raise ImportError if links to the top-level folders are text files, as in a Windows clone without links."""
+    """Raise ``ImportError`` if the links to top-level folders are text files, as in a Windows clone without
+    symlinks."""
     broken = [
         path.name
         for path in folder.iterdir()
@@ -51,7 +52,7 @@ _check_links(Path(__file__).parent)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import serried`` alone does not import torch."""
+    """Import a public name on first use, so that ``import serried`` does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'serried' has no attribute {name!r}; it has {', '.join(_HOMES)}")
     return getattr(import_module(_HOMES[name]), name)

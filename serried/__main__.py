@@ -1,4 +1,4 @@
-"""``python -m serried``: the command ``serried``."""
+"""Entry point of ``python -m serried``, the same as the command ``serried``."""
 
 from serried.cli import main
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: the value of ``serried.fit``.
+    """Outcome of a run, returned by ``serried.fit``.
 
     Example:
         >>> result = serried.fit(Houses, ["trainer.steps=100"])
@@ -41,16 +41,16 @@ class Result:
     loss: float | None
     """Training loss of the last logged step."""
     validation: float | None
-    """Loss of the last evaluation on the validation split; None without one."""
+    """Loss of the last evaluation on the validation split; None if there was no evaluation."""
     run_dir: Path
     checkpoint: Path | None
     """The newest checkpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Named metrics by name: of the last evaluation if there was one, else of the last logged step."""
+    """Metrics by name, from the last evaluation, or from the last logged step if there was no evaluation."""
     best: Path | None = None
-    """The checkpoint that ``checkpoint.keep_best`` keeps; None without one."""
+    """The best checkpoint, kept by ``checkpoint.keep_best``; None if there is none."""
     best_value: float | None = None
-    """``checkpoint.best_metric`` of the best checkpoint."""
+    """Value of ``checkpoint.best_metric`` at the best checkpoint."""
 
 
 def main(
@@ -59,14 +59,14 @@ def main(
     *,
     callbacks: "Sequence[Callback | type[Callback]]" = (),
 ) -> NoReturn:
-    """Train ``task``, by default a built-in language model, with the options of the command line; end the process.
+    """Train ``task``, by default a built-in language model, with the command-line options, and exit the process.
 
-    The script that calls this has every feature of ``train.py``: overrides, ``--help``, ``dry_run=true``, sweeps with
-    ``-m``, ``launch=local|slurm``, torchrun, resume.
+    A script that calls this has every feature of ``train.py``: overrides, ``--help``, ``dry_run=true``, sweeps with
+    ``-m``, ``launch=local|slurm``, torchrun and resuming.
 
     Args:
-        task: The task, or its class. None: a built-in language model.
-        arguments: Words of the command line. None: those of this process.
+        task: The task, or its class. None means a built-in language model.
+        arguments: Command-line arguments. None means ``sys.argv[1:]``.
         callbacks: Callbacks of the run, or their classes.
 
     Example:
@@ -98,7 +98,7 @@ def fit(
         callbacks: Callbacks of the run, or their classes.
 
     Returns:
-        How the run ended.
+        The outcome of the run.
 
     Example:
         >>> result = serried.fit(MyTask, ["trainer.steps=100"], callbacks=[Upload()])
@@ -106,8 +106,8 @@ def fit(
         ('finished', 0.25)
 
     Raises:
-        UserError: the overrides, the task or its data are wrong.
-        TrainingFailed, TrainingStopped: the run ended early.
+        UserError: The overrides, the task or its data are invalid.
+        TrainingFailed, TrainingStopped: The run ended early.
     """
     from serried.planner.run_planner import RunPlanner
     from serried.program import note_unread
@@ -133,13 +133,13 @@ def fit(
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
         train(config, instance, session, text, RunPlanner(), callbacks)
-        ended = session.once(lambda: _read_end(config))  # by the rank that wrote it
+        ended = session.once(lambda: _read_end(config))  # on the rank that wrote the records
     paths = {name: Path(ended[name]) if ended[name] else None for name in ("checkpoint", "best")}
     return Result(**ended | paths, run_dir=config.run.dir)
 
 
 def _listed(callbacks: Any) -> "tuple[Callback | type[Callback], ...]":
-    """Return ``callbacks`` as a tuple. Raises ``UserError`` if it is a single one."""
+    """Return ``callbacks`` as a tuple. Raises ``UserError`` if it is a single callback."""
     try:
         return tuple(callbacks)
     except TypeError:
@@ -149,7 +149,7 @@ def _listed(callbacks: Any) -> "tuple[Callback | type[Callback], ...]":
 
 @contextmanager
 def _torch_settings_kept() -> Iterator[None]:
-    """Afterwards torch's generator, number of threads and determinism are as they were."""
+    """Context manager that restores torch's random state, number of threads and determinism on exit."""
     import torch
 
     threads, state = torch.get_num_threads(), torch.get_rng_state()
@@ -165,14 +165,14 @@ def _torch_settings_kept() -> Iterator[None]:
 
 
 def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn.Module":
-    """Return a trained model, on the CPU in evaluation mode.
+    """Load a trained model on the CPU, in evaluation mode.
 
     Args:
         path: A run folder or a checkpoint.
-        task: The class that trained it. Not needed for built-in tasks and tasks of installed packages.
+        task: The class of the task that trained it. Not needed for built-in tasks and tasks of installed packages.
 
     Raises:
-        UserError: There is no such checkpoint, or it is of another model.
+        UserError: There is no such checkpoint, or it belongs to another model.
 
     Example:
         >>> model = serried.load_model("runs/houses", Houses)
@@ -183,7 +183,7 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
 
 
 def _read_end(config: RunConfig) -> dict[str, Any]:
-    """Return how the run of ``config`` ended, from its records: fields of ``Result``."""
+    """Read the outcome of the run of ``config`` from its records. Return the fields of ``Result``."""
     from serried.records.metrics import METRICS, last_of_each_kind, named_metrics
     from serried.records.status import Status, read_status
     from serried.trainer.checkpoint.resume import CHECKPOINTS

@@ -1,4 +1,4 @@
-"""The flag ``--callback``, which adds callbacks to a run of ``train.py`` or of a user's script."""
+"""The flag ``--callback``, which adds callbacks to ``train.py`` or a user's script."""
 
 import sys
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from serried.configs.similar_names import nearest
 
 _FLAG = "--callback"
 _GROUP = "serried.callbacks"
-"""Entry points of installed packages. An installed callback runs only if it is named."""
+"""Group of entry points of installed packages. An installed callback runs only if it is named."""
 
 
 def callback_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split each ``--callback NAME`` from ``argv``. Returns the other words, and the names.
+    """Remove every ``--callback NAME`` from ``argv``. Return the other arguments, and the names.
 
     Raises:
         UserError: There is no such module, or no installed callback of that name.
@@ -41,10 +41,10 @@ def callback_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load_callback(name: str) -> Any:
-    """Return what ``name`` names: ``package.module:Class``, or an entry point of the group ``serried.callbacks``.
+    """Import the callback ``name``: ``package.module:Class``, or an entry point of the group ``serried.callbacks``.
 
     Raises:
-        UserError: It cannot be imported, or the module has no such class.
+        UserError: The callback cannot be imported, or the module has no such class.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -59,8 +59,10 @@ def load_callback(name: str) -> Any:
 
 
 def _check(name: str) -> None:
-    """Raise ``UserError`` if ``name`` names no module and no installed callback. Does not import the module,
-    only its parent packages."""
+    """Raise ``UserError`` if there is no such module or installed callback.
+
+    Only parent packages are imported, not the module.
+    """
     module, _, attribute = name.partition(":")
     if module and attribute:
         if (here := str(Path.cwd())) not in sys.path:  # train.py in a checkout, callbacks.py in the current folder

@@ -1,4 +1,4 @@
-"""The command ``serried``: everything that is not training. ``serried export runs/tiny out=my-model``."""
+"""The command ``serried``: everything except training. Example: ``serried export runs/tiny out=my-model``."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from inspect import getdoc
 from textwrap import indent
 from typing import NamedTuple
 
-import serried.runtime.import_signals  # noqa: F401 -- first: from here on imports do not look for garbage
+import serried.runtime.import_signals  # noqa: F401 -- first, so that no garbage collection runs during imports
 from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.messages.suggestions import nearest
@@ -19,7 +19,7 @@ from serried.runtime.process import check_surroundings, say, typed_command
 
 _HELP = ("--help", "-h")
 _TRAINS = ("plan", "submit")
-"""Commands that pass their words, flags too, on to train.py."""
+"""Commands that pass their arguments, including flags, to train.py."""
 _OVERRIDES = "[recipe=RECIPE] [key=value ...]"
 _A_SAVED_MODEL = """\
   RUN          run folder, checkpoint, exported model or Hugging Face folder; run.dir=RUN and run.name=NAME (for
@@ -29,16 +29,19 @@ _A_SAVED_MODEL = """\
 
 
 class _Command(NamedTuple):
-    """One command."""
+    """A command of ``serried``."""
 
     module: str
-    """Module of ``serried.commands`` with a function of the command's name."""
+    """Module in ``serried.commands`` that has a function with the name of the command."""
     takes: str
-    """Words after the name, for the usage line."""
+    """Arguments, for the usage line."""
 
     def function(self, name: str) -> Callable[[list[str]], int]:
-        """Import the function: it takes the words after the command's name and returns the exit code. Mistakes raise
-        ``UserError``. Its docstring is the command's help."""
+        """Import the function of the command.
+
+        It takes the arguments after the command name and returns the exit code. Mistakes raise ``UserError``. Its
+        docstring is the help of the command.
+        """
         function: Callable[[list[str]], int] = getattr(import_module(f"serried.commands.{self.module}"), name)
         return function
 
@@ -68,9 +71,10 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that ``arguments`` name and return the exit code; without them, that of this process, and end it.
+    """Run the command in ``arguments`` and return the exit code. Without ``arguments``, run ``sys.argv`` and exit.
 
-    It ends at once: threads of torch.distributed may outlive their work, and taking torch apart takes half a second.
+    The process exits without cleanup: threads of torch.distributed may still run, and unloading torch takes half a
+    second.
     """
     if arguments is None:
         leave(_run(sys.argv[1:]))
@@ -96,7 +100,7 @@ def _run(words: list[str]) -> int:
             return _COMMANDS[name].function(name)(rest if name in _TRAINS else overrides)
     except UserError as error:
         return report_mistake(error)
-    except FileNotFoundError:  # what imports torch may have found no folder for temporary files
+    except FileNotFoundError:  # importing torch fails without a folder for temporary files
         try:
             check_temporary_folder()
         except UserError as error:
@@ -109,7 +113,7 @@ def _run(words: list[str]) -> int:
 
 
 def _help(name: str | None) -> str:
-    """The help text of the command ``name``, or of all commands."""
+    """Return the help text of the command ``name``, or of all commands."""
     does = {each: (getdoc(command.function(each)) or "").partition("\n") for each, command in _COMMANDS.items()}
     if name is None:
         rows = [(each, first[0].lower() + first[1:-1]) for each, (first, _, _) in does.items()]

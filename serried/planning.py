@@ -1,4 +1,4 @@
-"""The layout and plan of a configuration, before anything runs."""
+"""The layout and the plan of a configuration, computed before a run starts."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 
 def planned_layout(config: RunConfig) -> tuple[Layout, int]:
-    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates. Raises ``UserError`` if
-    they do not go together."""
+    """Return the layout of a run of ``config``, and the number of gradient accumulation steps.
+
+    Raises:
+        UserError: The configuration is inconsistent.
+    """
     processes = planned_processes(config.launch, config.dry_run)
-    if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
+    if config.trainer.micro_batch == AUTO:  # chosen later; any valid value will do here
         layout = resolve_layout(config.parallel, processes)
         config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
     return checked_layout(config, processes)
 
 
 def plan_text(config: RunConfig) -> str:
-    """Return the plan of a run of ``config``, or the layouts that it might have."""
+    """Return the plan of a run of ``config``, or the result of a layout search with ``plan.search``."""
     with importing():
         from serried.planner.overview import dry_run
         from serried.planner.search import search
@@ -41,8 +44,12 @@ def plan_text(config: RunConfig) -> str:
 
 
 def _step(config: RunConfig) -> "tuple[RunConfig, RunTask, Layout, int, str]":
-    """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
-    number if it was chosen."""
+    """Resolve ``trainer.micro_batch`` of ``config``.
+
+    Returns:
+        The config, the task, the layout, the number of gradient accumulation steps, and a line that explains the
+        micro-batch size if it was chosen automatically.
+    """
     from serried.planner.overview import chosen, planned_compile
 
     task, why = task_of(config), ""
@@ -55,13 +62,15 @@ def _step(config: RunConfig) -> "tuple[RunConfig, RunTask, Layout, int, str]":
 
 
 def with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig, Sweep | None]:
-    """Return ``config`` and the points of ``sweep`` with a ``slurm.signal_seconds`` that leaves time to stop, by the
-    plan of ``config``."""
+    """Return ``config`` and ``sweep`` with ``slurm.signal_seconds`` set to leave enough time to stop.
+
+    The time is planned from ``config``.
+    """
     is_known = config.launch.device != "cpu" and getattr(getattr(config, "model", None), "vocab_size", None) is not None
     if config.slurm.signal_seconds is not None or not is_known:
         return config, sweep
     needed = None
-    with suppress(Exception), importing():  # a login node need not have what a plan needs, nor torch
+    with suppress(Exception), importing():  # a login node may lack torch or other requirements of a plan
         from serried.planner.overview import planned_stop_seconds
 
         needed = planned_stop_seconds(*_step(config)[:4])

@@ -1,4 +1,4 @@
-"""Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
+"""The training program: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-import serried.runtime.import_signals  # noqa: F401 -- first: from here on a signal ends this program in one line
+import serried.runtime.import_signals  # noqa: F401 -- first, so that a signal during imports prints one line
 from serried.callback_flag import callback_names, load_callback
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -41,7 +41,8 @@ from serried.task_class import installed, task_of
 
 
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
-    """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
+    """Train the declared task with command-line ``arguments``. Return the exit code. Mistakes are printed, not
+    raised."""
     if is_program():
         remember_script()
     with suppress(OSError):  # the load is unknown, as in some containers
@@ -72,7 +73,7 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
 
 
 def _do(action: Action, overrides: list[str]) -> int | RunConfig:
-    """Return the exit code of ``action``, or the configuration of a run that this process is to train."""
+    """Perform ``action``. Return its exit code, or the configuration if this process must train."""
     try:
         note_repeated(overrides)
         if action == "help":
@@ -95,32 +96,35 @@ def _do(action: Action, overrides: list[str]) -> int | RunConfig:
 
 
 def note_unread(overrides: Sequence[str], configs: Sequence[RunConfig], *, is_sweep: bool = False) -> None:
-    """Print a note for each of ``overrides`` that no run of ``configs`` reads, unless the process that started this one
-    has. Raises ``UserError`` if the layout of a run is wrong."""
+    """Print a note for each override that no run of ``configs`` uses, unless the parent process has printed it.
+
+    Raises:
+        UserError: The layout of a run is invalid.
+    """
     runs = [Run(config, planned_layout(config)[0], is_sweep, _is_on_cpu(config)) for config in configs]
     if LAUNCHER not in os.environ and SWEEP not in os.environ:
         note_idle(overrides, runs)
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
-    """Whether it is certain that the run computes on a CPU, or is planned for one."""
+    """Return whether the run certainly computes on a CPU, or is planned for a CPU."""
     is_for_gpus = config.dry_run and (config.plan.model_fields_set or config.parallel.strategy in ("fsdp", "hsdp"))
     is_elsewhere = config.launch.name == "slurm" or is_for_gpus
     return config.launch.device == "cpu" or not (is_elsewhere or may_use_gpus(config.launch))
 
 
 def _load(config: RunConfig) -> None:
-    """Import what training imports until its first step, without computing anything."""
+    """Import all modules that training needs until its first step."""
     is_first = "serried.trainer.run" not in sys.modules
     with importing():
-        import torch._dynamo  # noqa: F401 -- an optimizer does
+        import torch._dynamo  # noqa: F401 -- imported by optimizers
 
         import serried.planner.run_planner
         import serried.trainer.run  # noqa: F401
 
         _ = declared().task or tasks.get(config.task.name).load()
         if is_first:
-            gc.freeze()  # no garbage is ever looked for in it; in a fork that would copy all of it
+            gc.freeze()  # exclude the imports from garbage collection, which would copy their memory in a fork
 
 
 def _train(config: RunConfig, session: Session) -> int:

@@ -1,5 +1,4 @@
-"""Saved models: find the one that a command names, compose the config that it is opened with, and build its task and
-model."""
+"""Saved models: find the model for a command, compose its config, and build its task and model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from serried.trainer.task import RunTask
 
 IsTaken = Callable[[Path], bool]
-"""Whether a command can use the run in a folder."""
+"""Predicate: whether a command can use the run in a folder."""
 _Config = TypeVar("_Config", bound=RunConfig)
 
 # finding --------------------------------------------------------------------------------------------------------------
@@ -44,14 +43,20 @@ class Saved:
     """A saved model."""
 
     folder: Path
-    """A checkpoint, or a folder that transformers opens."""
+    """A checkpoint, or a model folder in the format of transformers."""
     run: Path | None
-    """Folder of the run that trained it; None if it lies in no run folder."""
+    """Folder of the run that trained it; None if it is not in a run folder."""
 
 
 def find_saved(given: Mapping[str, str], command: str) -> Saved:
-    """The checkpoint or model folder that ``given`` names: a run with or without ``checkpoint=STEP``, a checkpoint, an
-    exported model or another Hugging Face folder. Raises ``UserError`` if there is none."""
+    """Return the checkpoint or model folder specified by ``given``.
+
+    ``given`` specifies a run, optionally with ``checkpoint=STEP``, a checkpoint, an exported model or another Hugging
+    Face folder.
+
+    Raises:
+        UserError: It does not exist.
+    """
     from serried.trainer.checkpoint.manifest import MANIFEST
 
     folder = Path(given.get("run.dir", ""))
@@ -69,11 +74,12 @@ def find_saved(given: Mapping[str, str], command: str) -> Saved:
 
 
 def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = None) -> Path:
-    """Return the folder of the run that ``given`` names. The default is the run of recipe tiny if it exists.
+    """Return the run folder specified by ``given``. The default is ``runs/tiny``, if it exists.
 
-    ``is_taken``: whether ``command`` can use a run; by default, whether it has a checkpoint.
+    ``is_taken`` returns whether ``command`` can use a run. By default, a run needs a checkpoint.
 
-    Raises ``UserError`` with the names of usable runs if there is no such run.
+    Raises:
+        UserError: There is no such run. The message lists usable runs.
     """
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
@@ -89,8 +95,11 @@ def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = 
 
 
 def run_folder(word: str, is_taken: IsTaken) -> Path:
-    """Return the run folder that ``word`` names. Raises ``UserError`` if it holds no run; names similar ones that the
-    command can use."""
+    """Return ``word`` as the path of a run folder.
+
+    Raises:
+        UserError: The folder contains no run. The message suggests similar runs that the command can use.
+    """
     folder = Path(word)
     if is_run(folder):
         return folder
@@ -103,7 +112,7 @@ def run_folder(word: str, is_taken: IsTaken) -> Path:
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The checkpoints of ``run`` by step, the newest last. Raises ``UserError`` if there is none."""
+    """Return the checkpoints of ``run`` by step, newest last. Raises ``UserError`` if there is none."""
     from serried.trainer.checkpoint.resume import CHECKPOINTS
     from serried.trainer.checkpoint.retention import committed, step_of
 
@@ -117,8 +126,11 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 
 def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Path:
-    """Return the checkpoint among ``found`` that ``given`` names, or the newest. Raises ``UserError`` if it is not
-    among them."""
+    """Return the checkpoint in ``found`` selected by ``checkpoint=STEP`` in ``given``, or the newest.
+
+    Raises:
+        UserError: There is no checkpoint of this step.
+    """
     typed = given.get("checkpoint", str(max(found)))
     step = parse_count(typed)
     if not isinstance(step, int):
@@ -130,26 +142,26 @@ def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Pa
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has left records in ``folder``."""
+    """Return whether ``folder`` contains the records of a run."""
     return any((folder / name).is_file() for name in (METRICS, STATUS, "config.yaml"))
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a checkpoint of the run in ``folder`` can be opened."""
+    """Return whether the run in ``folder`` has a config and a checkpoint."""
     with suppress(UserError):
         return (folder / "config.yaml").is_file() and bool(checkpoints_of(folder))
     return False
 
 
 def runs_of_a_sweep(folder: Path) -> list[Path]:
-    """The run folders of the sweep in ``folder``; empty if it is none."""
+    """Return the run folders of the sweep in ``folder``; empty if it is not a sweep."""
     from serried.launch.sweep.sweep_table import read_summary
 
     return [outcome.run_dir for outcome in read_summary(folder)[1]]
 
 
 def similar_runs(missing: Path, is_taken: IsTaken) -> str:
-    """Return what to type instead of a ``missing`` folder: a run with a similar name, or all existing runs."""
+    """Return a hint for a ``missing`` folder: a run with a similar name, or all existing runs."""
     if (Path("runs") / missing).is_dir():
         return f"did you mean {Path('runs') / missing}?"
     folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
@@ -163,7 +175,7 @@ def similar_runs(missing: Path, is_taken: IsTaken) -> str:
 
 
 def existing_runs(folder: Path, is_taken: IsTaken) -> str:
-    """Return what to type: the runs in ``folder`` that the command can use, and the runs of sweeps in it."""
+    """Return a hint that lists the usable runs in ``folder``, including the runs of sweeps."""
     try:
         inside = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
@@ -185,13 +197,13 @@ def _listed(runs: list[Path]) -> str:
 
 
 class Opened(NamedTuple):
-    """A saved model whose config is composed."""
+    """A saved model with its composed config."""
 
     config: Any
     folder: Path
-    """A checkpoint, or a folder that transformers opens."""
+    """A checkpoint, or a model folder in the format of transformers."""
     new_task: Callable[[Any], Any]
-    """Builds the task for a config, which may differ from ``config``."""
+    """Build the task for a config, which may differ from ``config``."""
 
 
 def open_saved(
@@ -201,12 +213,17 @@ def open_saved(
     command: str,
     task_of: Callable[[Path, str], Declaration],
 ) -> Opened:
-    """Open the saved model that ``given`` names.
+    """Open the saved model specified by ``given``.
 
-    ``overrides`` may have keys that begin with one of ``reads``. ``task_of`` returns the task of a run folder for
-    ``command``.
+    Args:
+        given: Arguments of the command by key; see ``find_saved``.
+        overrides: Overrides of the config.
+        reads: Allowed prefixes of the keys in ``overrides``.
+        command: Name of the command, for messages.
+        task_of: Returns the task of a run folder for ``command``.
 
-    Raises ``UserError`` if there is no such model, ``task_of`` refuses its task, or an override is wrong.
+    Raises:
+        UserError: There is no such model, ``task_of`` refuses its task, or an override is invalid.
     """
     from serried.configs.compose import refuse_misread
     from serried.recipes.text.causal_lm import CausalLM
@@ -219,8 +236,7 @@ def open_saved(
 
 
 def open_run(run: Path, declaration: Declaration, overrides: Sequence[str] = (), reads: tuple[str, ...] = ()) -> Opened:
-    """Compose the config of the run in folder ``run``, which the declared task trained; ``reads`` as in
-    ``open_saved``."""
+    """Compose the config of the run in folder ``run``, trained by the declared task. ``reads``: see ``open_saved``."""
     from serried.configs.compose import compose_saved
 
     with declaring(declaration._replace(config_dirs=declared().config_dirs)):
@@ -233,8 +249,11 @@ def _task_of(config: RunConfig, declaration: Declaration) -> "RunTask":
 
 
 def task_of_text(run: Path, command: str) -> Declaration:
-    """Return the declaration of the task that trained ``run``. Raises ``UserError`` if it is a script's, or has no
-    text."""
+    """Return the declaration of the text task that trained ``run``.
+
+    Raises:
+        UserError: The task belongs to a script, or is not a text task.
+    """
     from serried.trainer.task import TextTask
 
     found = task_that_trained(run, command)
@@ -245,8 +264,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
 
 
 def task_that_trained(run: Path, command: str) -> Declaration:
-    """Return the declaration of the task that trained ``run``, of any kind. Raises ``UserError`` if it is a
-    script's."""
+    """Return the declaration of the task that trained ``run``. Raises ``UserError`` if the task belongs to a script."""
     name = _recorded_task(run)
     if name is None:
         return BUILT_IN
@@ -265,14 +283,17 @@ def _cannot_open(run: Path, name: str, why: str, command: str) -> str:
 
 
 def _recorded_task(run: Path) -> str | None:
-    """Return the name of the task in the config of ``run``; None: a mistake in it, which composing reports."""
+    """Return the name of the task in the config of ``run``. None if the config is invalid; ``compose`` reports that."""
     name = value_at("task.name", read_if_there(run / "config.yaml"))
     return None if name is None else str(name)
 
 
 def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
-    """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens. Raises
-    ``UserError`` if it holds a model of another family, or cannot be read."""
+    """Return a config for the model and tokenizer in ``folder``, in the format of transformers.
+
+    Raises:
+        UserError: The family of the model is not supported, or the folder cannot be read.
+    """
     from serried.configs.compose import compose
 
     keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
@@ -290,8 +311,11 @@ def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
 
 
 def _keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
-    if they cannot be read, or are of a kind that is not trained here."""
+    """Return the config keys, by section, of a model with the adapters in ``folder``, in the format of PEFT.
+
+    Raises:
+        UserError: The adapters cannot be read, or are not of a supported kind.
+    """
     from serried.records.safetensors_files import TensorFolder
 
     specs = TensorFolder(folder, "adapter_model").specs
@@ -299,16 +323,18 @@ def _keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:
-    """Return the ``config`` of a run, changed to open the model in ``checkpoint``: its vocabulary is the model's.
+    """Return the ``config`` of a run, adapted to the model in ``checkpoint``, in particular its vocabulary size.
 
     Args:
-        world_size: processes of this start.
-        is_resharded: choose the layout for these processes in place of the run's.
-        is_other_data: use other data than the run's, tokenized with the model's tokenizer, since the run's tokenizer
-            may be learned from its data.
+        config: Config of the run.
+        checkpoint: The checkpoint to open.
+        world_size: Number of processes.
+        is_resharded: Choose a layout for these processes instead of the run's layout.
+        is_other_data: The data differs from the run's. Use the model's tokenizer, since the run's tokenizer may have
+            been trained on its data.
 
     Raises:
-        UserError: the checkpoint lacks its config.
+        UserError: The checkpoint has no config.
     """
     if is_resharded:
         config = config.model_copy(update={"parallel": _for_processes(config.parallel, world_size)})
@@ -324,7 +350,7 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
         if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
             update["tokenizer"] = str(checkpoint.absolute())
         if (template := checkpoint / "chat_template.jinja").exists() and data.chat_template != "none":
-            text = template.read_text("utf-8")  # read now: the checkpoint may be deleted while its model generates text
+            text = template.read_text("utf-8")  # read now, since the checkpoint may be deleted during generation
             update["chat_template"] = text if "{" in text else str(template)
         data = data.model_copy(update=update)
     return config.model_copy(update={"model": model, "data": data})
@@ -340,11 +366,12 @@ def _for_processes(before: ParallelSection, world_size: int) -> ParallelSection:
 
 
 def open_model(path: Path, declaration: Declaration | None) -> "nn.Module":
-    """Return the model of a run folder (its newest checkpoint) or of a checkpoint, on the CPU, in evaluation mode.
+    """Load the model of a checkpoint, or of the newest checkpoint of a run folder, on the CPU, in evaluation mode.
 
-    ``declaration`` names the task that trained it; None: a built-in task, or one of an installed package.
+    ``declaration`` declares the task that trained it. None means a built-in task, or a task of an installed package.
 
-    Raises ``UserError`` if there is no checkpoint, it is damaged, or it is of another model or task.
+    Raises:
+        UserError: There is no checkpoint, it is damaged, or it belongs to another model or task.
     """
     from serried.trainer.checkpoint.read_while_training import with_chosen
     from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -356,7 +383,7 @@ def open_model(path: Path, declaration: Declaration | None) -> "nn.Module":
 
 
 def _open(path: Path, declaration: Declaration | None, checkpoint: Path) -> "nn.Module":
-    """Open the model in ``checkpoint``, which the user named by ``path``."""
+    """Load the model in ``checkpoint``. ``path`` is the path given by the user, for messages."""
     import torch
 
     from serried.parallel.layout.checks import with_values
@@ -384,7 +411,7 @@ def _open(path: Path, declaration: Declaration | None, checkpoint: Path) -> "nn.
         first, given = error.errors()[0], declaration.name or name
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
-    # Frozen weights below adapters are then fp32 too, and the model needs no autocast.
+    # With fp32 the frozen weights below adapters are fp32 too, and the model needs no autocast.
     config = with_values(config, {"precision.name": "fp32"})
     task = _task_of(config, declaration)
     with reading(checkpoint):

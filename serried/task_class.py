@@ -1,4 +1,4 @@
-"""Task classes: what composing a configuration needs to know of one, and the task of a run."""
+"""Task classes: their declaration, which composing a configuration needs, and the task of a run."""
 
 import inspect
 import re
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 
 def declaration(given: "Task | type[Task]") -> Declaration:
-    """Return what composing the configuration needs to know of a task: its class, or an instance. Raises ``UserError``
-    if ``task`` is not a task, or its ``Config`` is not a section."""
+    """Return the declaration of a task, given its class or an instance.
+
+    Raises:
+        UserError: ``given`` is not a task, or its ``Config`` is not a section.
+    """
     from serried.trainer.task import Task
 
     task = given if inspect.isclass(given) else type(given)
@@ -38,13 +41,12 @@ def declaration(given: "Task | type[Task]") -> Declaration:
 
 
 def installed(name: str) -> Declaration:
-    """Return the declaration of the task ``name``, of an installed package or built in. Raises ``UserError`` if there
-    is none."""
+    """Return the declaration of the built-in or installed task ``name``. Raises ``UserError`` if there is none."""
     return BUILT_IN if is_built_in_language_task(name) else declaration(tasks.get(name).load())
 
 
 def make_task(config: RunConfig, make: "Callable[[], Task]") -> "RunTask":
-    """Return the task that ``make`` returns, configured for a run of ``config``."""
+    """Create a task with ``make`` and configure it for a run of ``config``."""
     from serried.trainer.checkpoint.resume import resumed_checkpoints
     from serried.trainer.task import task_for_run
 
@@ -55,14 +57,15 @@ def make_task(config: RunConfig, make: "Callable[[], Task]") -> "RunTask":
 
 
 def task_of(config: RunConfig) -> "RunTask":
-    """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
+    """Return the task for a run of ``config``: the declared task, or the built-in or installed task of
+    ``task.name``."""
     task = make_task(config, declared().task or tasks.get(config.task.name).load())
     _check_text(config, task)
     return task
 
 
 def _check_text(config: RunConfig, task: "RunTask") -> None:
-    """Refuse keys that only a model of text has a use for."""
+    """Raise ``UserError`` for keys that apply only to text models."""
     from serried.trainer.task import TextTask
 
     trainer, name = config.trainer, type(task).__name__
@@ -77,7 +80,7 @@ def _check_text(config: RunConfig, task: "RunTask") -> None:
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
-    """Return ``overrides``, a nested dict or ``key=value`` strings, as ``key=value`` strings."""
+    """Convert ``overrides``, a nested dict or ``key=value`` strings, to ``key=value`` strings."""
     if not isinstance(overrides, Mapping):
         given = list(overrides) if isinstance(overrides, Iterable) and not isinstance(overrides, str) else overrides
         if not isinstance(given, list) or not all(isinstance(word, str) for word in given):

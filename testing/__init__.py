@@ -1,1 +1,1 @@
-"""Real runs on this machine, for tests and benchmarks: started, forked, watched and read."""
+"""Tools for tests and benchmarks to start, fork, watch and read real runs on this machine."""

@@ -1,4 +1,4 @@
-"""What a step on this rank allocates and sends, as measured."""
+"""Measured memory and communication of a step on this rank."""
 
 import json
 import os
@@ -26,10 +26,14 @@ from testing.wire_bytes import Wire
 
 
 def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]:
-    """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
-    those that it sends, by operation."""
+    """Measure the peak memory of a step on this rank, and the bytes that it sends.
+
+    Returns:
+        The smallest peak of several steps in bytes, from the events of torch's allocator, and the bytes sent by
+        operation.
+    """
     config = compose(argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences two lines of torch's profiler
     with open_session(config.launch) as session:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             step = a_step(config, session)
@@ -45,8 +49,10 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
 
 
 class GlooHasFreed(TorchDispatchMode):
-    """Waits after each collective until Gloo's threads look idle, having freed what they copied: on a loaded machine
-    they do so long after a collective is done."""
+    """Dispatch mode that waits after each collective until Gloo's threads are idle and have freed their copies.
+
+    On a loaded machine they free them long after the collective has finished.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +63,14 @@ class GlooHasFreed(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         deadline, looks_idle = time.monotonic() + 1, 0
         while self._may_hold and looks_idle < 2 and time.monotonic() < deadline:
-            time.sleep(1e-4)  # also for a thread that waits for the interpreter lock, which looks idle
+            time.sleep(1e-4)  # also lets threads run that wait for the GIL and look idle
             looks_idle = 0 if any(") R " in _read(thread) for thread in self._threads) else looks_idle + 1
         self._may_hold = bool(self._threads) and "c10d" in function.namespace
         return function(*args, **(kwargs or {}))
 
 
 def _read(stat: Path) -> str:
-    """The state of a thread; empty if it has ended, as one of an earlier process group may at any time."""
+    """Read the state of a thread. Empty if it has ended; threads of an earlier process group may end at any time."""
     try:
         return stat.read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -72,7 +78,7 @@ def _read(stat: Path) -> str:
 
 
 def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
-    """Build the model and optimizer of ``config``; what is returned trains a step."""
+    """Build the model and optimizer of ``config``. Return a function that trains one step."""
     task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
     model = build_model(config, task)
     repeated = model.blocks
@@ -86,11 +92,11 @@ def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
 
 
 def spans_and_sizes(profiled: profile, file: Path) -> tuple[dict[str, tuple[float, float]], list[tuple[float, int]]]:
-    """When each named part of a profile began and ended; and the bytes that torch's allocator held, from when on."""
+    """Return the start and end of each named span of a profile, and (time, bytes held by torch's allocator)."""
     profiled.export_chrome_trace(str(file))
     events = json.loads(file.read_text())["traceEvents"]
     spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each}
     counts = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
-    # The counter keeps what earlier profiles of this process left allocated, even if it was freed after they ended.
+    # The counter includes memory that was allocated during earlier profiles of this process and freed after them.
     before = int(counts[0][1]["Total Allocated"]) - int(counts[0][1]["Bytes"])
     return spans, [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]

@@ -1,4 +1,4 @@
-"""Start a run, watch it, disturb it again and again, and compare it with one that was not."""
+"""Start a run, disturb it repeatedly, and compare it with an undisturbed run."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from testing.forked_runs import ROOT, typed_on
 from testing.runs import metrics, overrides, weights, write_text
 
 PATIENCE_SECONDS = 120.0
-"""For a start to show its first step, and for a launcher to end."""
+"""Time limit for the first step of a start, and for the end of a launcher."""
 
 EVALUATE_EVERY = 4
 
@@ -34,14 +34,17 @@ _SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 def started(
     processes: int, argv: list[str], output: Path, *, script: tuple[str, ...] = ("train.py",), launch: str = "torchrun"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``script`` with ``argv`` and yield what started the ranks: torchrun, or the program itself with
-    ``launch=local``. On exit kill it and all of its processes if they still run."""
+    """Context manager that runs ``script`` with ``argv`` and yields the launcher of the ranks.
+
+    The launcher is torchrun, or the program itself with ``launch=local``. On exit, it is killed with all of its
+    processes if it still runs.
+    """
     command = [sys.executable, *script, *argv]
     if launch == "torchrun":
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     else:
         command += [f"launch={launch}", f"launch.processes={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun would set it too, with a warning
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun would set it with a warning
     with output.open("wb") as file:
         launcher = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment,
@@ -57,14 +60,14 @@ def started(
 
 
 def train_undisturbed(processes: int, argv: list[str]) -> None:
-    """Train with ``argv`` without interruption, in forks instead of under torchrun, which starts interpreters."""
+    """Train with ``argv`` without interruption, in forks. torchrun would start new interpreters."""
     for done in typed_on(processes, "train.py", *argv):
         if done.returncode != 0:
             raise RuntimeError(f"a run without a disturbance failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all of its descendants."""
+    """Return the ids of a process and all of its descendants."""
     parents = {int(path.name): parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     found, new = [pid], [pid]
     while new:
@@ -74,7 +77,7 @@ def family(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -82,13 +85,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def parent(pid: int) -> int | None:
-    """Return the process that started ``pid``; None if there is no such process."""
+    """Return the id of the parent of ``pid``; None if there is no such process."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether ``pid`` still runs; a process that has ended is a zombie until its parent waits for it."""
+    """Return whether ``pid`` still runs. A zombie, which has ended but was not waited for, does not count."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "ZX"
 
@@ -100,7 +103,7 @@ def send(pid: int, number: int) -> None:
 
 
 def ended(launcher: subprocess.Popen[bytes], processes: list[int]) -> list[int]:
-    """Wait for ``launcher`` to end. Returns the ``processes`` that outlived it, after killing them."""
+    """Wait for ``launcher`` to end. Kill and return the ``processes`` that outlived it."""
     with suppress(subprocess.TimeoutExpired):
         launcher.wait(PATIENCE_SECONDS)
     deadline = time.monotonic() + 5
@@ -115,7 +118,7 @@ def ended(launcher: subprocess.Popen[bytes], processes: list[int]) -> list[int]:
 
 
 def under_way(checkpoints: Path) -> str | None:
-    """Return what is happening in the folder of checkpoints: saving, deleting, or None."""
+    """Return the activity in the checkpoints folder: ``saving``, ``deleting`` or None."""
     with suppress(FileNotFoundError):
         for path in checkpoints.iterdir():
             if path.name.startswith(".step-"):
@@ -124,27 +127,27 @@ def under_way(checkpoints: Path) -> str | None:
 
 
 def started_at(run_dir: Path, launched: float) -> int | None:
-    """Return the step that the start at time ``launched`` resumed from, 0 if from scratch; None if it is not recorded
-    yet."""
+    """Return the step from which the start at time ``launched`` resumed; 0 if from scratch, None if not yet
+    recorded."""
     recorded = lines(run_dir / "metrics.jsonl")
     starts = [line for line in recorded if line["event"] == "start" and line["time"] >= launched - 0.01]
     return starts[-1]["resumed_from"] or 0 if starts else None
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """Return what status.json says; empty if there is none."""
+    """Return the content of status.json; empty if there is none."""
     with suppress(FileNotFoundError):
         return dict(json.loads((run_dir / "status.json").read_text()))
     return {}
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step recorded."""
+    """Return the last recorded step."""
     return max((line["step"] for line in lines(run_dir / "metrics.jsonl") if line["event"] == "step"), default=0)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON lines; the last one may still be being written."""
+    """Return the complete records of a JSON Lines file. The last line may be incomplete and is then left out."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -169,7 +172,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 
 def torn_or_lost(run_dir: Path, newest: int | None) -> list[str]:
-    """Return what is wrong with the visible checkpoints; ``newest`` was committed before."""
+    """Return the problems of the visible checkpoints. ``newest`` is the step of a checkpoint committed earlier."""
     problems = []
     folder = run_dir / "checkpoints"
     visible = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
@@ -185,7 +188,7 @@ def torn_or_lost(run_dir: Path, newest: int | None) -> list[str]:
 
 
 def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
-    """Return where the disturbed run, now finished, differs from the uninterrupted one."""
+    """Return the differences between the finished disturbed run and the undisturbed one."""
     problems = []
     told, expected = metrics(stormy), metrics(calm)
     if [line["step"] for line in told] != list(range(1, steps + 1)):
@@ -209,25 +212,26 @@ LAYOUTS = {
     "pipeline x2 x tensor x2": (1, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),
     "expert x2 x fsdp x2": (4, ["model=moe_tiny", "model.expert_hidden_dim=24", "parallel=fsdp", "parallel.expert=2"]),
 }
-"""Layouts of four processes and several axes: data ranks, overrides. Others are values of ``parallel``."""
+"""Data ranks and overrides of layouts with four processes and several axes. Other layouts are values of
+``parallel``."""
 
 _GLOBAL_BATCH = 12
 _POLL_SECONDS, _POLL_SAVE_SECONDS = 0.005, 0.001
 _PAUSE_SECONDS = {"first step": 0.5, "evaluation": 0.01, "saving": 0.02}
-"""At most, from the moment until the disturbance; 0.1 for others."""
+"""Longest pause between each moment and the disturbance; 0.1 for other moments."""
 
 
 @dataclass
 class Storm(ABC):
-    """A run in ``folder`` that is disturbed ``count`` times, beside one that is not. Leaves no process behind.
+    """A run in ``folder`` that is disturbed ``count`` times, and an undisturbed run. Leaves no process behind.
 
-    A subclass disturbs it.
+    Subclasses implement the disturbance.
     """
 
     name: ClassVar[str]
-    """Of several disturbances."""
+    """Plural name of the disturbances."""
     moments: ClassVar[dict[str, int]]
-    """Moments to disturb the run at, and how often each is chosen."""
+    """Moments at which the run is disturbed, with their weights in the random choice."""
     targets: ClassVar[tuple[str, ...]]
     steps_between: ClassVar[int]
     keys: ClassVar[tuple[str, ...]]
@@ -241,39 +245,39 @@ class Storm(ABC):
     say: Callable[[str], object] = print
     done: int = 0
     what: Counter[str] = field(default_factory=Counter)
-    """Moments, targets and kinds of the disturbances -> how often."""
+    """Number of disturbances by moment, target and kind."""
     longest_seconds: float = 0.0
-    """From a disturbance to the end of the last process."""
+    """Longest time from a disturbance to the end of the last process."""
     violations: list[str] = field(default_factory=list)
 
     @abstractmethod
     def keys_of_a_start(self) -> list[str]:
-        """Return overrides of the next start."""
+        """Return the overrides for the next start."""
 
     @abstractmethod
     def aim(self) -> tuple[int, int]:
-        """Return the steps that the run, and that its next start must have done before it is disturbed."""
+        """Return the steps that the run, and its next start, must have completed before the disturbance."""
 
     @abstractmethod
     def strike(self, target: str, launcher: int, ranks: list[int]) -> str:
-        """Disturb ``target``, and say what was done to what."""
+        """Disturb ``target``. Return a description such as ``KIND to TARGET``."""
 
     def check(self, start: int | None) -> list[str]:  # noqa: ARG002
-        """Return what is wrong with the end of a start, which began at step ``start``; None: it did not begin."""
+        """Return the problems with the end of a start that began at step ``start``; None if it did not begin."""
         return []
 
     @property
     def run_dir(self) -> Path:
-        """Of the disturbed run."""
+        """Folder of the disturbed run."""
         return self.folder / "stormy"
 
     @property
     def steps(self) -> int:
-        """Of both runs."""
+        """Number of steps of both runs."""
         return self.steps_between * (self.count + 1)
 
     def blow(self) -> None:
-        """Train both runs, and compare them. The last start has forked ranks: there is nothing to disturb."""
+        """Train both runs and compare them. The last start is undisturbed and uses forked ranks."""
         began, calm = time.monotonic(), self.folder / "calm"
         self.chance = random.Random(self.seed)
         write_text(self.folder / "text")
@@ -295,7 +299,7 @@ class Storm(ABC):
         )
 
     def _disturb(self) -> bool:
-        """Start the run, disturb it and check it. Return whether it can be started again."""
+        """Start, disturb and check the run. Return whether it can be started again."""
         launched, newest = time.time(), newest_step(self.run_dir)
         moment = self.chance.choices(list(self.moments), list(self.moments.values()))[0]
         target = self.chance.choice(self.targets)
@@ -326,7 +330,7 @@ class Storm(ABC):
 
     def _words(self, run_dir: Path) -> list[str]:
         data_ranks, how = LAYOUTS.get(self.layout, (self.processes, [f"parallel={self.layout}"]))
-        passes = 1 if data_ranks == self.processes else 4  # a pipeline needs several
+        passes = 1 if data_ranks == self.processes else 4  # a pipeline needs several micro-batches
         return overrides(
             self.folder / "text", run_dir, *how, f"trainer.steps={self.steps}", "trainer.deterministic=true",
             f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // data_ranks // passes}",
@@ -338,7 +342,7 @@ class Storm(ABC):
         return started(self.processes, words, self.folder / "output.txt", script=script, launch=self.launch)
 
     def _comes(self, moment: str, launcher: subprocess.Popen[bytes], launched: float) -> bool:
-        """Wait for the ``moment``. Return False if the start ended without it, or hangs."""
+        """Wait for the ``moment``. Return False if the start ends before it or hangs."""
         deadline = time.monotonic() + PATIENCE_SECONDS
 
         def until(is_there: Callable[[], bool], poll_seconds: float = _POLL_SECONDS) -> bool:
@@ -375,7 +379,7 @@ class Storm(ABC):
 
 
 def run_storm(documentation: str | None, storm: type[Storm], default: int) -> None:
-    """Run ``storm`` as the command line says, and exit with 1 if it found a violation."""
+    """Run ``storm`` with the command-line options. Exit with code 1 if it found a violation."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{storm.name}", type=int, default=default, dest="count")
     parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))
@@ -383,7 +387,7 @@ def run_storm(documentation: str | None, storm: type[Storm], default: int) -> No
     parser.add_argument("--launch", default="torchrun", choices=("torchrun", "local"))
     parser.add_argument("--seed", type=int, default=1)
     options = vars(parser.parse_args())
-    # A shell has what it starts in the background (`... &`) ignore SIGINT, and a launcher would until it is up.
+    # A shell makes background processes (`... &`) ignore SIGINT, and a launcher would inherit that while it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="serried-storm-") as folder:
         found = storm(Path(folder) / "storm", **options, say=lambda line: print(line, flush=True))

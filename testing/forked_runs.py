@@ -1,7 +1,7 @@
-"""Processes that need not wait for an interpreter: forks of one that has imported what all of them need.
+"""Processes forked from one that has already imported the modules they need.
 
-An interpreter that trains imports for 5 seconds of a core. What a test says of torchrun, of the start of the program
-or of a signal in it takes interpreters of its own.
+The imports for training take 5 seconds of CPU time. Tests of torchrun, of program startup, or of signals during startup
+need new interpreters.
 """
 
 import ctypes
@@ -20,18 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["testing.runs", "testing.preloaded", "torch._dynamo", "pytest"])
-"""torch._dynamo is imported by an optimizer, pytest by tests whose functions ranks call."""
+"""Optimizers import torch._dynamo. Tests whose functions run on ranks import pytest."""
 
 
 def settle() -> None:
-    """Begin as a fork: no process outlives the tests, however they end, and none looks for garbage in what was
-    imported, as a run does when it begins."""
+    """Set up a forked process.
+
+    It is killed when its parent ends, so that no process outlives the tests. Like a run at its start, it excludes
+    imported modules from garbage collection.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     gc.freeze()
 
 
 class Typed:
-    """``python`` with ``arguments``, which are those of an interpreter: a file, ``-m`` a module or ``-c`` a script."""
+    """``python`` with interpreter ``arguments``, run in a fork: a file, ``-m`` and a module, or ``-c`` and a script."""
 
     def __init__(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> None:
         self._outputs = tempfile.TemporaryDirectory(prefix="serried-tests-")
@@ -43,7 +46,7 @@ class Typed:
         self.pid = self._process.pid
 
     def end(self, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
-        """Wait for the end; a process that does not come to one in time is killed."""
+        """Wait for the process to end, and kill it after ``timeout_seconds``."""
         self._process.join(timeout_seconds)
         self._process.kill()
         self._process.join()
@@ -54,12 +57,16 @@ class Typed:
 
 
 def typed(*arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What came of ``python`` with ``arguments``."""
+    """Run ``python`` with ``arguments`` in a fork, and return its exit code and output."""
     return Typed(*arguments, cwd=cwd, env=env).end()
 
 
 def typed_on(ranks: int, *arguments: str, cwd: Path = ROOT) -> list[subprocess.CompletedProcess[str]]:
-    """What came of ``python`` with ``arguments`` on so many ranks, which meet as torchrun's do."""
+    """Run ``python`` with ``arguments`` on ``ranks`` forked ranks that rendezvous as under torchrun.
+
+    Returns:
+        The exit code and output of each rank.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -71,7 +78,7 @@ def typed_on(ranks: int, *arguments: str, cwd: Path = ROOT) -> list[subprocess.C
 
 
 def torchruns_variables(rank: int, ranks: int, port: int, run: int = 1) -> dict[str, str]:
-    """What torchrun sets for a rank on this machine."""
+    """Return the environment variables that torchrun sets for a rank on this machine."""
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,

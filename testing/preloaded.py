@@ -1,4 +1,4 @@
-"""What a first run loads beyond its imports, loaded once for all processes that the tests fork."""
+"""Data that a first run loads in addition to its imports, loaded once for all forked test processes."""
 
 import logging
 from pathlib import Path
@@ -10,13 +10,13 @@ from serried.configs.schema.data import sources
 from serried.configs.schema.registry import models, optimizers, schedules, tasks
 from testing.runs import tiny_overrides
 
-logging.disable(logging.WARNING)  # transformers imports torchao, which warns of libraries that it cannot load
+logging.disable(logging.WARNING)  # transformers imports torchao, which warns about libraries that it cannot load
 import transformers.modeling_utils  # noqa: E402, F401  # two seconds in each process that opens a model of transformers
 
 logging.disable(logging.NOTSET)
 
 for registry in (models, optimizers, schedules, sources, tasks):
     registry.names()
-for parallel in ("ddp", "fsdp", "hsdp"):  # compose() remembers what it read
+for parallel in ("ddp", "fsdp", "hsdp"):  # compose() caches the files that it reads
     config = compose(tiny_overrides(Path("text"), Path("run"), f"parallel={parallel}"))
     models.get(config.model.family).load()

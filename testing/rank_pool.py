@@ -1,4 +1,4 @@
-"""Long-lived ranks on this machine, given to each distributed test in turn."""
+"""Long-lived rank processes on this machine, reused by all distributed tests."""
 
 import contextlib
 import json
@@ -15,30 +15,36 @@ from testing.forked_runs import ROOT as ROOT
 from testing.worker import serve
 
 SPAWNED = multiprocessing.get_context("spawn")
-"""Interpreters of their own: CUDA cannot be used in a fork of a process that has looked for GPUs."""
+"""New interpreters, because CUDA cannot be used in a fork of a process that has queried GPUs."""
 _NOT_DONE = {"error": "not done in time"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank returned and printed."""
+    """Return value and output of one rank."""
 
     value: Any
     printed: str
 
 
 class Cluster:
-    """Up to ``ranks`` processes, which meet as torchrun's workers do: in a store of the parent's, a prefix a run."""
+    """A pool of rank processes that rendezvous like torchrun workers, in a store of the parent with one prefix per
+    run."""
 
     def __init__(
         self, ranks: int, context: Any = FORKS, variables: Callable[..., dict[str, str]] = torchruns_variables
     ) -> None:
-        """``context``: of multiprocessing; ``variables``: as ``torchruns_variables``."""
+        """
+        Args:
+            ranks: Number of processes to start.
+            context: Multiprocessing context.
+            variables: Returns the environment of a rank, like ``torchruns_variables``.
+        """
         from torch.distributed import TCPStore
 
         self._context, self._variables = context, variables
 
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0 picks a free port
         self._folder = tempfile.TemporaryDirectory(prefix="serried-tests-")
         self._runs = 0
         self._workers: list[_Worker] = []
@@ -48,7 +54,7 @@ class Cluster:
         """Call ``module:function`` with ``arguments`` on ``world_size`` ranks at once.
 
         Raises:
-            AssertionError: a rank raised, died or was not done in time; the text says what each printed.
+            AssertionError: A rank raised an exception, died or timed out. The message contains the output of each rank.
         """
         self._runs += 1
         self._start(world_size)
@@ -64,13 +70,14 @@ class Cluster:
         printed = [output.read_text() if output.exists() else "" for output in outputs]
         errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
         if errors:
-            self.stop()  # whoever is still inside a collective would disturb the next test
+            self.stop()  # a rank that is still in a collective would disturb the next test
             texts = [f"rank {rank} printed:\n{text}" for rank, text in enumerate(printed) if text]
             raise AssertionError("\n".join([*errors, *texts]))
         return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
 
     def _answers(self, world_size: int, deadline: float) -> list[dict[str, Any]]:
-        """One answer per rank. Once a rank has died, the others, which may wait for it for ever, get a moment more."""
+        """Return one answer per rank. After a rank has died, the others have 2 seconds left, since they may wait for
+        it."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < world_size:
             for rank, worker in enumerate(self._workers[:world_size]):
@@ -83,13 +90,13 @@ class Cluster:
         return [answers[rank] for rank in range(world_size)]
 
     def stop(self) -> None:
-        """End all processes; the next run starts those it needs."""
+        """End all processes. The next run starts new ones."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
 
     def _start(self, count: int) -> None:
-        """Have ``count`` processes at least."""
+        """Start processes until there are at least ``count``."""
         new = [_Worker(self._context) for _ in range(count - len(self._workers))]
         deadline = time.monotonic() + 120
         for worker in new:
@@ -102,10 +109,10 @@ class _Worker:
         self._pipe, its_end = context.Pipe()
         self._process = context.Process(target=serve, args=(its_end,))
         self._process.start()
-        its_end.close()  # so that the pipe ends where the process does
+        its_end.close()  # so that the pipe closes when the process ends
 
     def send(self, **task: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it died between two tests, which answer() tells
+        with contextlib.suppress(BrokenPipeError):  # the process died between two tests; answer() reports it
             self._pipe.send(json.dumps(task))
 
     def answer(self, deadline: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole training runs, as functions that a rank of the cluster can call."""
+"""Complete training runs, as functions that a rank of a ``Cluster`` can call."""
 
 import io
 import json
@@ -41,8 +41,8 @@ from serried.trainer.trainer import Trainer
 
 
 def write_text(folder: Path) -> Path:
-    """Thirty files of words with some order in them: enough for a loss to fall, by file splittable. Returns
-    ``folder``, which is made if need be."""
+    """Write thirty text files with enough structure for the loss to fall. Create ``folder`` if needed, and return
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(7)
     words = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit", "sed", "do"]
@@ -53,9 +53,10 @@ def write_text(folder: Path) -> Path:
 
 
 def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
-    """A small run: 3 layers, an untied vocabulary of 257 that no rank count here divides, 36 sequences of 32 a step.
+    """Return the overrides of a small run: 3 layers, untied embeddings, 36 sequences of 32 tokens per step.
 
-    ``more`` comes on top: a key given again replaces the value here.
+    The vocabulary size of 257 is not divisible by any number of ranks in the tests. Keys in ``more`` replace the
+    defaults.
     """
     small = [
         "data=text", f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", "data.sequence_length=32",
@@ -66,9 +67,9 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
     ]  # fmt: skip
     given = dict(argument.split("=", 1) for argument in (*small, *more))
     if given.get("model", "").startswith("gpt2"):
-        del given["model.kv_heads"]  # as many as there are heads
+        del given["model.kv_heads"]  # GPT-2 has no grouped-query attention
     if given.get("parallel") in ("fsdp", "hsdp") and "parallel.pipeline" not in given:
-        given.setdefault("parallel.reshard_after_forward", "true")  # several units, as on a GPU
+        given.setdefault("parallel.reshard_after_forward", "true")  # several FSDP2 units, as on a GPU
     return [f"{key}={value}" for key, value in given.items()]
 
 
@@ -79,9 +80,10 @@ def train_small(
     acts: Mapping[int, Callable[[], object]] | None = None,
     end: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train as ``argv`` says on this rank. Returns the sample ids of each micro-batch this rank trained on.
+    """Train with the overrides ``argv`` on this rank. Return the exit code and the sample ids of each micro-batch.
 
-    ``end``: die after a step, ``how`` = kill (the last rank, by a signal that nobody can catch) or crash (all ranks).
+    ``end`` ends the run after a step: ``how`` is ``kill`` (SIGKILL on the last rank) or ``crash`` (an exception on all
+    ranks).
     """
     config = compose(argv)
     recipe = ObservedRecipe(config, ragged=ragged, fault=fault, acts=acts)
@@ -92,7 +94,7 @@ def train_small(
         except _Crash:
             code = 70
     place = resolve_layout(config.parallel, session.world_size).coordinates(session.rank)
-    counts = place.owns_loss and place.context == 0  # of the ranks that saw the same samples
+    counts = place.owns_loss and place.context == 0  # one of the ranks that saw the same samples
     return {"code": code, "sample_ids": recipe.sample_ids if counts else []}
 
 
@@ -117,7 +119,7 @@ def _dying(session: Session, how: str, after_step: int) -> Iterator[None]:
 
 
 def save_again(argv: list[str], run_dir: str) -> None:
-    """Resume as ``argv`` says and save what was read into the run folder ``run_dir``, without a step."""
+    """Resume with the overrides ``argv``, and save the state to the run folder ``run_dir`` without training a step."""
     config = compose(argv)
     with open_session(config.launch) as session, patch.object(Trainer, "steps", lambda _: iter(())):
         recipe = CausalLM(config)
@@ -135,23 +137,23 @@ def save_again(argv: list[str], run_dir: str) -> None:
 
 
 def metrics(run_dir: Path, event: str = "step") -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``."""
+    """Return the records of an ``event`` in ``metrics.jsonl``."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
 
 
 def losses(run_dir: Path, event: str = "step") -> list[float]:
-    """Losses of ``metrics.jsonl``."""
+    """Return the losses in ``metrics.jsonl``."""
     return [line["loss"] for line in metrics(run_dir, event)]
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """The content of ``status.json``."""
+    """Return the content of ``status.json``."""
     return dict(json.loads((run_dir / "status.json").read_text()))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``."""
+    """Return the content of every file below ``folder``, except locks, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -160,18 +162,19 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def checkpoint(run_dir: Path) -> Path:
-    """The newest checkpoint."""
+    """Return the newest checkpoint."""
     return committed(run_dir / "checkpoints")[-1]
 
 
 def weights(run_dir: Path, stem: str = "model") -> dict[str, Tensor]:
-    """All tensors of the newest checkpoint (``stem`` model or optimizer), read by the safetensors library."""
+    """Return all tensors of the newest checkpoint, read by the safetensors library. ``stem`` is model or optimizer."""
     files = sorted(checkpoint(run_dir).glob(f"{stem}*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def different_tensors(one: Path, other: Path, *stems: str) -> list[str]:
-    """Tensors of the newest checkpoints of two runs that differ in a bit, or that only one of them has."""
+    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs, or are in only
+    one."""
     found = []
     for stem in stems or ("model", "optimizer"):
         ours, theirs = weights(one, stem), weights(other, stem)
@@ -182,9 +185,9 @@ def different_tensors(one: Path, other: Path, *stems: str) -> list[str]:
 
 
 class ObservedRecipe(CausalLM):
-    """The product's recipe, with ragged masks where asked, samples written down, and a fault where asked.
+    """``CausalLM`` that records its sample ids, with optional ragged masks and an optional fault.
 
-    ``acts``: what this rank does besides, by the number of the micro-batch that it trains on, from 1.
+    ``acts`` contains functions that this rank calls, by number of the training micro-batch, counted from 1.
     """
 
     def __init__(
@@ -211,7 +214,7 @@ class ObservedRecipe(CausalLM):
 
     def terms(self, output: Tensor, batch: Batch) -> LossTerms:
         terms = super().terms(output, batch)
-        if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
+        if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # not in evaluation or a warm-up with dummy samples
             self.sample_ids.append(batch.sample_ids.tolist())
             if act := self._acts.get(len(self.sample_ids)):
                 act()
@@ -220,7 +223,7 @@ class ObservedRecipe(CausalLM):
         return terms
 
     def build_model(self) -> nn.Module:
-        """``in_block``: the fault is in the first block on the rank, not in the loss, which only the last stage has."""
+        """Build the model. With ``in_block``, the fault is in the first block of the rank instead of the loss."""
         model = super().build_model()
         if self._fault.get("in_block"):
             for block in model.get_submodule("layers").children():
@@ -241,7 +244,7 @@ class ObservedRecipe(CausalLM):
 
 
 class _Poison(torch.autograd.Function):
-    """Leaves its argument alone and multiplies the gradient."""
+    """Identity that multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
@@ -254,19 +257,22 @@ class _Poison(torch.autograd.Function):
 
 
 def train_reported(argv: list[str], **observed: Any) -> int:
-    """As ``train.py`` does it: failures are printed, the exit code is returned."""
+    """Train like ``train.py``: print failures and return the exit code."""
     return main(argv, BUILT_IN._replace(task=lambda: ObservedRecipe(**observed)))
 
 
 def tiny_overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
-    """As ``overrides``, smaller: one layer, 4 sequences a step, 6 steps, a checkpoint of 110 KiB every 2."""
+    """Return overrides like ``overrides`` for a smaller run.
+
+    It has one layer, 4 sequences per step and 6 steps, with a checkpoint of 110 KiB every 2 steps.
+    """
     tiny = ["model.layers=1", "model.dim=16", "trainer.steps=6", "trainer.global_batch=4", "trainer.micro_batch=2"]
     return overrides(text, run_dir, *tiny, "checkpoint.every=2", "schedule.warmup_steps=1", *more)
 
 
 @contextmanager
 def kept_batches(task: type, method: str = "terms") -> Iterator[list[Any]]:
-    """Inside this context, the list gets each batch that ``task`` trains on here, in the order of training."""
+    """Context manager that collects in a list each batch on which ``task`` trains in this process, in order."""
     batches: list[Any] = []
     original = getattr(task, method)
 
@@ -284,13 +290,13 @@ class Ended(NamedTuple):
 
     code: int
     printed: str
-    """Both streams."""
+    """Output on stdout and stderr."""
     sample_ids: list[int]
-    """In the order of training."""
+    """Sample ids in the order of training."""
 
     @property
     def error(self) -> str:
-        """The one line in which the command was refused."""
+        """The error line of a command that was refused."""
         assert self.code == EXIT_MISTAKE, self.printed
         assert "Traceback" not in self.printed
         (line,) = (line for line in self.printed.splitlines() if line.startswith("error: "))
@@ -298,7 +304,7 @@ class Ended(NamedTuple):
 
 
 def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None = None) -> Ended:
-    """As ``train.py`` does it, in this process, on one thread: the machine may be busy with other tests."""
+    """Train like ``train.py`` in this process, on one thread, since other tests may run at the same time."""
     made: list[ObservedRecipe] = []
     steps, printed = Trainer.steps, io.StringIO()
 
@@ -323,12 +329,15 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that are listed."""
+    """Return the steps of the committed checkpoints."""
     return [int(path.name[5:]) for path in committed(run_dir / "checkpoints")]
 
 
 def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
-    """What of this rank's parameters and optimizer state each step changed: everything, something, nothing."""
+    """Return, for each step, how much of this rank's parameters and optimizer state changed.
+
+    The values are ``everything``, ``something`` and ``nothing``.
+    """
     config = compose(argv)
     changes = []
 
@@ -343,7 +352,7 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
             before = snapshot(self._optimizer)
             result = super().__call__(*arguments, **named)
             after = snapshot(self._optimizer)
-            before += [torch.empty(0)] * (len(after) - len(before))  # the first step makes the state
+            before += [torch.empty(0)] * (len(after) - len(before))  # the first step creates the state
             same = [old.equal(new) for old, new in zip(before, after, strict=True) if new.numel()]
             changes.append("nothing" if all(same) else "something" if any(same) else "everything")
             return result

@@ -1,4 +1,4 @@
-"""``train.py`` on a slow disk, slower for rank 1: ``torchrun ... -m testing.slow_data KEY=VALUE ...``."""
+"""``train.py`` with slow reads, slowest on rank 1: ``torchrun ... -m testing.slow_data KEY=VALUE ...``."""
 
 import os
 import sys

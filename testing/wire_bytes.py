@@ -1,4 +1,4 @@
-"""Bytes that collectives put on the wire."""
+"""Bytes sent by collectives."""
 
 from collections import Counter
 from typing import Any
@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes that this rank sends, as rings do it: (n - 1)/n of a tensor for a gather or a scatter, twice
-    that for a sum."""
+    """Dispatch mode that counts the bytes this rank sends in ring algorithms.
+
+    An all-gather or reduce-scatter sends (n - 1)/n of a tensor, an all-reduce twice as much.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
-        """By name of the operation."""
+        """Bytes by name of the operation."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__.strip("_")
@@ -28,7 +30,7 @@ class Wire(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _functional(self, name: str, args: Any) -> tuple[str, int]:
-        """Name and bytes, as of the operation in place."""
+        """Return the name of the equivalent in-place operation, and the bytes."""
         whole = _size(args[0])
         if name == "all_gather_into_tensor":
             return "allgather_base", whole * (args[1] - 1)

@@ -1,4 +1,4 @@
-"""A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
+"""A rank process for tests. It runs one task after another, so that tests do not wait for new interpreters."""
 
 import faulthandler
 import importlib
@@ -14,9 +14,9 @@ from testing.forked_runs import settle, torchruns_variables
 
 
 def serve(pipe: Connection) -> None:
-    """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
+    """Read tasks and answer them. The output of a task goes to the file named in the task."""
     settle()
-    faulthandler.enable()  # a crash shows where, in the file of the task
+    faulthandler.enable()  # prints a traceback to the task's file after a crash
     pipe.send(json.dumps({"ready": os.getpid()}))
     while True:
         try:

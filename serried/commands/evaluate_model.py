@@ -14,7 +14,7 @@ _EVALUATE_READS = (
     "launch.start_timeout_seconds", "launch.step_timeout_seconds", "trainer.eval_batches", "trainer.global_batch",
     "trainer.micro_batch",
 )  # fmt: skip
-"""Beginnings of the keys of train.py that this command reads too."""
+"""Prefixes of the train.py keys that this command also reads."""
 
 
 def evaluate(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""``serried export`` and ``serried merge``: checkpoints as other software opens them."""
+"""``serried export`` and ``serried merge``: checkpoints in the formats of other software."""
 
 import logging
 import re
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _HUGGING_FACE = "hf"
 _PROMPT = (2, 13)
-"""Sequences and tokens that the exported model is compared on."""
+"""Numbers of sequences and of tokens per sequence on which the exported model is compared."""
 _SPARE_BYTES = 4 * 2**20  # graphs, tokenizers, headers
 
 
@@ -111,7 +111,7 @@ def _write_model(
     given: Mapping[str, str], checkpoint: Path, *, base: "TensorFolder | Built | None" = None,
     averaged_with: Sequence[Path] = (),
 ) -> int:  # fmt: skip
-    """Export ``checkpoint`` as the other words say, and say so."""
+    """Export ``checkpoint`` with the options in ``given``, and print a summary."""
     import torch
 
     from serried.trainer.checkpoint.export import export as write
@@ -136,7 +136,7 @@ def _write_model(
 
 
 def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Built | None":
-    """Return the base model, if ``merge=true`` asks to add the adapters in a checkpoint to it."""
+    """Return the base model to which ``merge=true`` adds the adapters of the checkpoint; None with ``merge=false``."""
     from serried.records.safetensors_files import TensorFolder
     from serried.trainer.adapter_base_model import check_base
 
@@ -158,8 +158,11 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
 
 
 def _built_base(run: Path, checkpoint: Path) -> "Built":
-    """Return the base model that the task of ``run`` builds itself. Raises ``UserError`` if it is another than the one
-    that ``checkpoint`` adapts."""
+    """Return the base model that the task of ``run`` builds.
+
+    Raises:
+        UserError: ``checkpoint`` adapts a different base model.
+    """
     import torch
 
     from serried.trainer.adapter_base_model import base_of
@@ -174,7 +177,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
         torch.manual_seed(config.trainer.seed)
         return build_model(config, task).module
 
-    base_of(checkpoint, built(config))  # compared
+    base_of(checkpoint, built(config))  # raises if the base model differs
     plain = config.adapter.model_copy(update={"method": "none", "quantize": "none"})
     return Built(built(config.model_copy(update={"adapter": plain})), task.exported)
 
@@ -183,7 +186,7 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
 
 
 def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Format") -> int:
-    """Write the file of a format that is not Hugging Face's, run it, and put it in its place."""
+    """Write the file of a format other than ``hf``, run it to compare its logits, and move it to ``out``."""
     trained_for = str(_section_of(saved.folder, "precision").get("quantize_aware"))
     dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
@@ -202,7 +205,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         task_of_text(saved.run, f"export format={name}")
     partial = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
         written = partial / "written"
         written.mkdir(parents=True)
         difference = _write_and_compare(saved, written / out.name, name, kind, dtype)
@@ -222,7 +225,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
 
 def _move_all(written: Path, folder: Path) -> None:
     """Move the files in ``written`` to ``folder``. Raises ``UserError`` if a file of the same name exists."""
-    files = sorted(written.iterdir(), reverse=True)  # what names the others comes last
+    files = sorted(written.iterdir(), reverse=True)  # move the file that refers to the others last
     for file in files:
         if (folder / file.name).exists():
             raise UserError(
@@ -233,11 +236,14 @@ def _move_all(written: Path, folder: Path) -> None:
 
 
 def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtype: str) -> float:
-    """Write ``file``. Returns how far its logits are from the model's. Raises ``UserError`` if they are too far, or the
-    format cannot express the model."""
+    """Write ``file``. Return the difference between its logits and the model's logits.
+
+    Raises:
+        UserError: The difference is too large, or the format cannot express the model.
+    """
     import torch
 
-    quantized = dtype if name == "torchao" else "none"  # it is compared with the model as it is then
+    quantized = dtype if name == "torchao" else "none"  # compared with the quantized model
     partial = file.parent.parent
     source = _source(saved, partial, quantized)
     _check_space(source.folder, partial)
@@ -251,15 +257,15 @@ def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtyp
             found = exporter.run(source, file, tokens)
         except (UserError, OSError, MemoryError):
             raise
-        except Exception as error:  # of any kind: graph exporters raise what they like
+        except Exception as error:  # graph exporters raise exceptions of many types
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"format={name} cannot express {saved.folder}: {reason}; use format=hf") from None
     return _difference(found, expected, f"format={name} dtype={dtype}", kind.bounds[dtype])
 
 
 def _check_space(folder: Path, partial: Path) -> None:
-    """Raise ``UserError`` unless there is space for the file and a copy in fp32: some libraries abort when there is
-    none."""
+    """Raise ``UserError`` if there is no space for the file and an fp32 copy, since some libraries abort without
+    space."""
     from serried.records.safetensors_files import TensorFolder
 
     numbers = sum(spec.numel for spec in TensorFolder(folder).specs.values())
@@ -270,7 +276,7 @@ def _check_space(folder: Path, partial: Path) -> None:
 
 def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) -> float:
     difference = float((found.float() - expected).abs().max() / expected.abs().max())
-    if not difference <= bound:  # NaN neither
+    if not difference <= bound:  # also true for NaN
         raise UserError(
             f"{what}: the logits of the exported model differ from the checkpoint's by {difference:.1e} of the largest "
             f"one, and {bound:g} is accepted; the file was removed; use another dtype, or format=hf"
@@ -279,7 +285,7 @@ def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) ->
 
 
 def _section_of(checkpoint: Path, name: str) -> Mapping[str, Any]:
-    """Return a section of the config of the run that wrote ``checkpoint``; {}: it is not known."""
+    """Return a section of the config of the run that wrote ``checkpoint``; {} if it is unknown."""
     from serried.trainer.checkpoint.saved_state import STATE, read_state
 
     section = read_state(checkpoint)["config"].get(name) if (checkpoint / STATE).is_file() else None
@@ -287,8 +293,10 @@ def _section_of(checkpoint: Path, name: str) -> Mapping[str, Any]:
 
 
 def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
-    """Return the model to export, computing as if it was ``quantized``; adapters are first merged into a folder in
-    ``partial``."""
+    """Return the model to export, with fake quantization if ``quantized``.
+
+    Adapters are first merged with their base model, in a folder in ``partial``.
+    """
     import torch
 
     from serried.parallel.layout.mesh import Layout
@@ -314,7 +322,8 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
     precision, optim = config.precision.model_copy(update={"quantize_aware": quantized}), config.optim
     if _section_of(saved.folder, "precision").get("quantize_aware") == quantized != "none":
-        optim = type(optim).model_validate(_section_of(saved.folder, "optim"))  # frozen layers were not rounded
+        # Training did not round frozen layers, and this section says which layers were frozen.
+        optim = type(optim).model_validate(_section_of(saved.folder, "optim"))
     config = config.model_copy(update={"precision": precision, "optim": optim})
     task = CausalLM(config)
     module = task.build_model()
@@ -334,7 +343,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside this context, libraries log and warn of nothing: exporters do so by the page."""
+    """Context manager that suppresses logging and warnings, since exporters print pages of them."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

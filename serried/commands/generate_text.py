@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serried.trainer.evaluation.generate_from_checkpoint import Writer
 
 _GENERATE_READS = ("precision", "launch.device")
-"""Beginnings of the keys of train.py that these commands read too."""
+"""Prefixes of the train.py keys that these commands also read."""
 _GENERATE_TAKES = ("run.dir", "run.name", "checkpoint", "tokens", "temperature", "top_p", "seed", "device")
 
 
@@ -46,18 +46,18 @@ def chat(words: list[str]) -> int:
     given, overrides = pairs(words, "chat", _GENERATE_TAKES, reads_overrides=True)
     writer = _writer(given, overrides, "chat", tokens=1000)
     with suppress(ImportError):
-        import readline  # noqa: F401 -- edits the line that input() reads
+        import readline  # noqa: F401 -- line editing for input()
     said: list[str] = []
     asks = sys.stdin.isatty()
     with suppress(BrokenPipeError):
         while True:
             try:
                 message = input("> " if asks else "")
-                message.encode("utf-8")  # bytes of another encoding may have become surrogates
+                message.encode("utf-8")  # invalid UTF-8 bytes become surrogates
             except UnicodeError:
                 raise UserError("the message is not UTF-8 text; type it, or write the file, in UTF-8") from None
             except EOFError:
-                print(end="\n" if asks else "")  # the next line of the shell begins at the left
+                print(end="\n" if asks else "")  # so that the shell prompt starts on a new line
                 break
             if message.strip():
                 said.append(message)
@@ -66,8 +66,15 @@ def chat(words: list[str]) -> int:
 
 
 def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: str = "", *, tokens: int) -> "Writer":
-    """Load the model and return a writer of text with the keys ``given``; by default at most ``tokens``. ``prompt``:
-    the first prompt, if known."""
+    """Load the model and return a text writer.
+
+    Args:
+        given: Arguments of the command by key.
+        overrides: Overrides of the config.
+        command: Name of the command, for messages.
+        prompt: The first prompt, if known.
+        tokens: Default of the largest number of tokens to write.
+    """
     from serried.configs.formats import printable
     from serried.runtime.process import choose_device, torchrun_says
     from serried.runtime.session import Session

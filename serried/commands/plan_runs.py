@@ -69,7 +69,7 @@ def plan(words: list[str]) -> int:
 
 
 def _calibrate(words: list[str]) -> int:
-    """Measure rates with the processes that train.py would have, here or in a job, and write them."""
+    """Measure rates with the same processes as train.py, on this machine or in a job, and write them to a file."""
     from serried.configs.compose import compose
     from serried.launch.local.launcher import run_local
     from serried.launch.slurm.batch_script import measure_by_job
@@ -88,21 +88,21 @@ def _calibrate(words: list[str]) -> int:
         config = compose(overrides)
         if config.precision.name not in ("fp32", "bf16", "fp16"):
             raise UserError(f"precision={config.precision.name} is not measured; use precision=bf16")
-        planned_layout(config.model_copy(update={"dry_run": True}))  # before processes start or a job waits
+        planned_layout(config.model_copy(update={"dry_run": True}))  # checks the layout before processes or a job start
         if config.launch.name == "slurm" and not is_started():
             return measure_by_job("plan calibrate", words, config)
         if (config.launch.processes or 1) > 1 and not is_started():
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
                 return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
-        from serried.planner.time.calibrate import calibrate as measure  # with torch, which a login node need not have
+        from serried.planner.time.calibrate import calibrate as measure  # imports torch, which a login node may lack
 
-        shapes = traced_products(config)  # before the session: the trace has a process group of its own
+        shapes = traced_products(config)  # before the session, since the trace creates its own process group
         return measure(config.launch, out, config.precision.name, shapes)
 
 
 def _plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
-    """Print the plan of the run that ``word`` names, or a comparison with its measurements."""
+    """Print the plan of the run ``word``, or a comparison of the plan with the run's measurements."""
     from serried.configs.compose import compose_saved
     from serried.planner.compare import as_it_ran, figures_of
     from serried.planning import comparison_text, plan_text

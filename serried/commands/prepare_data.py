@@ -24,5 +24,5 @@ def prepare(words: list[str]) -> int:
         raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
     recipe = CausalLM(config)
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
-    recipe.vocab_size()  # refuses a model that is too small for the tokenizer
+    recipe.vocab_size()  # raises if the model is too small for the tokenizer
     return say("\n".join([recipe.summary(), *recipe.shown_samples(show)]))

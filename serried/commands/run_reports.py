@@ -20,10 +20,10 @@ def report(words: list[str]) -> int:
     from serried.configs.formats import size
     from serried.records.report import write_report
 
-    # A word with "=" is a key, unless there is a folder of that name.
+    # An argument with "=" is a key, unless a folder has that name.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
     given, _ = pairs([word for word in words if word not in folders], "report", ("run.dir", "run.name", "out"))
-    if len(folders) > 1:  # runs/sweep-* matches the sweep's own folder too
+    if len(folders) > 1:  # runs/sweep-* also matches the folder of the sweep itself
         folders = [folder for folder in folders if is_run(Path(folder)) or not runs_of_a_sweep(Path(folder))] or folders
     folders += [given["run.dir"]] if "run.dir" in given else []
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
@@ -60,7 +60,7 @@ def send(words: list[str]) -> int:
     if not (run / METRICS).is_file():
         raise UserError(f"the run in {run} has not started: it has no metrics.jsonl, so there is nothing to send")
     began_in = Path(str(read_if_there(run / "environment.json").get("working_directory", "")))
-    claimed = RunFolder(run)  # a run that is being trained has tracker processes already
+    claimed = RunFolder(run)  # a run in training already has tracker processes
     try:
         trackers = Trackers(run, track, Console(speaks=True, rank=0).say)
         has_sent = trackers.send(began_in if began_in.is_dir() else None)

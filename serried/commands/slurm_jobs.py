@@ -33,12 +33,12 @@ def _preflight_here(config: RunConfig) -> int:
     from serried.launch.preflight import preflight as examine
     from serried.trainer.metrics.peak_flops import PEAK_FLOPS
 
-    peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
+    peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # preflight measures in bf16
     return examine(config.launch, config.run.dir, checkpoints_bytes(config), peaks, config.slurm.exclude)
 
 
 def checkpoints_bytes(config: RunConfig) -> int:
-    """Return the bytes of the checkpoints that a run keeps, and of one being written."""
+    """Return the size in bytes of the checkpoints that a run keeps, plus one being written."""
     from serried.recipes.text.causal_lm import CausalLM
     from serried.trainer.checkpoint.checkpoint_size import saved_bytes
     from serried.trainer.model import build_model

@@ -56,7 +56,7 @@ def verify(words: list[str]) -> int:
     if is_listed:
         return _list(checks, bounds, ranks, device)
     out, folder = _out(given.get("out", "verify.json")), Path(given.get("folder", "verify")).absolute()
-    if not speaks():  # the processes of torchrun: the first one starts its own
+    if not speaks():  # under torchrun only the first process works; it starts its own processes
         return EXIT_FINISHED
     return _verify(checks, bounds, out, folder, ranks, device, script)
 
@@ -96,8 +96,11 @@ def _interrupt(*_: Any) -> NoReturn:
 
 
 def _devices(section: LaunchSection) -> tuple[str, int]:
-    """Return the kind of device, and how many processes use one each: one, or an even number. Raises ``UserError`` if
-    there are not as many."""
+    """Return the device type, and the number of processes, one per device: 1 or an even number.
+
+    Raises:
+        UserError: There are fewer devices than requested.
+    """
     if section.name == "slurm" or (section.nodes or 1) > 1:
         asked = "launch=slurm" if section.name == "slurm" else f"launch.nodes={section.nodes}"
         raise UserError(f"{asked}: serried verify checks the node it runs on; use launch=local, in a job of one node")
@@ -113,8 +116,11 @@ def _devices(section: LaunchSection) -> tuple[str, int]:
 
 
 def _gpus(section: LaunchSection) -> int | None:
-    """Return the number of GPUs to use; None: a CPU. Raises ``UserError`` if ``launch.device`` names GPUs that torch
-    does not find."""
+    """Return the number of GPUs to use; None means a CPU.
+
+    Raises:
+        UserError: torch does not find the GPUs of ``launch.device``.
+    """
     if not may_use_gpus(section):
         return None
     if not section.names_gpu:
@@ -131,7 +137,7 @@ def _described(ranks: int, device: str) -> str:
 
 
 def _chosen(given: dict[str, str]) -> "list[Check]":
-    """Return the checks that ``only`` names, or all. Raises ``UserError`` if there is none of a name."""
+    """Return the checks listed in ``only``, or all checks. Raises ``UserError`` for an unknown name."""
     from serried.verify.verification import CHECKS
 
     named = {check.name: check for check in CHECKS}
@@ -164,7 +170,7 @@ def _out(typed: str) -> Path:
 
 
 def _list(checks: "Sequence[Check]", bounds: "Bounds", ranks: int, device: str) -> int:
-    """Print the checks, and the rows that each would have here."""
+    """Print the checks, and the report rows that each would have on this machine."""
     from serried.verify.started_runs import Workplace
 
     with TemporaryDirectory(prefix="serried-verify-") as folder:

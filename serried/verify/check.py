@@ -1,4 +1,4 @@
-"""A check of ``serried verify``: cases, with one row in the report each."""
+"""A check of ``serried verify``. It consists of cases, each with one row in the report."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -7,22 +7,22 @@ from serried.verify.started_runs import Workplace
 
 
 class Bounds(NamedTuple):
-    """Bounds that only the user can know. None: a figure is reported and not judged."""
+    """Bounds given by the user. None means that the figure is reported but not checked."""
 
     least_tokens_per_second: float | None = None
     least_mfu: float | None = None
 
 
 class Found(NamedTuple):
-    """The result of a case."""
+    """Result of a case."""
 
     is_right: bool
     figure: str
     """Measurement or observation, for the table."""
     bound: str = ""
-    """Limit of the figure; empty: there is none."""
+    """Limit of the figure; empty if there is none."""
     values: Mapping[str, float | int | str | None] = {}
-    """Figure and bound as numbers and texts, by name."""
+    """Values of the figure and the bound, by name."""
 
 
 class Case(NamedTuple):
@@ -30,9 +30,9 @@ class Case(NamedTuple):
 
     name: str
     work: Callable[[], Found]
-    """Raises ``RunFailed`` if a run that it needs does not end as it should."""
+    """Raises ``RunFailed`` if a run that it needs does not end as expected."""
     skipped: str = ""
-    """Reason why it cannot run here; empty: it can."""
+    """Reason why the case cannot run on this machine; empty if it can."""
 
 
 class Check(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks that a run in which something fails ends in time, with the reason, and leaves no process behind."""
+"""Checks that a run with a fault ends in time, records the reason, and leaves no process behind."""
 
 import time
 from collections.abc import Callable
@@ -34,15 +34,15 @@ _LOOK_SECONDS = 0.05
 
 
 class _Fault(NamedTuple):
-    """A fault on the last rank, and the end that the run must come to."""
+    """A fault on the last rank, and the expected end of the run."""
 
     name: str
     """Value of ``task.fault``."""
     code: int
     reason: tuple[str, ...]
-    """Parts of the recorded reason."""
+    """Texts that the recorded reason must contain."""
     stall_seconds: int = 0
-    """``launch.step_timeout_seconds``; 0: the run does not stall."""
+    """``launch.step_timeout_seconds``. 0 means that the run does not stall."""
 
 
 def faults(workplace: Workplace, _: Bounds) -> list[Case]:
@@ -72,7 +72,7 @@ def _words(workplace: Workplace) -> tuple[str, ...]:
 
 
 def _end_of(workplace: Workplace, fault: _Fault) -> Found:
-    """Start a run with ``fault`` on its last rank, and judge its end."""
+    """Start a run with ``fault`` on its last rank, and check how it ends."""
     words = [f"task.fault={fault.name}", f"task.rank={workplace.ranks - 1}", f"task.at={_AT}", "checkpoint.every=2"]
     words += [f"launch.step_timeout_seconds={fault.stall_seconds}"] if fault.stall_seconds else []
     bound = _ENDS_SECONDS + fault.stall_seconds
@@ -85,7 +85,7 @@ def _end_of(workplace: Workplace, fault: _Fault) -> Found:
 
 
 def _asked_to_stop(workplace: Workplace) -> Found:
-    """Ask a run to stop in a step; it must save that step, and the same command must resume after it."""
+    """Ask a run to stop during a step. It must save that step, and the same command must resume from it."""
     words = (*_words(workplace), "checkpoint.every=0", "task.sleep_seconds=0.05")
     run, started = workplace.start(*words)
     with ending(started):
@@ -108,7 +108,7 @@ def _asked_to_stop(workplace: Workplace) -> Found:
 def _judged(
     started: Started, run: Path, code: int, expected: tuple[str, ...], ended: int, seconds: float, bound: float
 ) -> Found:
-    """Judge the end of a run: exit code, reason, time and processes."""
+    """Check the end of a run: exit code, reason, time and leftover processes."""
     status, left = status_of(run), started.left_over()
     reason = status.reason or reason_of(run, started.printed)
     problems = [f"exit code {ended} and not {code}"] if ended != code else []
@@ -124,7 +124,7 @@ def _judged(
 
 
 def _until(started: Started, is_there: Callable[[], bool], what: str, limit_seconds: float) -> None:
-    """Wait until ``is_there()``. Raises ``RunFailed`` if the run ends before that, or it takes too long."""
+    """Wait until ``is_there()`` is true. Raises ``RunFailed`` if the run ends first, or it takes too long."""
     while not is_there():
         if started.has_ended():
             raise RunFailed(f"the run ended before {what}: {last_line(started.printed)}")

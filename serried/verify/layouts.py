@@ -1,25 +1,25 @@
-"""Layouts that ``serried verify`` compares with one process."""
+"""Parallel layouts that ``serried verify`` compares with one process."""
 
 from typing import NamedTuple
 
 BOUNDS = {"fp32": 2e-6, "bf16": 5e-3, "fp16": 2e-3}
-"""Largest relative difference of a loss from that of one process. NCCL adds in another order than Gloo."""
+"""Largest relative difference of the loss from one process, by precision. NCCL and Gloo sum in different orders."""
 GRAD_NORM = 5
-"""Bound of the gradient norm, as a multiple of that of the loss."""
+"""Bound of the gradient norm, as a multiple of the bound of the loss."""
 MIXTURE = ("model=moe_tiny", "model.dim=48", "model.expert_hidden_dim=24")
-"""A mixture of 8 experts."""
+"""Overrides of a model with 8 experts."""
 COMPILED = "trainer.compile=true"
 
 
 class Layout(NamedTuple):
-    """A run on a layout, compared with the run of one process with the same ``model`` and ``precision``."""
+    """A run on a parallel layout, compared with one process with the same ``model`` and ``precision``."""
 
     name: str
     words: tuple[str, ...]
     data_ranks: int
-    """Ranks that see different samples."""
+    """Number of ranks that see different samples."""
     accumulation: int = 3
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     model: tuple[str, ...] = ()
     precision: str = "fp32"
 
@@ -37,7 +37,7 @@ ALONE = Layout("one process", ("parallel=single",), 1, 1)
 
 
 def layouts(ranks: int, device: str) -> list[Layout]:
-    """Return the layouts to compare on ``ranks`` processes: one, or an even number."""
+    """Return the layouts to compare on ``ranks`` processes. ``ranks`` is 1 or even."""
     if ranks == 1:
         found = [Layout("accumulated", ("parallel=single",), 1)]
         return [*found, *_in_other_types(found), found[0].compiled()] if device != "cpu" else found
@@ -65,13 +65,13 @@ def layouts(ranks: int, device: str) -> list[Layout]:
 def _beside(
     ranks: int, axis: str, how: str = "", more: tuple[str, ...] = (), accumulation: int = 3
 ) -> Layout:  # fmt: skip
-    """Return a layout of two ranks along ``axis``, and FSDP over the rest."""
+    """Return a layout with two ranks along ``axis``, and FSDP over the rest."""
     name = f"{axis} x2{f', {how}' if how else ''}{f', fsdp x{ranks // 2}' if ranks > 2 else ''}"
     return Layout(name, ("parallel=fsdp", f"parallel.{axis}=2", *more), ranks // 2, accumulation)
 
 
 def _two(ranks: int, one: str, other: str, accumulation: int = 3) -> Layout:
-    """Return a layout of two ranks along each of two axes, and FSDP over the rest."""
+    """Return a layout with two ranks along each of two axes, and FSDP over the rest."""
     name = f"{one} x2, {other} x2{f', fsdp x{ranks // 4}' if ranks > 4 else ''}"
     return Layout(name, ("parallel=fsdp", f"parallel.{one}=2", f"parallel.{other}=2"), ranks // 4, accumulation)
 

@@ -1,4 +1,4 @@
-"""The check of the machine, and its description in a report, which identifies no person, host or network."""
+"""The check of the machine, and its anonymous description in a report: no user, host or network names."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def preflight(workplace: Workplace, _: Bounds) -> list[Case]:
 def _examine(workplace: Workplace) -> Found:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workplace.ranks}")
     words = (f"run.dir={workplace.new_folder()}", f"launch.device={workplace.device}")
-    # Other work slows a CPU down for a moment, which looks like a slow rank.
+    # Other processes may slow down a CPU for a moment, which looks like a slow rank.
     for _ in range(_TRIES if workplace.device == "cpu" else 1):
         code, printed = workplace.command(*torchrun, "-m", "serried", "preflight", *words)
         lines = printed.splitlines()
@@ -47,7 +47,7 @@ def _examine(workplace: Workplace) -> Found:
 
 
 def _columns(lines: list[str]) -> dict[str, str]:
-    """Return the row of this node in the table of preflight, by column."""
+    """Return the table row of this node in the output of preflight, by column."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
     head = next((number for number, row in enumerate(rows) if row[:2] == ["node", "ranks"]), None)
     if head is None or head + 1 == len(rows):
@@ -68,7 +68,7 @@ def describe() -> dict[str, Any]:
 
     try:
         ours = version("serried")
-    except PackageNotFoundError:  # a checkout that is not installed
+    except PackageNotFoundError:  # the checkout is not installed
         ours = "not installed"
     code = environment()
     kind = accelerator_type()
@@ -95,7 +95,7 @@ def describe() -> dict[str, Any]:
 
 
 def _topology() -> list[str]:
-    """Return the lines of ``nvidia-smi topo -m``, or of its counterpart of AMD; empty without one."""
+    """Return the lines of ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``; empty if neither is available."""
     for command in (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo")):
         with suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -104,10 +104,10 @@ def _topology() -> list[str]:
 
 
 def anonymous(*folders: Path) -> Callable[[str], str]:
-    """Return a function that replaces names of this host and user, addresses and ``folders`` in a text."""
+    """Return a function that replaces host names, user names, IP addresses and ``folders`` in a text."""
     names = {str(folder): "FOLDER" for folder in folders}
     names |= {host: "HOST" for host in (host_name(), platform.node(), platform.node().partition(".")[0]) if host}
-    with suppress(Exception):  # a container may have no such user, and no home
+    with suppress(Exception):  # a container may have no user name and no home folder
         names |= {getuser(): "USER", str(Path.home()): "~"}
     names.pop("root", None)
 

@@ -1,4 +1,4 @@
-"""Checks that the numbers of a run do not depend on the layout, on chance, or on a stop."""
+"""Checks that the results of a run are the same on every layout, when repeated, and when resumed."""
 
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,9 @@ from serried.verify.started_runs import RunFailed, Workplace, difference, newest
 COMPILED_LIMIT_SECONDS = 600.0
 _STOPPED_AT, _STEPS = 4, 8
 _ON_A_CPU = 1e-4
-"""Bound of a run that a GPU began and a CPU ends: their products round differently."""
+"""Bound of a run that starts on a GPU and ends on a CPU, which round matrix products differently."""
 _UNWATCHED = (4, 7)
-"""First and last step in which waiting is an error: later than what happens once."""
+"""First and last step in which synchronization is an error. Earlier steps contain one-time work."""
 
 
 def parity(workplace: Workplace, _: Bounds) -> list[Case]:
@@ -60,8 +60,10 @@ def host_waits(workplace: Workplace, _: Bounds) -> list[Case]:
 
 
 def unwatched(ranks: int) -> list[Layout]:
-    """Return the layouts in which the host must not wait, one of each kind. With experts it waits for their numbers of
-    tokens."""
+    """Return the layouts in which the host must not wait, one of each kind.
+
+    Experts are excluded, since the host waits for their token counts.
+    """
     found = layouts(ranks, "cpu")
     kinds = ("accumulated", "ddp", "fsdp", "hsdp", "tensor", "context", "pipeline")
     first = (next((layout for layout in found if layout.name.startswith(kind)), None) for kind in kinds)
@@ -69,7 +71,7 @@ def unwatched(ranks: int) -> list[Layout]:
 
 
 def refusing_waits(layout: Layout) -> tuple[str, ...]:
-    """Return overrides with which a run of the training script fails if the host waits for the GPU."""
+    """Return overrides that make the training script fail if the host waits for the GPU."""
     first, end = (step * layout.accumulation + 1 for step in (_UNWATCHED[0] - 1, _UNWATCHED[1]))
     return (f"task.refuses_waits=[{first},{end}]", "trainer.log_every=0", "checkpoint.every=0")
 
@@ -78,7 +80,7 @@ def resume(workplace: Workplace, _: Bounds) -> list[Case]:
     """A run that was stopped continues as one that was not, on its layout, on another one and on a CPU."""
 
     def resumed(*words: str, processes: int | None = None, device: str | None = None) -> tuple[Path, Path]:
-        """Return a run that resumes from a stopped one, and one that was never stopped."""
+        """Return the folders of a resumed run and of an uninterrupted run."""
         whole = _whole(workplace)
         stop = partial(workplace.train, *_words(workplace), f"trainer.stop_at={_STOPPED_AT}", code=EXIT_STOPPED)
         stopped = workplace.once("a run that stops", stop)
@@ -114,7 +116,7 @@ def resume(workplace: Workplace, _: Bounds) -> list[Case]:
 
 
 def _deterministic(workplace: Workplace) -> Layout:
-    """Return the layout of runs that are compared bit by bit."""
+    """Return the layout for runs that are compared bitwise."""
     found = layouts(workplace.ranks, "cpu")
     return next((layout for layout in found if layout.name.startswith(("hsdp", "fsdp"))), found[0])
 
@@ -125,7 +127,7 @@ def _words(workplace: Workplace) -> tuple[str, ...]:
 
 
 def _whole(workplace: Workplace) -> Path:
-    """Return a run from its first step to its last."""
+    """Return the folder of an uninterrupted run."""
     return workplace.once("a whole run", lambda: workplace.train(*_words(workplace)))
 
 
@@ -144,7 +146,7 @@ def _within(run: Path, reference: Path, bound: float) -> Found:
 
 
 def _bitwise(steps: list[dict[str, Any]], reference: list[dict[str, Any]], different: list[str]) -> Found:
-    """Compare two curves, and the tensors of two checkpoints, bit by bit."""
+    """Compare two curves bitwise. ``different`` lists the checkpoint tensors that differ."""
     found = difference(steps, reference)
     is_same = not different and found == (0.0, 0.0)
     figure = "equal bits" if is_same else f"loss {found.loss:.1e}, {len(different)} tensors differ"
@@ -153,7 +155,8 @@ def _bitwise(steps: list[dict[str, Any]], reference: list[dict[str, Any]], diffe
 
 
 def _different(run: Path, reference: Path) -> list[str]:
-    """Return the tensors of the newest checkpoints of two runs that differ in a bit, or that only one has."""
+    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs, or are in only
+    one."""
     ours, theirs = _tensors(run), _tensors(reference)
     same = {name for name in ours.keys() & theirs.keys() if ours[name].equal(theirs[name])}
     return sorted({*ours, *theirs} - same)

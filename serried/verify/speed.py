@@ -1,4 +1,4 @@
-"""Measurements: speed of training, memory against the plan, and checkpoints."""
+"""Measurements of training speed, memory compared with the plan, and checkpoint speed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _ON_GPUS = (
 )  # fmt: skip
 _MEMORY_BOUND = 0.2
 _NEEDED_BYTES = 40 * 2**30
-"""Room for the checkpoints of two runs of ``recipe=llama1b``."""
+"""Disk space for the checkpoints of two runs of ``recipe=llama1b``."""
 _CHUNK_BYTES = 8 * 2**20
 
 
@@ -60,7 +60,7 @@ def _no_room(workplace: Workplace) -> str:
 
 
 def measured_run(workplace: Workplace, ranks: int) -> list[str]:
-    """Return the overrides of the run that is measured."""
+    """Return the overrides of the measured run."""
     samples, micro_batch = (2, "auto") if workplace.is_on_gpus else (4, "4")
     words = [*(_ON_GPUS if workplace.is_on_gpus else _ON_A_CPU)]
     words += ["trainer.eval_every=0", "trainer.sample_tokens=0", "checkpoint.every=0"]
@@ -70,7 +70,7 @@ def measured_run(workplace: Workplace, ranks: int) -> list[str]:
 
 
 def _run(workplace: Workplace, processes: int | None = None) -> Path:
-    """Return the run that is measured, on all devices or on one."""
+    """Return the folder of the measured run, on ``processes`` or all devices."""
     ranks, limit = processes or workplace.ranks, _LIMIT_SECONDS
     work = partial(
         workplace.program, *measured_run(workplace, ranks), processes=processes, limit_seconds=limit
@@ -79,7 +79,8 @@ def _run(workplace: Workplace, processes: int | None = None) -> Path:
 
 
 def _rates(run: Path) -> tuple[float, float | None]:
-    """Return tokens a second, and MFU if the device's peak is known: medians of the log lines but the first."""
+    """Return the median tokens per second and MFU of the log lines after the first. MFU is None if the peak is
+    unknown."""
     steps = [step for step in steps_of(run)[1:] if step.get("tokens_per_second")]
     if not steps:
         raise RunFailed("a run recorded no speed")
@@ -110,7 +111,7 @@ def _scaling(workplace: Workplace) -> Found:
 
 
 def _compared(workplace: Workplace) -> dict[str, Any]:
-    """Return what ``serried plan compare`` says of the measured run."""
+    """Return the output of ``serried plan compare`` for the measured run."""
     run = _run(workplace)
 
     def compare() -> dict[str, Any]:
@@ -171,8 +172,7 @@ def _read(workplace: Workplace) -> Found:
 
 
 def _read_from_disk(path: Path) -> int:
-    """Read a file, and not the copy that the system keeps in memory, where the system allows to say so. Return its
-    bytes."""
+    """Read a file, bypassing the page cache if the system supports it. Return its size in bytes."""
     nbytes = 0
     with path.open("rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):

@@ -1,4 +1,4 @@
-"""Runs of ``serried verify``: started in new processes as a user starts them, and read back from their records."""
+"""Runs of ``serried verify``, started in new processes like a user's runs, and their records."""
 
 import os
 import re
@@ -19,12 +19,12 @@ from serried.runtime.signals import SWEEP
 from serried.trainer.checkpoint.retention import committed
 
 FAULT = "fault"
-"""File in the run folder that the training script makes when its fault begins."""
+"""File in the run folder that the training script creates when its fault begins."""
 RAISED = "raised on purpose by serried verify"
-"""Message of the exception that it raises as its fault."""
+"""Message of the exception that the training script raises as its fault."""
 TRAINING_SCRIPT = Path(__file__).with_name("training_script.py")
 LIMIT_SECONDS = 240.0
-"""For one run of the small model, from start to end."""
+"""Time limit for one run of the small model."""
 _TORCHRUN = re.compile(r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _Value = TypeVar("_Value")
 _LOOK_SECONDS = 0.05
@@ -32,11 +32,11 @@ _LEFT_OVER_SECONDS = 5.0
 
 
 class RunFailed(Exception):
-    """A run did not do what it was started for. The message is one line."""
+    """A run did not end as expected. The message is one line."""
 
 
 class Started:
-    """A command that runs, with all processes that it starts. They are a session of their own."""
+    """A running command with all of its processes, which form a separate session."""
 
     def __init__(self, arguments: Sequence[str], cwd: Path, log: Path) -> None:
         self._log, self._began = log, time.monotonic()
@@ -51,12 +51,12 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Output so far."""
         return self._log.read_bytes()[self._at :].decode("utf-8", "replace")
 
     @property
     def seconds(self) -> float:
-        """Seconds since its start."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def has_ended(self) -> bool:
@@ -74,14 +74,15 @@ class Started:
         self._process.send_signal(signal.SIGTERM)
 
     def processes(self) -> list[int]:
-        """Return all processes of the command that run, its own included. Linux only; elsewhere its own."""
+        """Return the ids of all running processes of the command. On systems other than Linux, only its main
+        process."""
         pid = self._process.pid
         if not Path("/proc/self/stat").exists():
             return [] if self.has_ended() else [pid]
         return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _session(path) == pid]
 
     def left_over(self) -> list[int]:
-        """Return the processes that still run some seconds after the command has ended."""
+        """Return the ids of processes that still run some seconds after the command has ended."""
         deadline = time.monotonic() + _LEFT_OVER_SECONDS
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -98,7 +99,7 @@ class Started:
 
 
 def _session(process: Path) -> int | None:
-    """Return the session of a process that runs; None if it has ended, or is only waited for."""
+    """Return the session of a running process; None if it has ended or is a zombie."""
     try:
         state, _, _, session = (process / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:4]
     except (OSError, ValueError):
@@ -107,24 +108,24 @@ def _session(process: Path) -> int | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without what torchrun sets, so that the command starts processes itself."""
+    """Return the environment without the variables of torchrun, so that the command starts its own processes."""
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     kept = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
-    if is_under_torchrun and kept.get("OMP_NUM_THREADS") == "1":  # torchrun's, and not the user's choice
+    if is_under_torchrun and kept.get("OMP_NUM_THREADS") == "1":  # set by torchrun, not by the user
         del kept["OMP_NUM_THREADS"]
     root = Path(serried.__file__).resolve().parent.parent
-    if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout that may not be installed
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))
-    return kept | {SWEEP: str(os.getpid())}  # a run stops if this process is killed
+    return kept | {SWEEP: str(os.getpid())}  # makes a run stop if this process is killed
 
 
 class Workplace:
     """Starts runs in a folder, on the devices of this machine.
 
     Attributes:
-        log: file that the next commands print to.
-        ranks: processes of a run on all devices: an even number, or one.
-        device: value of ``launch.device`` of the runs.
+        log: File for the output of the next commands.
+        ranks: Number of processes of a run on all devices: 1 or an even number.
+        device: Value of ``launch.device``.
     """
 
     def __init__(self, folder: Path, logs: Path, ranks: int, device: str, script: Path = TRAINING_SCRIPT) -> None:
@@ -140,8 +141,11 @@ class Workplace:
         self, *words: str, processes: int | None = None, device: str | None = None, limit_seconds: float | None = None,
         code: int = EXIT_FINISHED,
     ) -> Path:  # fmt: skip
-        """Train the small model, and return the run folder. Raises ``RunFailed`` if the run ends with another exit code
-        than ``code``, or does not end."""
+        """Train the small model, and return the run folder.
+
+        Raises:
+            RunFailed: The exit code is not ``code``, or the run does not end in time.
+        """
         folder, started = self.start(*words, processes=processes, device=device)
         ended = self._end(started, limit_seconds)
         if ended != code:
@@ -149,14 +153,14 @@ class Workplace:
         return folder
 
     def start(self, *words: str, processes: int | None = None, device: str | None = None) -> tuple[Path, Started]:
-        """Start a run of the small model. Return its folder, and the command."""
+        """Start a run of the small model. Return its folder and the command."""
         words = tuple(self.small_run(*words))
         started = self._started([str(self._script), *words, *self._launched(processes, device)])
         given = dict(word.split("=", 1) for word in words)
         return Path(given["run.dir"]), started
 
     def program(self, *words: str, processes: int | None = None, limit_seconds: float) -> Path:
-        """Train what ``words`` say, and return the run folder."""
+        """Train with the overrides ``words``, and return the run folder."""
         folder = self.new_folder()
         arguments = ["-m", "serried.program", *words, f"run.dir={folder}", *self._launched(processes, None)]
         started = self._started(arguments)
@@ -165,30 +169,32 @@ class Workplace:
         return folder
 
     def command(self, *arguments: str, limit_seconds: float | None = None) -> tuple[int, str]:
-        """Run ``python`` with ``arguments``. Return the exit code and what it printed."""
+        """Run ``python`` with ``arguments``. Return the exit code and the output."""
         started = self._started(arguments)
         return self._end(started, limit_seconds), started.printed
 
     def small_run(self, *words: str) -> list[str]:
-        """Return the overrides of a small run in a new folder; a key of ``words`` replaces one given here."""
+        """Return the overrides of a small run in a new folder. Keys in ``words`` replace the defaults."""
         small = [
             "data=text", f"data.path={self.text}", f"data.cache_dir={self.folder / 'cache'}", "data.sequence_length=32",
             "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.head_dim=16",
             "model.hidden_dim=48", "model.tie_embeddings=false", "trainer.steps=10",
             f"trainer.global_batch={self.global_batch}", "trainer.log_every=1", "trainer.eval_every=0",
             "trainer.sample_tokens=0", "schedule.warmup_steps=3", "launch.stop_timeout_seconds=30",
-            "optim.lr=0.002",  # at 0.003 a step of this run spikes, and a spike amplifies rounding tenfold
+            "optim.lr=0.002",  # at 0.003 the loss spikes, which amplifies rounding tenfold
         ]  # fmt: skip
         given = dict(word.split("=", 1) for word in (*small, *words))
         if given.get("parallel") in ("fsdp", "hsdp") and "parallel.pipeline" not in given:
-            given.setdefault("parallel.reshard_after_forward", "true")  # several units on a CPU too
+            given.setdefault("parallel.reshard_after_forward", "true")  # several FSDP2 units on a CPU too
         given.setdefault("run.dir", str(self.new_folder()))
         return [f"{key}={value}" for key, value in given.items()]
 
     def once(self, name: str, work: Callable[[], _Value]) -> _Value:
-        """Return what ``work`` returns, which is called once for each ``name``: runs that several cases need.
+        """Return the result of ``work``, which is called only once for each ``name``. For runs that several cases need.
 
-        Raises ``RunFailed``, also again, if ``work`` does."""
+        Raises:
+            RunFailed: ``work`` raised it, in this call or an earlier one.
+        """
         if name not in self._shared:
             try:
                 self._shared[name] = work()
@@ -200,16 +206,16 @@ class Workplace:
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether runs compute on GPUs, of any kind."""
+        """Whether runs use GPUs of any kind."""
         return self.device != "cpu"
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step of the small run: every layout divides them, three and six times accumulated."""
+        """Samples per step of the small run. Every layout divides this number, with 3 or 6 accumulation steps."""
         return 6 * self.ranks
 
     def new_folder(self) -> Path:
-        """Return a folder for a run, which does not exist yet."""
+        """Return the path of a new folder for a run. The folder is not created."""
         self._count += 1
         return self.folder / f"run-{self._count}"
 
@@ -235,14 +241,14 @@ def ending(started: Started) -> Iterator[Started]:
 
 
 def write_text(folder: Path) -> Path:
-    """Write thirty files of words with some order in them, so that a loss falls. Return ``folder``."""
+    """Write thirty text files with enough structure for the loss to fall. Return ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ("lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit", "sed", "do")
     state = 7
     for number in range(30):
         chosen = []
         for _ in range(300):
-            state = state * 48271 % (2**31 - 1)  # the same text with any version of any library
+            state = state * 48271 % (2**31 - 1)  # the text does not depend on library versions
             chosen.append(words[min(state % 10, state // 10 % 10)])
         (folder / f"{number:02d}.txt").write_text(" ".join(chosen), "utf-8")
     return folder
@@ -260,7 +266,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the records of a ``kind``, in order."""
+    """Return the records of ``kind`` in order."""
     return [event for event in read_events(run / METRICS) if event["event"] == kind]
 
 
@@ -272,7 +278,7 @@ def status_of(run: Path) -> Status:
 
 
 def resumed_from(run: Path) -> int | None:
-    """Return the step that the last start of a run resumed from; None: from none."""
+    """Return the step from which the last start of a run resumed; None if it started from scratch."""
     starts = events_of(run, "start")
     return starts[-1].get("resumed_from") if starts else None
 
@@ -285,15 +291,18 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 class Difference(NamedTuple):
-    """Largest relative differences of two curves."""
+    """Largest relative differences between two curves."""
 
     loss: float
     grad_norm: float
 
 
 def difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> Difference:
-    """Return how far ``steps`` are from the steps of the same numbers in ``reference``. Raises ``RunFailed`` if one of
-    them is missing, was skipped, or took other samples."""
+    """Return the largest relative differences between ``steps`` and the same steps of ``reference``.
+
+    Raises:
+        RunFailed: A step is missing, or differs in its samples or in whether it was skipped.
+    """
     by_number = {step["step"]: step for step in reference}
     if not steps or any(step["step"] not in by_number for step in steps):
         raise RunFailed(f"has steps {[step['step'] for step in steps]} and not {[*by_number]}")
@@ -312,13 +321,13 @@ def difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[s
 
 
 def reason_of(run: Path, printed: str) -> str:
-    """Return why a run ended, in one line."""
+    """Return the reason why a run ended, in one line."""
     status = read_status(run)
     lines = [line for line in printed.splitlines() if line.startswith(("error: ", "failed: "))]
     return (status and status.reason) or (lines[0] if lines else last_line(printed))
 
 
 def last_line(printed: str) -> str:
-    """Return the last line that is not empty."""
+    """Return the last non-empty line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"

@@ -1,8 +1,8 @@
-"""The training script of ``serried verify``: a small language model with uneven masks, and a fault if one is asked for.
+"""The training script of ``serried verify``: a small language model with uneven masks and an optional fault.
 
     python training_script.py task.fault=kill task.rank=1 task.at=10 ...
 
-A fault is a key of this task alone: nothing makes another task fail.
+Faults are keys of this task only. They cannot make another task fail.
 """
 
 import os
@@ -28,21 +28,22 @@ class VerifiedTask(serried.CausalLM):
     """A causal language model whose samples have different numbers of targets, as in fine-tuning."""
 
     class Config(serried.Section):
-        """What goes wrong, and on which rank."""
+        """The fault, and the rank on which it happens."""
 
         free = ("fault", "rank", "at", "sleep_seconds", "refuses_waits")
 
         fault: Literal["none", "kill", "raise", "data", "kernel"] = "none"
-        """``kill``: SIGKILL; ``raise``: an exception; ``data``: a batch that never arrives; ``kernel``: an operation of
-        the device that never ends."""
+        """``kill``: SIGKILL; ``raise``: an exception; ``data``: a batch that never arrives; ``kernel``: a device
+        operation that never ends."""
         rank: int = 0
-        """Rank on which it happens."""
+        """Rank of the fault."""
         at: int = 1
-        """Micro-batch of this rank at which it happens, from 1."""
+        """Micro-batch of the rank at which the fault happens, counted from 1."""
         sleep_seconds: float = 0.0
-        """Added to each micro-batch."""
+        """Time added to each micro-batch."""
         refuses_waits: tuple[int, int] | None = None
-        """First micro-batch during which waiting of the host for the GPU is an error, and the first after that."""
+        """First micro-batch in which it is an error if the host waits for the GPU, and the first in which it is allowed
+        again."""
 
     def configure(self, run: Any) -> None:
         super().configure(run)
@@ -71,7 +72,7 @@ class VerifiedTask(serried.CausalLM):
         return super().inputs(batch)
 
     def _is_due(self, fault: str, count: int) -> bool:
-        # A task knows no rank, except here, where one is to differ from the others.
+        # Tasks do not normally know their rank. This one does, to fail on a single rank.
         rank = int(os.environ.get("RANK", "0"))
         return self.config.fault == fault and rank == self.config.rank and count >= self.config.at
 
@@ -86,7 +87,7 @@ class VerifiedTask(serried.CausalLM):
         if batch.tokens.is_cuda:
             torch.cuda._sleep(
                 _FOREVER_CYCLES
-            )  # private, as no public operation never ends; tests/cli/test_verify.py guards it
+            )  # private, because no public operation hangs; tests/cli/test_verify.py guards it
         else:
             time.sleep(_FOREVER_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Do the checks of ``serried verify`` one after the other, and write the report."""
+"""Run the checks of ``serried verify`` one after the other, and write the report."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from serried.verify.speed import checkpoint, memory, speed
 from serried.verify.started_runs import RunFailed, Workplace
 
 FORMAT = 1
-"""Version of the report: a key that is there keeps its name and meaning."""
+"""Version of the report format. Existing keys keep their name and meaning."""
 CHECKS = tuple(
     Check(check.__name__, (check.__doc__ or "").strip().rstrip(".").replace("``", ""), check)
     for check in (preflight, parity, determinism, host_waits, resume, faults, speed, memory, checkpoint)
@@ -41,28 +41,28 @@ class Row:
     result: str
     """``passed``, ``failed`` or ``skipped``."""
     figure: str
-    """Measurement or observation; if skipped, the reason."""
+    """Measurement or observation, or the reason for skipping."""
     bound: str = ""
-    """Limit of the figure; empty: the figure is reported, and not judged."""
+    """Limit of the figure. If empty, the figure is reported but not checked."""
     values: Mapping[str, float | int | str | None] = field(default_factory=dict)
-    """The figure and the bound as numbers and texts, by name; the names depend on the check."""
+    """Values of the figure and the bound, by name. The names depend on the check."""
     seconds: float = 0.0
     log: str = ""
-    """Name of the file with the output of the runs, in the folder of the logs."""
+    """Name of the log file with the output of the runs."""
     log_tail: Sequence[str] = ()
-    """The end of that file, if failed."""
+    """Last lines of the log file, if the case failed."""
 
 
 @dataclass
 class Report:
-    """The results, as written to ``out``."""
+    """Results of all checks, as written to ``out``."""
 
     device: str
     """``cpu``, ``cuda`` or another value of ``launch.device``."""
     ranks: int
-    """Processes of the runs."""
+    """Number of processes per run."""
     started: str
-    """UTC."""
+    """Start time in UTC."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     is_interrupted: bool = False
@@ -84,7 +84,7 @@ class Report:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table of ``rows``."""
+    """Return the lines of a table of ``rows``."""
     shown = [("check", "", "result", "figure", "bound", "log")]
     for row in rows:
         figure = row.figure if len(row.figure) <= _FIGURE_WIDTH else f"{row.figure[: _FIGURE_WIDTH - 3]}..."
@@ -94,7 +94,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(report: Report) -> str:
-    """Return the line below the table."""
+    """Return the summary line below the table."""
     counts = {result: sum(row.result == result for row in report.rows) for result in (PASSED, FAILED, SKIPPED)}
     counted = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     return f"{report.result:<10} {counted or 'nothing was done'}; {duration(report.seconds)}"
@@ -103,7 +103,7 @@ def summary(report: Report) -> str:
 def verify(
     workplace: Workplace, checks: Sequence[Check], bounds: Bounds, out: Path, say: Callable[[str], Any]
 ) -> Report:
-    """Do ``checks``, and write the report to ``out`` after each case. Ends early on ``KeyboardInterrupt``."""
+    """Run ``checks``, and write the report to ``out`` after each case. Ends early on ``KeyboardInterrupt``."""
     began = time.monotonic()
     report = Report(workplace.device, workplace.ranks, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
     clean = anonymous(workplace.folder, workplace.logs, workplace.logs.parent)
@@ -128,7 +128,7 @@ def verify(
 
 
 def _row(workplace: Workplace, check: str, case: Case, clean: Callable[[str], str]) -> Row:
-    """Do a case. A failure of the check itself is a failed row too, and its traceback is in the log."""
+    """Run a case. An unexpected exception is a failed row too, with its traceback in the log."""
     if case.skipped:
         return Row(check, case.name, SKIPPED, case.skipped)
     log = workplace.log = workplace.logs / f"{re.sub('[^a-z0-9_]+', '-', f'{check} {case.name}'.lower())}.log"
@@ -152,7 +152,8 @@ def _row(workplace: Workplace, check: str, case: Case, clean: Callable[[str], st
 
 
 def _machine(clean: Callable[[str], str]) -> dict[str, Any]:
-    """Return what the report says of the machine, found by a process of its own: this one stays free of CUDA."""
+    """Return the description of the machine. A separate process collects it, so that this one does not initialize
+    CUDA."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "serried.verify.node"], capture_output=True, text=True, timeout=300, check=True

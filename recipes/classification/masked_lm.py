@@ -36,7 +36,7 @@ class MaskedText(NamedTuple):
 
 
 class Masking:
-    """Masks random tokens of texts, except special ones."""
+    """Masks random tokens of a text, but no special tokens."""
 
     def __init__(self, encoder: Any, mask: str, share: float) -> None:
         """``encoder``: tokenizer of the library ``tokenizers``, with the token ``mask``. ``share``: fraction of tokens

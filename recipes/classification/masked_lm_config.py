@@ -1,4 +1,4 @@
-"""Section of the task ``masked_lm``."""
+"""Config section of the task ``masked_lm``."""
 
 from typing import Annotated
 

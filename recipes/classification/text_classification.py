@@ -134,7 +134,7 @@ class TextClassification(Classification):
         return self._filled(rows, self._padding), self._filled([np.ones_like(row) for row in rows], 0)
 
     def _filled(self, rows: Sequence[np.ndarray], value: int) -> Tensor:
-        """Stack ``rows`` [tokens], padded with ``value``."""
+        """Stack ``rows``, each [tokens], padded to one length with ``value``."""
         longest, is_left = max(map(len, rows)), self._sides.padding == "left"
         if is_left and not any(key.startswith("rope_") for key in self._found):
             longest = self.config.sequence_length  # positions of tokens must not depend on other texts of the batch

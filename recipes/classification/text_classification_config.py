@@ -1,11 +1,11 @@
-"""Section of the task ``text_classification``."""
+"""Config section of the task ``text_classification``."""
 
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.tasks import LabelledSection, TextsSection
 
 
 class TextClassSection(TextsSection, LabelledSection):
-    """Texts and their classes."""
+    """Texts with one class each."""
 
 
 tasks.register(

@@ -102,7 +102,7 @@ class CausalLM(TextTask):
         return self._text.summary()
 
     def describe_sample(self) -> list[str]:
-        is_chat = self._data.format == "chat"  # else every token is a target
+        is_chat = self._data.format == "chat"  # in other formats, every token is a target
         return self._text.describe_sample(self.dataset("train")[0]) if is_chat else []
 
     def dataset(self, split: str) -> Any:
@@ -267,7 +267,7 @@ class CausalLM(TextTask):
         return [*notes, note]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
-        """Return the ids of the prompt. Raises ``UserError`` if the tokenizer or the chat template cannot encode
+        """Return the token ids of the prompt. Raises ``UserError`` if the tokenizer or the chat template cannot encode
         ``said``."""
         return self._asked(said)[0]
 

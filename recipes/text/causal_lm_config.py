@@ -1,4 +1,4 @@
-"""Section of the task ``causal_lm``."""
+"""Config section of the task ``causal_lm``."""
 
 from pydantic import Field
 

@@ -1,8 +1,8 @@
 """Knowledge distillation: predict each token like a larger, frozen model (https://arxiv.org/abs/1503.02531).
 
 The teacher is a submodule of the model, so every parallel layout shards it like the model. Checkpoints do not
-contain it. Its head keeps the last hidden states, and the student's head compares the logits of both, one chunk of
-tokens at a time.
+contain it. The teacher's head stores its hidden states, and the student's head compares the logits of both, one chunk
+of tokens at a time.
 """
 
 import json

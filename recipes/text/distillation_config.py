@@ -1,4 +1,4 @@
-"""Section of the task ``distillation``."""
+"""Config section of the task ``distillation``."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar

@@ -1,4 +1,4 @@
-"""Section of the task ``preference``: DPO, ORPO and SimPO."""
+"""Config section of the task ``preference``: DPO, ORPO and SimPO."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal

@@ -30,7 +30,7 @@ _HEAD, _SCORE = "lm_head", "score.weight"
 """Names of the head module, and of its weight in a checkpoint."""
 
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
-"""transformers' class for sequence classification, where its name does not follow from the language model's."""
+"""Names of transformers' sequence classification classes that do not follow from the name of the language model."""
 _WITHOUT_CLASSIFIER = ("glm4_moe",)
 """Model families without such a class."""
 
@@ -55,7 +55,7 @@ class Reward(PairTask):
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
-        if "tie_embeddings" in type(self._model).model_fields:  # the head has its own weight
+        if "tie_embeddings" in type(self._model).model_fields:  # the score head has its own weight
             self._model = self._model.model_copy(update={"tie_embeddings": False})
 
     # data -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Section of the task ``reward``."""
+"""Config section of the task ``reward``."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -51,7 +51,7 @@ def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:
 
 
 def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
-    """Return a note if transformers' tokenizer encodes text to other ids, in a list; empty otherwise."""
+    """Return a list with a note if transformers' tokenizer encodes text to other ids, else an empty list."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.is_plain or data.tokenizer == "train":
         return []
     name = data.tokenizer

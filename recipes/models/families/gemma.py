@@ -121,5 +121,5 @@ class Gemma(Llama):
             "architectures": ["Gemma3ForCausalLM"],
             "sliding_window_pattern": model.global_every,
             "rope_parameters": {"full_attention": rope, "sliding_attention": rope | {"rope_theta": local}},
-            "rope_local_base_freq": local,  # transformers 4
+            "rope_local_base_freq": local,  # for transformers 4
         }

@@ -1,4 +1,4 @@
-"""Section of Gemma 2 and Gemma 3."""
+"""Config section of Gemma 2 and Gemma 3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -74,7 +74,7 @@ class GemmaSection(MistralSection):
 
 
 def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
-    """Return the n of which every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""
+    """Return n such that every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""
     kinds = found.get("layer_types")
     if kinds is None:
         return int(every)

@@ -1,8 +1,8 @@
 """GPT-2: learned positions, LayerNorm, biases, GELU, with the parameters of transformers' ``GPT2LMHeadModel``.
 
 Radford et al., "Language models are unsupervised multitask learners", 2019. Queries, keys and values are three
-parameters here, so that the tensor axis can shard each by heads; a checkpoint stores them concatenated in
-``c_attn``.
+parameters here, so that tensor parallelism can shard each by heads; a checkpoint stores them concatenated
+in ``c_attn``.
 
 Shapes: B batch, S sequence, D dim, H heads, E head_dim, V vocabulary.
 """
@@ -138,7 +138,7 @@ class GPT2Model(nn.Module):
         if not tokens.is_floating_point():  # in later pipeline stages, tokens are hidden states
             x = x + self.wpe(self.context.part(positions, 1))
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # like Transformer
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as in llama.Transformer
         if cache is None:
             mask = self.context.mask(make, length, tokens.device)  # one mask for all blocks
             for block in self.h:

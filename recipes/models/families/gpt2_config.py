@@ -1,4 +1,4 @@
-"""Section of GPT-2."""
+"""Config section of GPT-2."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -286,7 +286,7 @@ class Llama(PublishedFamily):
     """
 
     transformer: type[Transformer] = Transformer
-    """Class of the model."""
+    """Module class that ``build`` creates."""
 
     def build(self) -> Transformer:
         with torch.device("meta"):
@@ -344,7 +344,7 @@ class Llama(PublishedFamily):
         return super().export_config(end_token) | {
             **model.plain,
             "head_dim": model.attention_head_dim,
-            "rope_parameters": rope,  # transformers >= 5
-            "rope_theta": model.rope_theta,  # transformers 4
+            "rope_parameters": rope,  # for transformers >= 5
+            "rope_theta": model.rope_theta,  # for transformers 4
             "rope_scaling": rope if model.rope_scaling else None,
         }

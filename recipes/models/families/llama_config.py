@@ -1,4 +1,4 @@
-"""Sections of Llama and of the families that share its code: Mistral, Qwen 2 and Qwen 3."""
+"""Config sections of Llama and of the families that share its code: Mistral, Qwen 2 and Qwen 3."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal

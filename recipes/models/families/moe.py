@@ -44,7 +44,7 @@ _BLACKWELL = 10
 class Router(nn.Module):
     """Chooses the experts of each token, in fp32, so that rounding errors do not change the choice.
 
-    ``loads`` counts the tokens sent to each expert while ``is_counting``; see ``parallel.plan.Router``.
+    ``loads`` counts the tokens sent to each expert while ``is_counting`` is set; see ``parallel.plan.Router``.
     """
 
     def __init__(self, config: MoESection) -> None:

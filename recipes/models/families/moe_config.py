@@ -1,4 +1,4 @@
-"""Section of decoder-only transformers with a mixture of experts."""
+"""Config section of decoder-only transformers with a mixture of experts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar

@@ -16,7 +16,7 @@ from serried.recipes.models.layers.kv_cache import LayerCache
 
 
 class WidthNorm(RMSNorm):
-    """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32. The tensor axis may shard the heads."""
+    """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32. Tensor parallelism may shard the heads."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps)

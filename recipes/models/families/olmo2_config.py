@@ -1,4 +1,4 @@
-"""Section of OLMo 2."""
+"""Config section of OLMo 2."""
 
 from serried.configs.schema.registry import models
 from serried.recipes.models.families.llama_config import LlamaSection

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4 (https://arxiv.org/abs/2404.14219): Llama, optionally with a sliding window, in fused tensors.
 
 A checkpoint has queries, keys and values in one tensor, and the two matrices into the feed-forward in another. They
-are separate parameters here, so that the tensor axis can shard each.
+are separate parameters here, so that tensor parallelism can shard each of them.
 """
 
 from collections.abc import Sequence

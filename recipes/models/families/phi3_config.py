@@ -1,4 +1,4 @@
-"""Section of Phi-3 and Phi-4."""
+"""Config section of Phi-3 and Phi-4."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

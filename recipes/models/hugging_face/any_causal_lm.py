@@ -38,7 +38,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _ROLES = {"colwise": "column", "rowwise": "row"}
 """Roles of ``ParallelPlan``, by style in transformers' ``base_model_tp_plan``."""
 _WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
-"""Styles of modules that are replicated within a region, such as norms of each head."""
+"""Styles of modules that are replicated within a region, such as per-head norms."""
 
 
 class HuggingFaceModel(LossFamily):
@@ -148,7 +148,7 @@ class HuggingFaceModel(LossFamily):
         return self._fragments.get(name) or super().exported(name, shape)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        del end_token  # the folder's own end token stays
+        del end_token  # the end token in the folder's config is kept
         own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
         return without_code(self.section.architecture) | own
 
@@ -165,7 +165,7 @@ def _roles_of(model: Any) -> dict[str, str]:
     """Return the roles of modules according to transformers' plan for tensor parallelism; empty for models that the
     tests do not cover.
 
-    A style without a role is returned as it is, and is refused if the tensor axis needs it.
+    A style without a role is returned as it is, and is refused if tensor parallelism needs it.
     """
     if model.config.model_type not in DIVIDED_MODELS:
         return {}
@@ -244,7 +244,7 @@ class _Forward:
         )
 
     def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:
-        """Let transformers derive its masks from the positions."""
+        """Return the positions as an argument, from which transformers derives its masks."""
         return {"position_ids": positions}
 
     def _by_mask(self, positions: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Section of ``model=hf``: any causal language model of transformers, run with transformers' own code."""
+"""Config section of ``model=hf``: any causal language model of transformers, run with transformers' own code."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models
 
 DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
-"""Model types that ``model=hf`` shards over the tensor axis. They are the ones that tests compare with a single
+"""Model types that ``model=hf`` shards with tensor parallelism. They are the ones that tests compare with a single
 process: in others, code between the layers may need the full width, which transformers' plan does not show."""
 
 

@@ -130,7 +130,7 @@ def _of_torchvision(section: ImageSection, classes: Sequence[str]) -> nn.Module:
 
 
 def _fill(model: nn.Module, values: dict[str, torch.Tensor], section: ImageSection) -> None:
-    """Load ``values``, except a head for another number of classes."""
+    """Load ``values`` into ``model``, except a head for a different number of classes."""
     own = model.state_dict()
     others = {name for name in own if name not in values or values[name].shape != own[name].shape}
     head = {name.rpartition(".")[0] for name in others if name in own and own[name].ndim}

@@ -185,7 +185,7 @@ def attend(
         return attend_in_documents(q, k, v, mask, scale)
     is_by_rows = kernel != "sdpa" and mask is None and soft_cap is None and suits(q, k, v)
     if isinstance(mask, Rows) or (is_by_rows and not torch.compiler.is_exporting()):
-        if torch.is_autocast_enabled("cpu"):  # like SDPA
+        if torch.is_autocast_enabled("cpu"):  # as SDPA does
             q, k, v = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (q, k, v))
         first = mask.first if isinstance(mask, Rows) else None
         by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, first, soft_cap)

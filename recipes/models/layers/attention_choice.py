@@ -53,7 +53,7 @@ def _check_width(model: Any, instead: str) -> None:
 
 
 def _refused(config: TextRunConfig, device: str, context: int) -> str:
-    """Return why ``model.attention=flex`` or ``varlen`` cannot be used; empty if it can."""
+    """Return the reason why ``model.attention`` (``flex`` or ``varlen``) cannot be used; empty if it can."""
     model: Any = config.model
     is_varlen = model.attention == "varlen"
     if device == "cpu":

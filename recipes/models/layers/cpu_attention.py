@@ -90,7 +90,7 @@ class _Block(NamedTuple):
     seen: slice
     """Range of keys that any of the rows attends to."""
     queries: Tensor
-    """Queries, with the heads of a group stacked."""
+    """Queries, with the heads that share a key/value head stacked."""
     keys: Tensor
     capped: Tensor | None
     """Capped scores divided by the cap; None without a cap."""

@@ -27,7 +27,7 @@ class HeadTerms(NamedTuple):
     label_smoothing: float = 0.0
     """Fraction of the target distribution that is spread evenly over the vocabulary, as in ``F.cross_entropy``."""
     z_loss: float = 0.0
-    """Factor of the squared log-sum-exp of logits, which keeps it near 0 (https://arxiv.org/abs/2204.02311)."""
+    """Weight of the squared log-sum-exp of the logits, which keeps it near 0 (https://arxiv.org/abs/2204.02311)."""
 
 
 PLAIN = HeadTerms()

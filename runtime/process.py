@@ -234,7 +234,8 @@ def only_gpu(device: "torch.device", local_world: int) -> str | None:
 
     if device.type == "cpu" or local_world == 1 or accelerator_count() > 1:
         return None
-    return f"{host_name()} {device_identity(device)}"
+    identity = device_identity(device)
+    return f"{host_name()} {identity}" if identity else None
 
 
 def refuse_shared_gpu(names: Sequence[str | None]) -> None:

@@ -158,7 +158,9 @@ def with_compile(config: RunConfig, task: RunTask, layout: Layout, device: str) 
         check_compile(compiled, layout)
         check_blocks(model.module, model.plan, config.trainer.keeps_less)
     except UserError as error:
-        return off, str(error).partition(";")[0].removeprefix("trainer.compile=true").removeprefix(" with ")
+        return off, str(error).partition(";")[0].removeprefix("trainer.compile=true").removeprefix(
+            " with "
+        ).removeprefix(": ")
     return compiled, ""
 
 

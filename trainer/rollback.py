@@ -5,7 +5,7 @@ from typing import Any
 
 from serried.configs.errors import TrainingStopped
 from serried.parallel.layout.checks import with_values
-from serried.trainer.checkpoint.resume import find_start
+from serried.trainer.checkpoint.resume import Start, find_start, make_room
 from serried.trainer.metrics.meter import Meter
 from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.monitor.heartbeat import SET_UP
@@ -50,7 +50,7 @@ class Rollback:
             raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
         self._state.parallel.reshard()
         self._state.restore(start)
-        self._saver.saved_step = start.step
+        self._saver.go_back(self._newest_of_run(start))
         self._progress.resume(start)
         context.callbacks.load_state_dict(start.state)
         self._count += 1
@@ -58,6 +58,21 @@ class Rollback:
         context.pulse.phases.take()  # discard times of the undone step
         self._log.rolled_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._progress.counts.tokens)
+        return start.step
+
+    def _newest_of_run(self, start: Start) -> int:
+        """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer ones, which cannot be read, are
+        set aside: they would be in the way of the next saves. A collective."""
+        context = self._context
+        if not start.continues(context.config.run.dir):
+            return 0
+
+        def set_newer_aside() -> list[str]:
+            assert context.folder is not None
+            return make_room(context.folder, start)
+
+        for note in context.session.once(set_newer_aside):
+            context.console.say(f"note       {note}")
         return start.step
 
     def state_dict(self) -> dict[str, Any]:

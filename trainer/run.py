@@ -162,11 +162,18 @@ class _Run:
             self._open_data()  # the model may depend on the data
         layout = resolve_layout(context.config.parallel, context.session.world_size)
         config, why_not = with_compile(context.config, context.task, layout, device.type)
-        if config.trainer.compiles and (missing := missing_compiler(device.type)):
-            config, why_not = with_values(config, {"trainer.compile": False}), f"no compiler: {missing[1]}"
+        if config.trainer.compiles and (reason := self._missing_compiler()):
+            config, why_not = with_values(config, {"trainer.compile": False}), reason
         self._configure(config)
         if why_not:
             context.console.say(f"compile    off, as trainer.compile=auto: {why_not}")
+
+    def _missing_compiler(self) -> str | None:
+        """Return which host lacks what torch.compile needs, if one does: all ranks compile, or none. A collective."""
+        session = self.context.session
+        missing = missing_compiler(session.device.type)
+        found = session.gather(missing and f"{session.host()} has not {missing[0]}; {missing[1]}")
+        return next(filter(None, found), None)
 
     def _choose_micro_batch(self) -> None:
         context = self.context

@@ -54,6 +54,10 @@ class Saver:
         self._compares = config.health.replica_check_every > 0
         self._compared_step = -1
 
+    def go_back(self, step: int) -> None:
+        """Continue after the checkpoint of ``step``, the newest of this run; 0 if it has none."""
+        self.saved_step, self._compared_step = step, -1
+
     def compare_replicas(self, step: int) -> None:
         """Compare the replicas bitwise, unless this was already done after ``step``. A collective."""
         if self._compares and self._compared_step != step:

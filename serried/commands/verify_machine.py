@@ -82,6 +82,8 @@ def _verify(
     try:
         say(f"{'verify':<10} {', '.join(check.name for check in checks)}; {_described(ranks, device)}")
         report = check_all(Workplace(runs, logs, ranks, device, script), checks, bounds, out, say)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or out}: {error.strerror}; use folder=FOLDER out=FILE") from None
     finally:
         shutil.rmtree(runs, ignore_errors=True)
     say("\n".join(["", *table(report.rows), "", summary(report)]))
@@ -123,10 +125,12 @@ def _gpus(section: LaunchSection) -> int | None:
     """
     if not may_use_gpus(section):
         return None
-    if not section.names_gpu:
-        return processes_per_node(section.model_copy(update={"name": "local", "processes": None}))
     from serried.runtime.accelerator import accelerator_count, accelerator_type
 
+    if not section.names_gpu:
+        if accelerator_type() is None:  # a driver, but a torch without GPUs
+            return None
+        return processes_per_node(section.model_copy(update={"name": "local", "processes": None}))
     if accelerator_type() != section.device:
         raise UserError(f"launch.device={section.device} but torch finds none here; use launch.device=cpu")
     return accelerator_count()

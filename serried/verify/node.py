@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from serried.verify.check import Bounds, Case, Found
 from serried.verify.started_runs import RunFailed, Workplace
 
 _VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|RCCL|HIP|ROCR|OMP|UCX)_.*")
-_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b|(?<![\w:])[0-9a-fA-F]{0,4}(?::{1,2}[0-9a-fA-F]{1,4}){3,7}(?![\w:])")
+"""An IPv4, IPv6 or hardware address."""
 _TRIES = 2
 
 
@@ -106,14 +108,17 @@ def _topology() -> list[str]:
 def anonymous(*folders: Path) -> Callable[[str], str]:
     """Return a function that replaces host names, user names, IP addresses and ``folders`` in a text."""
     names = {str(folder): "FOLDER" for folder in folders}
-    names |= {host: "HOST" for host in (host_name(), platform.node(), platform.node().partition(".")[0]) if host}
-    with suppress(Exception):  # a container may have no user name and no home folder
-        names |= {getuser(): "USER", str(Path.home()): "~"}
+    hosts = (host_name(), socket.getfqdn(), platform.node(), platform.node().partition(".")[0])
+    names |= {host: "HOST" for host in hosts if host and host != "localhost"}
+    for name_of, word in ((getuser, "USER"), (lambda: str(Path.home()), "~")):
+        with suppress(Exception):  # a container may have no such user, or no home
+            names[name_of()] = word
     names.pop("root", None)
 
     def replace(text: str) -> str:
         for name in sorted(names, key=len, reverse=True):
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", names[name], text)
+            domain = r"(?:\.[A-Za-z][\w-]*)*" if names[name] == "HOST" else ""
+            text = re.sub(rf"(?<!\w){re.escape(name)}{domain}(?!\w)", names[name], text)
         return _ADDRESS.sub("ADDRESS", text)
 
     return replace

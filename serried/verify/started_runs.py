@@ -15,6 +15,8 @@ import serried
 from serried.configs.errors import EXIT_FINISHED
 from serried.records.metrics import METRICS, read_events
 from serried.records.status import Status, read_status
+from serried.runtime.import_signals import LAUNCHER
+from serried.runtime.process import REPORTS, STATUS_DECIDES
 from serried.runtime.signals import SWEEP
 from serried.trainer.checkpoint.retention import committed
 
@@ -28,7 +30,7 @@ LIMIT_SECONDS = 240.0
 _TORCHRUN = re.compile(r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _Value = TypeVar("_Value")
 _LOOK_SECONDS = 0.05
-_LEFT_OVER_SECONDS = 5.0
+_LEFT_OVER_SECONDS = 20.0  # a driver first ends the kernels of a process
 
 
 class RunFailed(Exception):
@@ -113,6 +115,8 @@ def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _TORCHRUN.fullmatch(name)}
     if is_under_torchrun and kept.get("OMP_NUM_THREADS") == "1":  # set by torchrun, not by the user
         del kept["OMP_NUM_THREADS"]
+    for name in (STATUS_DECIDES, REPORTS, LAUNCHER):  # of the job or the launcher that verify itself may run in
+        kept.pop(name, None)
     root = Path(serried.__file__).resolve().parent.parent
     if root.name not in ("site-packages", "dist-packages"):  # a checkout that may not be installed
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))

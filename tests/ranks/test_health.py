@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -149,6 +150,36 @@ def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
     assert [answer.value["code"] for answer in again] == [0, 0]
     taken = [sample for answer in (*answers, *again) for ids in answer.value["sample_ids"] for sample in ids]
     assert len(taken) == len(set(taken)) == 14 * BATCH, "no sample was taken twice"
+
+
+def spike_after_damage(argv: list[str], run_dir: str) -> dict[str, Any]:
+    """Before step 8, which spikes, a byte of the newest checkpoint is flipped."""
+
+    def damage() -> None:
+        newest = Path(run_dir, "checkpoints", "step-00000006")
+        while not newest.exists():  # it is saved while training continues
+            time.sleep(0.1)
+        path = max(newest.glob("*.safetensors"), key=lambda found: found.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    acts = {8: damage} if os.environ["RANK"] == "0" else {}
+    return train_small(argv, fault=spike_at(8), acts=acts)
+
+
+def test_a_run_that_goes_back_past_a_damaged_checkpoint_sets_it_aside_and_saves_the_step_again(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(
+        text, tmp_path, *DDP2, "health.spike=rollback", "checkpoint.keep=1", "checkpoint.keep_every=3"
+    )
+    answers = cluster.run(2, "tests.ranks.test_health:spike_after_damage", argv=argv, run_dir=str(tmp_path))
+    assert [answer.value["code"] for answer in answers] == [0, 0], answers[0].printed
+    assert "newer checkpoints (step-00000006) are kept in " in answers[0].printed
+    assert metrics(tmp_path, "rollback")[0]["step"] == 3
+    assert [event["step"] for event in metrics(tmp_path, "checkpoint")] == [3, 6, 9, 12]
+    assert steps_saved(tmp_path) == [3, 6, 9, 12]
 
 
 def test_a_run_goes_back_only_so_many_times(cluster: Cluster, text: Path, tmp_path: Path) -> None:

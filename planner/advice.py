@@ -28,11 +28,11 @@ _PER_NODE = 8
 
 
 class Advice(NamedTuple):
-    """An override."""
+    """An override that saves memory."""
 
     override: str
     saved: int
-    """Bytes."""
+    """Saved bytes."""
     note: str
     """Cost of the override, as a clause."""
 

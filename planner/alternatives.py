@@ -101,7 +101,7 @@ def faster(planned: Planned, plan: StepPlan) -> list[Faster]:
     first = estimate({})
     if first is None:
         return []
-    more = max(0, fits.needed - first[1])  # memory of the trace that the formula lacks
+    more = max(0, fits.needed - first[1])  # traced memory that the formula does not cover
     found: list[Faster] = []
     values: dict[str, Any] = {}
     now = first
@@ -157,7 +157,7 @@ class Search:
         self._seen: dict[frozenset[tuple[str, Any]], Fitting | None] = {}
         own = self._estimate({})
         self._more = 0 if own is None else max(0, plan.fits.needed - own.needed)
-        """Bytes that the trace found and the formula lacks."""
+        """Traced bytes that the formula does not cover."""
         self._seen.clear()
 
     def found(self) -> list[Fitting]:
@@ -177,7 +177,7 @@ class Search:
         return found
 
     def nearest(self) -> Fitting | None:
-        """Return the tried overrides that come closest to fitting without fitting."""
+        """Return the overrides that come closest to fitting, among those that were tried and do not fit."""
         missing = [tried for tried in self._seen.values() if tried and not self._fits(tried) and tried.values]
         return max(missing, key=lambda tried: tried.fits.margin, default=None)
 

@@ -99,7 +99,7 @@ def _others(planned: Planned, allowed: list[int], fits: Callable[..., Fits]) -> 
 
 
 def _needed(config: RunConfig, task: RunTask, layout: Layout, planned: Planned, *, is_open: bool) -> int:
-    """Return the bytes of the rank that needs the most: by formula, or with traced activations if there is none."""
+    """Return the bytes of the rank that needs the most: by formula, or with traced activations without a formula."""
     found = planned.of(config, layout.world)
     if found.activations:
         return with_unused(formula_memory(found)).peak

@@ -29,7 +29,7 @@ from serried.trainer.task import RunTask
 _TEXTS = (  # messages of errors without their own class
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc", "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory",
-    "Cuda failure 2 'out of memory'",  # NCCL's
+    "Cuda failure 2 'out of memory'",  # from NCCL
 )  # fmt: skip
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
 """Messages of errors if ``ulimit -v`` leaves no memory for the stack of a thread."""

@@ -200,7 +200,7 @@ def seconds_text(*seconds: float) -> str:
     """Format a time, or a time and its range: ``1.5 s (1.3 to 1.7)``."""
     unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
     scaled = (second * factor for second in seconds)
-    first, *span = (f"{number:.3g}" if number < 999.5 else f"{number:,.0f}" for number in scaled)  # not 1.04e+03
+    first, *span = (f"{number:.3g}" if number < 999.5 else f"{number:,.0f}" for number in scaled)  # avoids 1.04e+03
     return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
 
 

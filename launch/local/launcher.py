@@ -66,7 +66,7 @@ def run_local(
     except OSError as error:
         raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
     end_in_one_line(PASSED_ON)
-    # Before torch is imported: it reads OMP_NUM_THREADS then.
+    # Set before torch is imported, because it reads OMP_NUM_THREADS then.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     is_forked = load is not None and load_to_fork(load, config.launch)

@@ -21,7 +21,7 @@ from serried.runtime.process import processes_per_node, say, training_command
 _PACKAGE = Path(serried.__file__).parent
 _MARK = "# ---- From here on every script is the same. ----\n"
 _PATIENCE_SECONDS = 120
-_UNCONFIGURED = "Could not establish a configuration source"  # sbatch's words
+_UNCONFIGURED = "Could not establish a configuration source"  # from sbatch's error message
 _EXAMINATION_MINUTES = 10
 _LOOK_SECONDS = 2.0
 _SILENT_SECONDS = 300
@@ -169,7 +169,7 @@ def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[
             left.
     """
     wanted = {folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir, *run_dir.parents)}
-    missing = [folder for folder in sorted(wanted, reverse=True) if not folder.exists()]  # the innermost first
+    missing = [folder for folder in sorted(wanted, reverse=True) if not folder.exists()]  # innermost folders first
     path, job = run_dirs[0] / "slurm" / "submitted.sbatch", ""
     try:
         for run_dir in run_dirs:

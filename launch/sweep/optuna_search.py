@@ -174,7 +174,7 @@ def _earlier(builder: PointBuilder, space: Mapping[str, BaseDistribution]) -> di
     for name in sorted(trials, key=lambda name: int(name.removeprefix(_TRIAL))):
         try:
             parameters = {key: _parameter(one, trials[name][key]) for key, one in space.items()}
-            optuna.create_trial(params=parameters, distributions=dict(space), value=0.0)  # checks them
+            optuna.create_trial(params=parameters, distributions=dict(space), value=0.0)  # checks the values
         except (KeyError, ValueError):
             typed = " ".join(f"{key}={value}" for key, value in trials[name].items())
             raise UserError(

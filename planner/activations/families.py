@@ -41,7 +41,7 @@ def _llama(
     # A norm keeps its input in fp32, and the normalized input for the gradient of its weight.
     of_parts = 8 if share.trains_weights else 4
     of_norm = 4 if share.fuses_norms else of_parts
-    norm = of_norm * config.dim + 4  # and 1 / RMS
+    norm = of_norm * config.dim + 4  # input, and 1 / RMS in fp32
     into = width * config.dim  # output of a norm for all tokens, the input of the matrices
     gathers_keys = share.context > share.keys
     # q, attention output, logsumexp of the scores, k, v
@@ -56,19 +56,19 @@ def _llama(
     selected += (2 * into + 2 * stream) * (share.tensor > 1)
     selected += 2 * width * keys * share.context / share.tensor * gathers_keys
     product = width * config.hidden_dim / share.tensor
-    gradients = 2 * product  # of SiLU(gate) and up
-    if share.tensor > 1:  # or unsharded: of the block's output, or of the input of both factors, with their sum
+    gradients = 2 * product  # gradients of SiLU(gate) and up
+    if share.tensor > 1:  # or unsharded gradients: of the output, or of the input, once per factor and summed
         gradients = max(gradients, product + into, 3 * into - 2 * product)
     outputs = width * (queries + 2 * keys + 2 * config.hidden_dim) / share.tensor
-    outputs += 4 * stream + 8 * config.dim / share.sequence  # of both norms, also in fp32
+    outputs += 4 * stream + 8 * config.dim / share.sequence  # gradients of both norms, also in fp32
     # Output of the last matrix product for all tokens, and this rank's part of it; the residual stream, its norm, and
     # the incoming gradient.
     computed = (into + 5 * stream) * (share.tensor > 1)
     common = (layer, stream, selected, gradients, outputs, computed)
     block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
-    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # and the current and next batch
+    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # RoPE tables, current and next batch
     if gathers_keys:
-        rope += rope // share.context  # this rank's part
+        rope += rope // share.context  # this rank's part of the tables
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
     end = _end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast, of_norm=of_norm)
@@ -88,7 +88,7 @@ def _end_bytes(
     # The inputs of the final norm, and the gradients of the head's input and weight, computed in its forward.
     ends = tokens * ((of_norm * dim + 4) / share.sequence + 8) + stream + of_weight
     has_copies = autocast or dtype == torch.float16
-    copy = width * rows * dim if width < 4 else 0  # of the weight in forward, of its gradient in both passes
+    copy = width * rows * dim if width < 4 else 0  # low-precision copy of the weight, or of its gradient
     chunk = min(tokens, _chunk_tokens(rows))
     # fp32 logits and a copy for logsumexp; or fp32 logits, their gradient in the low-precision dtype, and the gradient
     # computed from it.
@@ -97,7 +97,7 @@ def _end_bytes(
         logits = max(logits, (8 + width) * rows * chunk + 4 * dim * chunk)
     elif width < 4:
         logits = max(logits, (4 + width) * rows * chunk + max(copy * share.trains_weights, width * dim * chunk))
-    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the final norm and the head
+    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # inputs of the final norm and the head
     inputs += 32 * chunk  # targets and per-token results
     return EndBytes(
         ends,
@@ -127,7 +127,7 @@ def _gpt2(
     adapted = 6 * width * share.adapters
     computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as in ``_llama``
     outputs = width * (3 * model.dim + model.hidden_dim) / share.tensor
-    outputs += (4 * into + 8 * model.dim) / share.sequence  # of both norms, also in fp32
+    outputs += (4 * into + 8 * model.dim) / share.sequence  # gradients of both norms, also in fp32
     each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, outputs, computed)
     matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
     # Copies of weights. Autocast keeps copies of transposed weights only within the block.
@@ -150,7 +150,7 @@ def _moe(
     # Per routed row: expert input, gate, SiLU(gate), up, their product and the output; the indices of its destination
     # and source.
     row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32
-    router = 4 * model.dim + 12 * model.experts  # its input and its scores
+    router = 4 * model.dim + 12 * model.experts  # input and scores of the router
     tokens = sequences * sequence_length / share.context / share.sequence * mixtures / model.layers
     product = width * model.expert_hidden_dim
     selected = rows * product + 16 * model.experts

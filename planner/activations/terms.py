@@ -39,7 +39,7 @@ class Share(NamedTuple):
     checkpoint: str = "none"
     """Mode of activation checkpointing, see ``parallel.activation_checkpoint``."""
     every: int = 1
-    """Every n-th block is checkpointed."""
+    """Interval of checkpointed blocks: every n-th block is checkpointed."""
     firsts: float = 1.0
     """Share of the blocks that use ``checkpoint``: the first ones of each stage."""
     rest: str = "none"
@@ -99,7 +99,7 @@ def bytes_at(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, cop
     if share.moment == "start":
         return int(of_blocks + 2 * block.stream)
     if not checkpointed:
-        return int(of_blocks + block.stream + block.gradients)  # with the incoming gradient
+        return int(of_blocks + block.stream + block.gradients)  # includes the incoming gradient
     working = block.stream + max(block.gradients, block.computed)
     # Blocks are recomputed one at a time, so autocast copies the weights of one block.
     last = share.checkpoint if share.rest == "none" else share.rest

@@ -293,10 +293,10 @@ class _Clock:
         job = self.job
         shape = job.shape
         layout = job.layout
-        full = job.recomputing if job.recompute == "full" else 0.0  # communication is repeated
+        full = job.recomputing if job.recompute == "full" else 0.0  # recomputed blocks communicate again
         found = {}
         if layout.tensor > 1:
-            half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # an all-reduce takes two
+            half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # an all-reduce costs twice that
             if layout.sequence:
                 half *= 1 - job.hides_exchanges
                 found["tensor"] = 4 * half, (5 + 3 * full) * half

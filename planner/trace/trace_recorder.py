@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
+from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives pass a group by name
 
 from serried.parallel.layout.local_shards import local
 from serried.parallel.step_phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE

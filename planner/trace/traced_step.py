@@ -272,7 +272,7 @@ def _trace_rank(
         model = _shortened(model, blocks)
     with _world(layout, rank):
         groups = _GroupsAlone(layout, border)
-        groups.make(ties_ends=bool(model.plan.tied))  # outside of the fake mode: torch reads the ranks of a mesh
+        groups.make(ties_ends=bool(model.plan.tied))  # outside the fake mode: torch reads the ranks of a mesh
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
         with mode, trace, norms_of_a_gpu() if is_for_gpus(config) else nullcontext():
             empty(model.module)

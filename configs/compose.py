@@ -1,7 +1,7 @@
 """Compose the command line and the YAML files of this package into a checked ``RunConfig``.
 
-Hydra composes, pydantic checks, and all mistakes are reported at once, a sentence each. Keys are looked up in the
-schema before Hydra runs. Hydra receives only the choices of groups; values are set in the composed config.
+Hydra composes and pydantic validates. All mistakes are reported at once, one sentence per mistake. Keys are looked up
+in the schema before Hydra runs. Hydra receives only the choices of groups; values are set in the composed config.
 """
 
 import functools
@@ -44,11 +44,11 @@ __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"
 
 
 def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
-    """Return the config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
+    """Return the config for the overrides ``argv``, such as ``recipe=tiny`` and ``trainer.steps=1k``.
 
-    ``found``: mistakes found earlier, to report together with those found here.
+    ``found``: mistakes found earlier, which are reported together with the mistakes found here.
 
-    Raises ``UserError`` if anything is wrong with ``argv`` or the YAML files; names every mistake.
+    Raises ``UserError``, which lists every mistake in ``argv`` and the YAML files.
     """
     groups = choices_of()
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
@@ -67,15 +67,15 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     except UserError as error:
         late = error.args
     except ValidationError as error:
-        # Once overrides were refused, the rest may contradict itself for that reason alone.
+        # If overrides were refused, the remaining ones may contradict each other only for that reason.
         origins = replace(_origins(line), of_folder=_of_folder(preset, plain))
         late = explain(error, plain, origins, groups, alone=bool(found or line.mistakes))
     _refuse([*found, *line.sentences(plain), *late])
-    return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
+    return cast(TextRunConfig, config)  # for a user's own task it is a RunConfig, without the sections model and data
 
 
 def _unknown_changes(config: RunConfig) -> list[str]:
-    """Return a sentence for each name in ``checkpoint.allow_changes`` that no key or section has."""
+    """Return a sentence for each name in ``checkpoint.allow_changes`` that is not a key or section."""
     key, allowed = "checkpoint.allow_changes", config.checkpoint.allow_changes
     found = []
     for name in () if isinstance(allowed, bool) else allowed:
@@ -100,8 +100,8 @@ def _with_fitting_length(plain: dict[str, Any], given: Collection[str]) -> dict[
 def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
     """Return the defaults of the task that apply.
 
-    If another optimizer is chosen, the defaults in ``optim.*`` that it has and that its YAML file does not set; the
-    same for ``schedule.*``.
+    If the user chooses another optimizer, defaults in ``optim.*`` apply only to keys that this optimizer has and that
+    its YAML file does not set. The same holds for ``schedule.*``.
     """
     defaults = dict(word.partition("=")[::2] for word in declared().defaults)
     chosen = dict(word.partition("=")[::2] for word in argv)
@@ -120,10 +120,10 @@ def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
 
 
 def _kept_by(group: str, choice: str) -> set[str]:
-    """Return the keys that ``group=choice`` has and its YAML file does not set; none if there is no such choice."""
+    """Return the keys that ``group=choice`` has but its YAML file does not set; empty if there is no such choice."""
     values: dict[str, Any] = {}
     for folder in declared().folders:
-        values |= read_if_there(folder / group / f"{choice}.yaml")  # a mistake in it is reported by composing
+        values |= read_if_there(folder / group / f"{choice}.yaml")  # composing reports mistakes in it
     name = str(values.get("name", choice))
     if name not in CHOSEN[group].names():
         return set()
@@ -131,10 +131,10 @@ def _kept_by(group: str, choice: str) -> set[str]:
 
 
 def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
-    """Return the keys that the user's own recipe sets, which the defaults of their task must not override."""
+    """Return the keys that the user's own recipe sets. The defaults of the task must not override them."""
     keys: set[str] = set()
     names = [dict(word.partition("=")[::2] for word in argv).get("recipe")]
-    for name in names:  # grows by the recipes that it starts from
+    for name in names:  # grows by the recipes that this one starts from
         for folder in declared().config_dirs:
             content = read_if_there(folder / "recipe" / f"{name}.yaml")
             keys |= flatten(content).keys()
@@ -143,12 +143,12 @@ def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
 
 
 def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> TextRunConfig:
-    """Return the config that a run left in the file ``saved``, with the overrides ``argv`` on top.
+    """Return the config that a run saved in the file ``saved``, with the overrides ``argv`` applied.
 
-    ``reads``: prefixes of the keys that are read here; others are refused. A new choice of ``data`` keeps the keys
-    that say how documents become tokens.
+    ``reads``: prefixes of accepted keys; other keys are refused. A new choice of ``data`` keeps the keys that determine
+    how documents are tokenized and packed.
 
-    Raises ``UserError`` if the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake.
+    Raises ``UserError`` if the file cannot be read, or there are mistakes in it or in ``argv``; lists every mistake.
     """
     groups = choices_of()
     line = CommandLine(groups).read(argv)
@@ -173,13 +173,15 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
 
 
 def _trust_no_places(plain: dict[str, Any], run_dir: Path) -> None:
-    """Change the saved config ``plain`` of the run in ``run_dir``, which may be a stranger's, so that it names no other
-    place to write to: data are prepared in a folder of ``data.cache_dir`` only if there are prepared data already."""
+    """Remove other places to write to from the saved config ``plain`` of the run in ``run_dir``, which is not trusted.
+
+    ``data.cache_dir`` stays only if this folder already contains prepared data.
+    """
     run, data, track = (plain.get(name) for name in ("run", "data", "track"))
     if isinstance(run, dict):
         run["dir"] = str(run_dir)
     if isinstance(track, dict):
-        track.pop("mlflow", None)  # not used here; earlier versions kept addresses that are refused now
+        track.pop("mlflow", None)  # not used here; earlier versions saved addresses that are refused now
     if isinstance(data, dict) and isinstance(named := data.get("cache_dir"), str) and not _is_cache(expanded(named)):
         data["cache_dir"] = None
 
@@ -191,8 +193,8 @@ def _is_cache(folder: Path) -> bool:
 
 
 def saved_trackers(saved: Path) -> TrackSection:
-    """Return the section ``track`` of the config that a run left in the file ``saved``; the run's task need not be
-    installed. Raises ``UserError`` if the file cannot be read."""
+    """Return the section ``track`` of the config that a run saved in the file ``saved``. The task of the run need not
+    be installed. Raises ``UserError`` if the file cannot be read."""
     try:
         return TrackSection.model_validate(read_yaml(saved)["track"])
     except (OSError, ValueError, KeyError) as error:
@@ -205,13 +207,13 @@ def _unreadable(saved: Path, error: Exception) -> str:
 
 
 def refuse_misread(argv: Sequence[str], reads: tuple[str, ...]) -> None:
-    """Refuse what ``compose_saved`` would refuse for any run, if the run is not known. Raises ``UserError`` if there is
-    a mistake; names every one."""
+    """Check ``argv`` like ``compose_saved``, but without a run. Raises ``UserError``, which lists every mistake."""
     _refuse(_misread(CommandLine(choices_of()).read(argv), reads, None))
 
 
 def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any] | None) -> list[str]:
-    """Return the mistakes of ``line``, alone and for the run with the config ``plain`` (None: not known)."""
+    """Return the mistakes in ``line``, including overrides that do not fit the run with the config ``plain`` (None:
+    unknown)."""
     mistakes = line.sentences({})
     for key, value in line.typed.items():
         if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
@@ -224,20 +226,20 @@ def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any]
 
 
 _TRAINED_FOR = ("quantize_aware",)
-"""Keys of ``precision`` that another choice of it leaves as they are in a saved config."""
+"""Keys of ``precision`` that keep their saved value when another precision is chosen."""
 
 
 def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> None:
     """Copy ``key``, a key or a group, from ``composed`` to ``plain``."""
     if key == "data":
-        # A choice of data replaces the keys of the source, and no others.
+        # A new choice of data replaces only the keys of the source.
         shared = DataSection.model_fields.keys() - {"name"}
         source = {name: value for name, value in composed[key].items() if name not in shared}
         plain[key] = {**{name: value for name, value in plain[key].items() if name in shared}, **source}
         plain[key].update(validation={})
         return
     if key == "precision":
-        # The weights were trained for it.
+        # The weights were trained with these values.
         composed = {key: composed[key] | {name: plain[key][name] for name in _TRAINED_FOR if name in plain[key]}}
     *sections, last = key.split(".")
     for name in sections:
@@ -252,8 +254,8 @@ def _refuse(mistakes: Sequence[str]) -> None:
 
 
 def _composed(line: CommandLine) -> dict[str, Any]:
-    """Return the YAML files and overrides, composed by Hydra, as plain data. Raises ``UserError`` if a YAML file cannot
-    be read or merged, or refers to something that does not exist."""
+    """Return the config that Hydra composes from the YAML files and overrides, as plain data. Raises ``UserError`` if a
+    YAML file cannot be read or merged, or refers to something that does not exist."""
     shipped = declared().shipped
     try:
         files, choices = _from_files(declared().root, shipped, _for_hydra(line), _stamp())
@@ -280,14 +282,14 @@ def _composed(line: CommandLine) -> dict[str, Any]:
 
 
 def _stamp() -> object:
-    """Return what changes with the YAML files."""
+    """Return a cache key that changes whenever the YAML files change."""
     yamls = sorted(path for folder in declared().folders for path in folder.rglob("*.yaml"))
     return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)
 
 
-@functools.lru_cache(maxsize=64)  # of a sweep, most runs choose the same files
+@functools.lru_cache(maxsize=64)  # most runs of a sweep choose the same files
 def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) -> tuple[Any, Any]:
-    """Return the content of the YAML files and the choices, as plain data. ``stamp`` changes with the files."""
+    """Return the content of the YAML files and the choices, as plain data. ``stamp``: cache key of the files."""
     del stamp
     with initialize_config_dir(str(folder), version_base=None):
         config = hydra_compose(root, list(words), return_hydra_config=True)
@@ -322,7 +324,7 @@ def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) 
 
 
 def _name(config: DictConfig, section: str, name: str | None) -> None:
-    """Set the name in ``section``, if the YAML files do not."""
+    """Set the name in ``section`` if the YAML files do not set it."""
     found = config.get(section) or {}
     if not isinstance(found, Mapping):
         raise UserError(f"{section}={found} in a YAML file: {section} is a section and must hold keys with values")
@@ -330,7 +332,7 @@ def _name(config: DictConfig, section: str, name: str | None) -> None:
 
 
 def _for_hydra(line: CommandLine) -> tuple[str, ...]:
-    """Return the choices that have a YAML file; for others the defaults of their section apply."""
+    """Return the words for Hydra: choices that have a YAML file. Other choices get the defaults of their section."""
     files = files_of()
     words = [
         f"{group}={choice if group not in CHOSEN or choice in files.get(group, ()) else '[]'}"
@@ -345,13 +347,13 @@ def _origins(line: CommandLine) -> Origins:
     shipped, folders = declared().shipped, declared().folders
     defaults = _defaults_list(declared().root, shipped, _for_hydra(line), _stamp())
     files = [(folder / f"{path}.yaml", package) for path, package in defaults for folder in folders]
-    # Hydra's own settings are in the list too; their files are elsewhere.
+    # The list also contains Hydra's own settings, whose files are elsewhere.
     typed = {key: value for key, value in line.typed.items() if key not in line.choices}
     return Origins(typed, [(file, section) for file, section in files if file.exists()], shipped.parent)
 
 
 def _of_folder(preset: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the origin of the keys of ``model`` that its ``config.json`` changed."""
+    """Return the origin of each key of ``model`` that the ``config.json`` of the model changed."""
     before, after = preset.get("model") or {}, plain.get("model") or {}
     origin = f"config.json of {after.get('path')}"
     return {f"model.{key}": origin for key, value in after.items() if key not in before or before[key] != value}
@@ -368,7 +370,7 @@ def _defaults_list(root: str, folder: Path, words: tuple[str, ...], stamp: objec
 
 
 def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
-    """Return the sentence for YAML files that Hydra cannot compose; its messages name the file first, if possible."""
+    """Return the error message for YAML files that Hydra cannot compose. It begins with the file name, if known."""
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder}")
@@ -386,7 +388,7 @@ def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
 
 
 def _without_missing(node: Any) -> Any:
-    """Return the data without keys marked ``???``, which the schema reports as missing. All keys are text."""
+    """Return the data without keys marked ``???``, which the schema reports as missing. All keys become strings."""
     if isinstance(node, dict):
         return {str(key): _without_missing(value) for key, value in node.items() if value != "???"}
     return node

@@ -1,4 +1,4 @@
-"""How a run can end before it is finished, and the exit codes for that."""
+"""Exceptions that end a run before it is finished, and exit codes."""
 
 from serried.configs.formats import printable
 
@@ -32,7 +32,7 @@ class UserError(Exception):
         return f"{self.head or f'{len(mistakes)} mistakes'}:\n  " + "\n  ".join(mistakes)
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython prints in place of a traceback: a notebook shows the same line."""
+        """Return the line that IPython prints in place of a traceback in a notebook."""
         return [f"error: {self}"]
 
 
@@ -49,7 +49,8 @@ class TrainingStopped(TrainingFailed):
 
 
 class StopRequested(BaseException):
-    """A signal asked to stop before anything could be saved, or ended torch's compiler. Holds its name. Exit code 75.
+    """A signal asked to stop before anything could be saved, or ended torch's compiler. The argument is the signal's
+    name. Exit code 75.
 
     Like KeyboardInterrupt it is not an ``Exception``: code that handles errors must not catch it.
     """

@@ -33,13 +33,14 @@ def short(number: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line per row, with each column as wide as its longest cell."""
+    """Return one line per row, with each column as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without characters that a terminal would obey; lines and tabs stay."""
+    """Return ``text`` with control characters replaced, so that it cannot control a terminal. Newlines and tabs
+    stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The text of ``--help``, generated from the YAML files and the docstrings of the schema. Needs no Hydra."""
+"""Text of ``--help``, generated from the YAML files and the docstrings of the schema. Needs no Hydra."""
 
 import re
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def files_of() -> dict[str, list[str]]:
 def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
     """Return the usage of ``program``, its recipes, groups, the common keys with their units, and examples.
 
-    Of the overrides ``chosen``, a choice such as ``optim=sgd`` adds its own keys.
+    A choice such as ``optim=sgd`` among the overrides ``chosen`` adds the keys of this choice.
     """
     groups, known = choices_of(), all_keys()
     has_recipes = bool(groups.pop("recipe", None))
@@ -97,7 +97,7 @@ def _keys_of_choices(words: Sequence[str]) -> list[str]:
 
 
 def recipes_text() -> str:
-    """Return the recipes with their first comment."""
+    """Return a table of the recipes with the first comment of each YAML file."""
     files = {path.stem: path for folder in reversed(declared().folders) for path in folder.glob("recipe/*.yaml")}
     return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of()["recipe"]]))
 
@@ -121,7 +121,7 @@ def _first_comment(file: Path) -> str:
 
 
 def _first_sentence(purpose: str, width: int) -> str:
-    """Return as many whole sentences, or else clauses, of ``purpose`` as fit into ``width``."""
+    """Shorten ``purpose`` to the sentences, or else clauses, that fit into ``width``."""
     text = purpose.replace("``", "")
     for mark in (". ", "; "):
         while len(text) > width and mark in text:

@@ -1,4 +1,4 @@
-"""Parser of the command line of ``train.py``: overrides that are accepted, and a sentence for each mistake."""
+"""Parser of the command line of ``train.py``: accepted overrides, and a sentence for each mistake."""
 
 import functools
 import re
@@ -61,8 +61,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
 
 
 def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
-    """Split each ``--config-dir FOLDER`` from the overrides. Raises ``UserError`` if there is no such folder, or a file
-    in it has the name of a shipped one, which would win."""
+    """Split each ``--config-dir FOLDER`` from the overrides. Raises ``UserError`` if there is no such folder, or it
+    contains a file with the name of a shipped file, which would take precedence."""
     overrides, folders = [], []
     words = list(argv)
     while words:
@@ -85,7 +85,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
 
 
 class _Unknown(NamedTuple):
-    """A word with an unknown key. The sentence may need the rest of the config."""
+    """A word with an unknown key. The sentence may depend on the rest of the config."""
 
     word: str
     """The word as typed if it is not ``key=value``, else empty."""
@@ -107,7 +107,7 @@ class CommandLine:
     mistakes: list[str | _Unknown] = field(default_factory=list)
 
     def read(self, argv: Sequence[str]) -> "CommandLine":
-        """Read all words; for a key that is repeated the last one counts."""
+        """Read all words. The last value of a repeated key counts."""
         words = last_of_each(argv)
         while words:
             word = words.pop(0)
@@ -129,7 +129,7 @@ class CommandLine:
     def sentences(self, plain: Mapping[str, Any]) -> list[str]:
         """Return a sentence for each mistake.
 
-        ``plain``: the config that the accepted overrides compose to, if known, for figures in the sentences.
+        ``plain``: the config composed from the accepted overrides, if known, for numbers in the sentences.
         """
         known = other_names().keys
         unknown = [word for word in self.mistakes if isinstance(word, _Unknown) and squeezed(word.key) in known]
@@ -187,7 +187,7 @@ class CommandLine:
             if not value:
                 return f"{key}= has no value; e.g. {_another_value(key) or f'{key}={chr(124).join(self.groups[key])}'}"
             if leaf in ("name", "strategy") and value in self.groups.get(section, []):
-                # Would change the label, and no key that belongs to the choice.
+                # It would change the label but no key of the choice.
                 return f"{key}={value} is only the label of a choice; write {section}={value}"
             return None
         if leaf in all_keys().named.get(section, ()):
@@ -224,7 +224,7 @@ class CommandLine:
         if parsed is not None and (value == "null" or isinstance(parsed.value(), str)):
             self._accept(key, value, parsed.value())
         elif "=" in value or "," in value:
-            # More likely two overrides run together, or a list, than a name.
+            # Probably two joined overrides or a list rather than a name.
             quoted = QuotedString(text=value, quote=Quote.double).with_quotes()
             self.mistakes.append(
                 f"{key.path}={shown(value)} holds a '{'=' if '=' in value else ','}'; "
@@ -252,11 +252,11 @@ def _parsed(key: str, value: str) -> Override | None:
 
 @functools.cache
 def _parser() -> OverridesParser:
-    """Return Hydra's parser; making one takes longer than most overrides take to parse."""
+    """Return Hydra's parser. Cached, since creating it takes longer than parsing most overrides."""
     return OverridesParser.create()
 
 
 def _another_value(key: str) -> str:
-    """Return overrides that give the key ``key`` a value; empty if there is no such key."""
+    """Return overrides that set ``key`` to another value; empty if there is no such key."""
     found = all_keys().get(key)
     return f"{found.example}{f', or {key}=null for none' if found.nullable else ''}" if found else ""

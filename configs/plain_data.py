@@ -1,4 +1,4 @@
-"""JSON and YAML from files that anyone may have written: read with limits on kind of file, size, depth and type.
+"""Read JSON and YAML from untrusted files, with limits on the kind of file, size, depth and types.
 
 Run folders, checkpoints and model folders are shared and downloaded. A file in one may be a pipe, larger than memory,
 nested until the parser's stack overflows, or a YAML document whose aliases expand to gigabytes.
@@ -20,7 +20,7 @@ _TOO_LARGE = 2**62
 
 
 class NotPlainData(ValueError):
-    """A file or text is not plain data within the limits. One line that says why."""
+    """File or text that is not plain data within the limits. The message is one line with the reason."""
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -45,7 +45,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         NotPlainData: it is not a regular file, or larger.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size  # read(n) takes n bytes of memory, however short the file
+        size = os.fstat(file.fileno()).st_size  # read(n) allocates n bytes, even for a short file
         content = file.read(min(size, most_bytes) + 1)
     if len(content) > most_bytes:
         raise NotPlainData(f"{path} is larger than {most_bytes} bytes")
@@ -76,7 +76,7 @@ def parse_json(text: bytes | str) -> Any:
     except ValueError as error:
         raise NotPlainData(f"not JSON: {_first_line(error)}") from None
     brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
-    if brackets > MOST_DEPTH:  # fewer cannot nest deeper
+    if brackets > MOST_DEPTH:  # fewer brackets cannot nest deeper
         _check_depth(value)
     return value
 
@@ -154,7 +154,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether ``value`` is a finite number, which can be compared, formatted and drawn."""
+    """Return whether ``value`` is a finite number."""
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < _TOO_LARGE)
 
 

@@ -1,4 +1,4 @@
-"""Keys that were renamed: configs of earlier versions are read under the names of today."""
+"""Renamed keys. Configs of earlier versions are read with the current names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ RENAMED = {
     "trainer.quantize_aware": "precision.quantize_aware",
     "trainer.workers": "data.workers",
 }
-"""Old key -> new key. A user who types an old key gets an error that names the new one."""
+"""Old key -> new key. An old key on the command line is an error that names the new key."""
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:

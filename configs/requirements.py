@@ -11,7 +11,7 @@ from serried.configs.schema.data import DataSection, SourceSection
 from serried.configs.schema.launch_plan_track import TrackSection
 
 LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
-"""Trackers by name, which is also their config key, their extra and their module."""
+"""Display names of trackers by name. The name is also the config key, the extra and the module."""
 
 _OFF = {"wandb": "track.wandb=off", "tensorboard": "track.tensorboard=false", "mlflow": "track.mlflow=null"}
 
@@ -55,7 +55,7 @@ def check_data_libraries(data: DataSection) -> None:
 
 
 def not_installed(name: str, purpose: str, extra: str = "data") -> UserError:
-    """The error for a missing library of an ``extra`` that ``purpose`` needs."""
+    """Return the error for library ``name`` of the optional dependencies ``extra``, which ``purpose`` needs."""
     return UserError(f"{purpose} needs the library {name}, which is not installed here; use: {install_command(extra)}")
 
 
@@ -68,7 +68,7 @@ def install_command(*extras: str) -> str:
 
 
 def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
-    """Yield names of libraries, and the setting that needs each."""
+    """Yield the name of each needed library and the setting that needs it."""
     sources: dict[str, SourceSection] = {"": data}
     sources |= {f"data.sources.{name}: ": each for name, each in data.mixed.items()}
     sources |= {f"data.validation.{name}: ": each for name, each in data.validation.items()}
@@ -89,9 +89,9 @@ def _is_here(name: str) -> bool:
 
 
 def missing_compiler(device: str) -> tuple[str, str] | None:
-    """Return what torch.compile needs for a ``device`` of this type, such as ``cpu``, and does not find here, and how
-    to get it; None: nothing is missing."""
-    # On a GPU Triton compiles what calls its kernels, in C.
+    """Return the missing requirement of torch.compile on a ``device`` such as ``cpu``, and how to install it; None if
+    nothing is missing."""
+    # On a GPU, Triton compiles the launchers of its kernels, in C.
     language, variable, usual = ("C", "CC", ["gcc", "clang"]) if device == "cuda" else ("C++", "CXX", ["g++"])
     named = os.environ.get(variable, "").split()[:1] or usual
     if not any(map(shutil.which, named)):

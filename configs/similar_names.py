@@ -12,8 +12,11 @@ def nearest(typed: str, names: Iterable[str]) -> list[str]:
 
 
 def nearest_pattern(typed: str, names: Collection[str], matches: Callable[[str, str], bool]) -> str | None:
-    """Return a pattern like ``typed`` that matches some of the dotted ``names``, by ``matches(name, pattern)``. Unknown
-    parts are replaced by similar parts of names, and ``*`` may be added. None: there is no such pattern."""
+    """Return a pattern like ``typed`` that matches some of the dotted ``names`` by ``matches(name, pattern)``; None if
+    there is no such pattern.
+
+    Unknown parts are replaced by similar parts of names, and ``*`` may be added.
+    """
     known = {part for name in names for part in name.split(".")}
     parts: list[str] = []
     for part in typed.split("."):

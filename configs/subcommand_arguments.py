@@ -28,7 +28,8 @@ def values_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def repeated(words: Sequence[str]) -> list[str]:
-    """A note for each key in ``words`` that has two values, and for steps that epochs replace."""
+    """Return a note for each key in ``words`` with several values, and a note if ``trainer.epochs`` replaces
+    ``trainer.steps``."""
     values: dict[str, list[str]] = {}
     for word in words:
         if key := _key(word):
@@ -45,7 +46,7 @@ def repeated(words: Sequence[str]) -> list[str]:
 
 
 def _key(word: str) -> str:
-    """The key of an override; empty for another word."""
+    """Return the key of an override; empty for any other word."""
     key, equals, _ = word.partition("=")
     return key.lstrip("+").strip() if equals and not word.startswith("-") else ""
 
@@ -53,8 +54,8 @@ def _key(word: str) -> str:
 def pairs(
     words: Sequence[str], command: str, keys: Sequence[str], *, reads_overrides: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Sort ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
-    the run folder. Raises ``UserError`` if some words are neither; names all."""
+    """Split ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
+    the run folder. Raises ``UserError``, which lists all words that are neither."""
     given: dict[str, str] = {}
     overrides: list[str] = []
     mistakes: list[str] = []
@@ -92,20 +93,20 @@ def pairs(
 
 
 def run_key(word: str) -> str:
-    """The key with which ``word`` would name a run folder; empty if it looks like none."""
+    """Return the key for ``word`` as the name of a run folder; empty if it does not look like one."""
     if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
         return "run.dir"
     return "run.name" if (Path("runs") / word).is_dir() else ""
 
 
 def _is_slip(key: str, keys: Sequence[str]) -> bool:
-    """Whether ``key`` is a slip of one of ``keys``, rather than a key of train.py or a slip of one."""
+    """Return whether ``key`` is a typo of one of ``keys``, and not a key of train.py."""
     return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
 
 
 def number(given: dict[str, str], key: str, default: _Number, lowest: float, highest: float) -> _Number:
-    """Return the number given for ``key``, of the type of ``default``. Raises ``UserError`` if it is none, or out of
-    range."""
+    """Return the number given for ``key``, with the type of ``default``. Raises ``UserError`` if it is not a number or
+    out of range."""
     kind = type(default)
     try:
         value = kind(parse_count(given.get(key, default)))

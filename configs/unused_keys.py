@@ -1,8 +1,8 @@
-"""Keys that a run reads, and notes on typed keys that it does not read.
+"""Notes on keys that the user set but the run does not read.
 
-A key that only another optimizer, source or model family reads is refused by ``configs.messages.invalid_values``,
-and a contradiction by ``_mistakes`` of a section. A key that can be meant, as in a script that serves several runs,
-gets a note.
+A key that only another optimizer, source or model family reads is refused by ``configs.messages.invalid_values``, and a
+contradiction by ``_mistakes`` of a section. Other unused keys only get a note, since a script may set them for several
+runs.
 """
 
 import math
@@ -24,17 +24,17 @@ class Run(NamedTuple):
     is_on_cpu: bool = False
     """Whether it is certain that the run computes on a CPU."""
     key: str = ""
-    """The key that is asked for."""
+    """Key whose readers are evaluated."""
 
     @property
     def own(self) -> Any:
-        """Return the value of a key."""
+        """Value of ``key``."""
         section, _, name = self.key.partition(".")
         return getattr(getattr(self.config, section), name)
 
     @property
     def group(self) -> Any:
-        """The parameter group that the key is of."""
+        """Parameter group that ``key`` belongs to."""
         return self.config.optim.groups[self.key.split(".")[2]]
 
     @property
@@ -44,7 +44,7 @@ class Run(NamedTuple):
         return math.inf if trainer.epochs is not None else float(trainer.steps)
 
     def reaches(self, step: int) -> bool:
-        """Return whether the run ends at ``step`` or later; true for 0, which turns something off."""
+        """Return whether the run ends at ``step`` or later. True for 0, which turns a feature off."""
         return step <= self.last_step
 
     @property
@@ -54,31 +54,31 @@ class Run(NamedTuple):
 
     @property
     def may_save_in_between(self) -> bool:
-        """Whether checkpoints may be saved before the last step, by their step or their time."""
+        """Whether checkpoints may be saved before the last step, by step or by time."""
         return self.saves_in_between or self.config.checkpoint.minutes_between > 0
 
     def model(self, name: str, otherwise: Any = None) -> Any:
-        """Return a value of the section model; ``otherwise`` if there is none."""
+        """Return a value of the section ``model``; ``otherwise`` if it does not exist."""
         return getattr(getattr(self.config, "model", None), name, otherwise)
 
     def data(self, name: str, otherwise: Any = None) -> Any:
-        """Return a value of the section data; ``otherwise`` if there is none."""
+        """Return a value of the section ``data``; ``otherwise`` if it does not exist."""
         return getattr(getattr(self.config, "data", None), name, otherwise)
 
 
 class Reader(NamedTuple):
-    """When some keys are read."""
+    """Condition under which a run reads some keys."""
 
     keys: str
-    """Keys and groups, or patterns of them, separated by blanks."""
+    """Keys and groups, or patterns of them, separated by spaces."""
     reads: Callable[[Run], bool]
-    """Returns whether a run reads the keys."""
+    """Function that returns whether a run reads the keys."""
     why: str
     """Words that follow ``key=value`` in the note. Braces are filled in from the ``config``."""
     cure: str
-    """Overrides with which they are read; empty: there are none to name."""
+    """Overrides with which a run reads the keys; empty if there are none."""
     is_instead: bool = False
-    """Whether the cure takes the place of the key."""
+    """Whether ``cure`` replaces the key."""
 
     def has(self, key: str) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
@@ -285,7 +285,7 @@ READERS: tuple[Reader, ...] = (
            f"{_NO_EFFECT} without a tracker", "track=wandb"),
     Reader("track.entity", lambda run: run.config.track.wandb != "off", f"{_NO_EFFECT} without W&B", "track=wandb"),
     Reader(
-        "profile.memory",  # a run itself warns of it
+        "profile.memory",  # the run itself warns about it
         lambda run: run.config.profile.steps is not None or not run.is_on_cpu or not run.config.dry_run,
         f"{_NO_EFFECT} alone on a CPU, whose allocator has no history", "profile.steps=[1,1]",
     ),
@@ -348,7 +348,7 @@ _ASKS_FOR_NOTHING = (None, False, 0, "off", "none", ())
 
 def notes(words: Sequence[str], runs: Sequence[Run]) -> list[str]:
     """Return a note for each key in the overrides ``words`` that none of the ``runs`` of a command reads. A default
-    that asks for nothing, such as 0 or null, needs no note."""
+    that turns something off, such as 0 or null, needs no note."""
     return [note for key, value in values_of(words).items() if (note := _note(key, value, runs))]
 
 
@@ -365,12 +365,12 @@ def _note(key: str, value: str, runs: Sequence[Run]) -> str | None:
 
 
 def _reader_in_vain(key: str, run: Run) -> Reader | None:
-    """Return the first reason for which ``run`` does not read ``key``; None: it does."""
+    """Return the first reader whose condition for ``key`` the run does not meet; None if the run reads it."""
     return next((reader for reader in READERS if reader.has(key) and not reader.reads(run._replace(key=key))), None)
 
 
 def _figures(run: Run) -> dict[str, int]:
-    """Return the numbers in braces beside the ``config``."""
+    """Return the values of placeholders in addition to ``config``."""
     last = int(min(run.last_step, 1000))
     return {
         "last": last,
@@ -381,7 +381,7 @@ def _figures(run: Run) -> dict[str, int]:
 
 
 def _asks_for_nothing(key: str, config: Any) -> bool:
-    """Whether the value of ``key`` is the default, and turns something off or leaves it to another key."""
+    """Return whether the value of ``key`` is the default, and turns something off or leaves it to another key."""
     *sections, name = key.split(".")
     for section in sections:
         config = config.get(section) if isinstance(config, dict) else getattr(config, section, None)

@@ -1,4 +1,4 @@
-"""Folders of adapters in PEFT's format, from any source: read, and refused if a key is not understood."""
+"""Read adapter folders in PEFT's format, from any source. A folder with an unsupported key is refused."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,17 +12,17 @@ from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import AdapterSection
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""Says how adapters are used, for PEFT; beside them alone."""
+"""PEFT's file with the settings of adapters. Only folders of adapters have it."""
 PREFIX = "base_model.model."
 """Prefix that PEFT writes before the name of a module of the base model."""
 _A, *_OTHERS = ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-"""Ends of the names of an adapter's tensors."""
+"""Suffixes of the tensor names of an adapter."""
 _MERGE = "merge them with PEFT"
 _FREE = {
-    "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode",  # how it was made
-    "lora_dropout",  # in training alone
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors have names
-    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # nothing without other keys
+    "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode",  # origin of the adapters
+    "lora_dropout",  # only for training
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # tensor names give the modules
+    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect without other keys
 }  # fmt: skip
 """Keys of PEFT 0.21 that may have any value."""
 _TAKEN = {
@@ -33,15 +33,15 @@ _TAKEN = {
     "use_dora": (False, True),
     "use_rslora": (False, True),
 }
-"""Supported values of keys, computed as in PEFT. All other keys, known or not, must be off."""
+"""Supported values of keys, computed as in PEFT. All other keys must be unset, empty or false."""
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
 
 
 def described_adapters(folder: Path, tensors: Collection[str], heads: Collection[str] = ()) -> dict[str, Any]:
-    """Return the keys of the section ``adapter`` for the adapters in ``folder``, whose files hold ``tensors``.
+    """Return the keys of the section ``adapter`` for the adapters in ``folder``, whose files contain ``tensors``.
 
-    ``heads``: modules that may be saved whole beside them. Raises ``UserError`` if PEFT would compute anything else
-    with the folder than is computed here, or it cannot be read.
+    ``heads``: modules that may be saved in full next to the adapters. Raises ``UserError`` if the folder cannot be
+    read, or if PEFT would compute different results with it.
     """
     file = folder / ADAPTER_CONFIG
     found = _read(folder)
@@ -71,8 +71,8 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
 
 
 def base_of_adapters(folder: Path) -> str:
-    """Return the folder or Hub name of the base model of the adapters in ``folder``. Raises ``UserError`` if they do
-    not say it."""
+    """Return the folder or Hub name of the base model of the adapters in ``folder``. Raises ``UserError`` if it is not
+    recorded there."""
     base = _read(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{folder / ADAPTER_CONFIG} names no base model: add base_model_name_or_path to it")

@@ -23,9 +23,9 @@ from serried.configs.similar_names import nearest
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ANY_FAMILY = "hf"
-"""The family that reads the models of all others, by transformers' own code."""
+"""Family that runs any other model with transformers' own code."""
 _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
+"""Keys of ``config.json`` that may name code to download. Keys that begin with an underscore may too."""
 _NAMES_MODELS = ("architecture", "model_args", "backbone", "use_timm_backbone", "use_pretrained_backbone")
 """Keys that may name another model, which a library would download, or a file, which timm would unpickle."""
 _COUNTS = {
@@ -34,9 +34,9 @@ _COUNTS = {
     "labels$": 10**6,
     "(_size|_dim|n_embd|d_model)$": 10**7,
 }
-"""Endings of keys by which modules, names of classes or rows of weights are made -> the most of them."""
+"""Patterns of config keys that count modules, class labels or weight rows -> the largest accepted value."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
-"""Contents of a checkpoint or run folder, which is resumed with all of its state."""
+"""Files of a checkpoint or run folder, which is resumed with its full state."""
 _SHOWN = 4
 _SHOWN_CHARACTERS = 60
 _MODEL, _TEACHER = "model.path", "task.teacher"
@@ -45,13 +45,14 @@ _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from the config of the weights."""
 _TYPED = ("padding_token", "tie_embeddings")
-"""Keys that may differ too, if the user sets them: loading refuses weights that do not fit."""
+"""Keys of ``model`` that the user may also set differently: weights that do not fit are refused when they are
+loaded."""
 
 
 def _check_counts(found: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if a size in the ``config.json`` ``found`` is far larger than in any model.
+    """Raise ``UserError`` if a size in the ``config.json`` ``found`` is far larger than in any real model.
 
-    A library would build such a model, and modules without values take time and memory too.
+    A library would build such a model, which takes time and memory even without values.
     """
     for name, value in found.items():
         values = value if isinstance(value, list) else [value]
@@ -65,8 +66,8 @@ def _check_counts(found: Mapping[str, Any]) -> None:
 
 
 def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too. Raises
-    ``UserError`` if it names another model, or describes one of a size that none has."""
+    """Return the content of an untrusted ``config.json`` without keys that name code, including nested ones. Raises
+    ``UserError`` if it names another model, or has an implausible size."""
     _check_counts(found)
     if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
         raise UserError(
@@ -81,14 +82,14 @@ def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(found: Mapping[str, Any]) -> str:
-    """Return the class of transformers that the content of a ``config.json`` names first; empty if it names none."""
+    """Return the first transformers class that a ``config.json`` names; empty if it names none."""
     named = found.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def embedded_tokens(folder: Path) -> int:
-    """Return the number of tokens that the saved model in ``folder`` has embeddings for. Raises ``UserError`` if its
-    ``config.json`` does not name it."""
+    """Return the number of tokens in the embedding of the saved model in ``folder``. Raises ``UserError`` if its
+    ``config.json`` does not have it."""
     file = folder / CONFIG
     try:
         return TypeAdapter[int](Size).validate_python(read_json(file)["vocab_size"], strict=True)
@@ -103,7 +104,7 @@ def embedded_tokens(folder: Path) -> int:
 def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
 
-    ``given``: keys that the user set, which win, or are refused if the weights do not allow them.
+    ``given``: keys that the user set. They take precedence, or are refused if they do not fit the weights.
 
     Raises ``UserError`` if the model cannot be read, or ``given`` contradicts it.
     """
@@ -118,9 +119,9 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
         return dict(plain)
     path, own = str(path), {key.split(".")[1] for key in given if key.startswith("model.")}
     found = _described(path, plain, kept_family)
-    # A preset that was chosen is compared too, with all of its keys.
+    # All keys of a chosen preset are compared too.
     named = {*model} if "model" in given and model["name"] != "auto" else own
-    began = _began_with(path, plain)  # with the defaults of an earlier version, maybe
+    began = _began_with(path, plain)  # possibly with the defaults of an earlier version
     free = {*_FREE, *(key for key in own if key in _TYPED or (key in began and _is_same(model[key], began[key])))}
     wrong = [key for key in found if key in named and key not in free and not _is_same(model.get(key), found[key])]
     if wrong:
@@ -129,7 +130,7 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
             there += ", ..."
         extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
         raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
-    # Null leaves a key to the model, unless that is a value it may be set to here.
+    # Null means the value of the model, except for keys for which null is a valid value here.
     nulls = {"padding_token", *(key for key in began if began[key] is None)} - {*_FREE}
     kept = {key: model[key] for key in own if key in model and (model[key] is not None or key in nulls)}
     named_after = {"name": Path(path).name, "path": path}
@@ -137,10 +138,10 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
 
 
-@lru_cache(maxsize=1)  # a search asks again for each layout
+@lru_cache(maxsize=1)  # a search calls this for each layout
 def teacher_section(name: str) -> Any:
     """Return the section that describes the teacher ``name``, a folder or a name on the Hub. Raises ``UserError`` if it
-    cannot be read, or no built-in family can compute it."""
+    cannot be read, or no built-in family supports it."""
     keys = keys_of_model(name, key=_TEACHER)
     try:
         return models.get(keys["family"]).section.model_validate({"name": name, "path": name, **keys})
@@ -151,9 +152,9 @@ def teacher_section(name: str) -> Any:
 
 
 def keys_of_teacher(name: str, *, is_read_earlier: bool = False) -> dict[str, Any]:
-    """Return the keys that decide the output of the teacher ``name``, as plain data.
+    """Return the keys that determine the output of the teacher ``name``, as plain data.
 
-    ``is_read_earlier``: read its ``config.json`` like a version before the defaults of transformers were used.
+    ``is_read_earlier``: fill in missing keys of its ``config.json`` with the defaults of earlier versions of serried.
 
     Raises:
         UserError: The folder cannot be read.
@@ -168,14 +169,16 @@ def keys_of_teacher(name: str, *, is_read_earlier: bool = False) -> dict[str, An
 
 
 def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> dict[str, Any]:
-    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub, for
-    ``family``; None: the one that its ``config.json`` names. ``key`` is the one that names the model. Raises
-    ``UserError`` if it cannot be read, or no family can compute it."""
+    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub.
+
+    ``family``: family to use; None: the family that its ``config.json`` names. ``key``: config key that names the
+    model, for messages. Raises ``UserError`` if the model cannot be read, or no family supports it.
+    """
     file = model_folder(name, CONFIG, key=key) / CONFIG
     any_other = _ANY_OTHER if key == _MODEL else ""
     try:
         found = read_json(file)
-        # As transformers 5: weights that are tied have equal values.
+        # As in transformers 5: tied weights have equal values.
         if found.get("tie_word_embeddings", True) and has_head_of_its_own(_with_weights(name, file.parent, key)):
             found["tie_word_embeddings"] = False
         family = family or found.get("model_type")
@@ -184,7 +187,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
             raise ValueError(f"has model_type {family}, but no model family reads it; {near}")
         section: Any = models.get(family).section
         if family == ANY_FAMILY:
-            without_code(found)  # refuses
+            without_code(found)  # raises for unsafe keys
         try:
             return {"family": family, **section.keys_from(found)}
         except ValueError as error:
@@ -192,7 +195,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
             raise ValueError(f"{error}{instead}") from None
     except OSError as error:
         of_a_run: list[Path] = []
-        with suppress(OSError):  # a name that no file can have
+        with suppress(OSError):  # not a valid file name
             of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
         if of_a_run:
             raise UserError(f"{key}={name} is a run; use a model that it saved: {key}={of_a_run[-1].parent}") from None
@@ -207,8 +210,8 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
 
 
 def _with_weights(name: str, folder: Path, key: str) -> Path:
-    """Return the ``folder`` of the model ``name``. If that is a name on the Hub and its weights have an output
-    projection beside the embedding, they are downloaded, to compare the two."""
+    """Return the folder of the model ``name``. For a name on the Hub whose weights include an output projection,
+    download the weights, to compare it with the embedding."""
     is_here = _exists(expanded(name)) or not _names_a_head(name)
     return folder if is_here else model_folder(name, "*.safetensors", "*.json", key=key)
 
@@ -223,7 +226,7 @@ def _names_a_head(name: str) -> bool:
         from huggingface_hub import HfApi
 
         return HEAD in HfApi().get_safetensors_metadata(name).weight_map
-    except Exception:  # of the network, of many classes
+    except Exception:  # network errors, of many classes
         return False
 
 
@@ -240,8 +243,7 @@ def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
 
 
 def family_of_any(name: str) -> str | None:
-    """Return the family that reads the model ``name`` if the one that its ``config.json`` names is none of those here;
-    else None."""
+    """Return ``ANY_FAMILY`` if no family here supports the ``model_type`` of the model ``name``; else None."""
     try:
         kind = read_json(model_folder(name, CONFIG) / CONFIG).get("model_type")
     except (OSError, ValueError):
@@ -269,7 +271,7 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
 
         disable_progress_bars()
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except (ImportError, OSError, ValueError) as error:  # those of the Hub are OSError and ValueError
+    except (ImportError, OSError, ValueError) as error:  # errors of the Hub are OSError and ValueError
         raise UserError(
             f"{key}={name} is not a folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
             f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then {key}=FOLDER"
@@ -277,33 +279,34 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is ``path``; no, if its name is too long for any file."""
+    """Return whether ``path`` exists; False if its name is too long for a file."""
     with suppress(OSError):
         return path.exists()
     return False
 
 
 def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
-    """The plain model folder that ``checkpoint.resume`` names, if it does."""
+    """Return the model folder that ``checkpoint.resume`` names; None if it is not a plain model folder."""
     path = expanded(str((plain.get("checkpoint") or {}).get("resume")))
     is_model = _exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
     return str(path) if is_model or _recorded(str(path), plain) else None
 
 
 def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:
-    """The keys of the model in ``path``; if it is gone, as the run that began with it recorded them."""
+    """Return the keys of the model in ``path``. If it no longer exists, use the record of the run that started from
+    it."""
     recorded = {} if _exists(Path(path)) else _recorded(path, plain)
     return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path, family)
 
 
 def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``model`` of the run in the run folder, if it began with the model ``path``."""
+    """Return the section ``model`` of the run in the run folder if it started from the model ``path``; else empty."""
     model = value_at("model", read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml"))
     return model if value_at("path", model) == path else {}
 
 
 def _began_with(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The section ``model`` of the run that is resumed, if that began with the model ``path``."""
+    """Return the section ``model`` of the resumed run if it started from the model ``path``; else see ``_recorded``."""
     resumed = expanded(str(value_at("checkpoint.resume", plain)))
     for run in (resumed, resumed.parent.parent):
         model = value_at("model", read_if_there(run / "config.yaml"))

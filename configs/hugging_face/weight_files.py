@@ -1,4 +1,4 @@
-"""Contents of the weight files beside a ``config.json``, read without torch."""
+"""Contents of the weight files next to a ``config.json``, read without torch."""
 
 import json
 import os
@@ -17,8 +17,10 @@ _PIECE_BYTES = 16 * 2**20
 
 
 def has_head_of_its_own(folder: Path) -> bool:
-    """Whether the weights in ``folder`` have an output projection with other values than the embedding's; no, if they
-    cannot be read, which loading them reports."""
+    """Return whether the weights in ``folder`` have an output projection that differs from the embedding.
+
+    False if they cannot be read, since loading them reports the error.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         files = _files(folder)
         embedding = next((name for name in files if name.endswith(_EMBEDDINGS)), None)
@@ -29,7 +31,7 @@ def has_head_of_its_own(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> Mapping[str, str]:
-    """Return the file of each tensor."""
+    """Return the file name of each tensor."""
     if (folder / _FILE).is_file():
         with open_regular(folder / _FILE) as file:
             return dict.fromkeys(_header(file), _FILE)
@@ -46,7 +48,7 @@ def _header(file: IO[bytes]) -> dict[str, Any]:
 
 
 def _values(path: Path, name: str) -> Iterator[bytes]:
-    """Yield what tensor ``name`` is, and its bytes."""
+    """Yield the dtype and shape of tensor ``name`` as JSON, then its bytes."""
     with open_regular(path) as file:
         header = _header(file)
         begin, end = header[name]["data_offsets"]

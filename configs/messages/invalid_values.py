@@ -1,4 +1,4 @@
-"""Sentences for values that the schema refuses."""
+"""Error messages for values that the schema refuses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,16 +23,18 @@ class Origins:
     """Origin of each value of a composed config."""
 
     typed: Mapping[str, str]
-    """Overrides of the command line, by key; choices of groups are not among them."""
+    """Overrides of the command line by key, without choices of groups."""
     layers: Sequence[tuple[Path, str]]
-    """The YAML files in the order they were merged, later ones win, and the section that each fills; "": the top."""
+    """YAML files in the order in which they were merged, and the section that each sets; "": the top level. Later files
+    take precedence."""
     root: Path
-    """Folder to which its file names are shown relative. Other files are shown relative to the current folder."""
+    """Files in this folder are shown relative to it, other files relative to the current folder."""
     of_folder: Mapping[str, str] = field(default_factory=dict)
-    """Origins of keys whose values the folder of a model has set, by key."""
+    """Origin of each key whose value comes from a model folder."""
 
     def of(self, path: str) -> str:
-        """``command line``, or the file and line that set ``path`` or a section around it; empty if nothing did."""
+        """Return ``command line``, or the file and line that set ``path`` or a section that contains it; empty if
+        nothing did."""
         parts = path.split(".")
         if any(".".join(parts[:end]) in self.typed for end in range(1, len(parts) + 1)):
             return "command line"
@@ -47,7 +49,7 @@ class Origins:
 
 
 def _line_of(parts: Sequence[str], file: Path) -> int | None:
-    """Return the line of the nested key ``parts`` in ``file``, or of a value that replaces a section around it."""
+    """Return the line of the nested key ``parts`` in ``file``, or of a value that replaces a section above it."""
     node, line = yaml.compose(file.read_text(encoding="utf-8")), None
     for part in parts:
         if not isinstance(node, yaml.MappingNode):
@@ -60,7 +62,7 @@ def _line_of(parts: Sequence[str], file: Path) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML would write it, on one line of bounded length."""
+    """Return a value in YAML format, on one line of bounded length."""
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, list | tuple):
@@ -91,9 +93,9 @@ def explain(
     *,
     alone: bool,
 ) -> list[str]:
-    """Return one sentence per mistaken key of ``config``, in the order of the schema.
+    """Return one sentence for each invalid key of ``config``, in the order of the schema.
 
-    ``alone``: leave out keys that are missing or contradict another key.
+    ``alone``: leave out missing keys and contradictions between keys.
     """
     sentences: dict[str, str] = {}
     missing: list[str] = []
@@ -102,7 +104,7 @@ def explain(
             continue
         path = ".".join(str(part) for part in mistake["loc"])
         while path and mistake["type"] != "extra_forbidden" and path not in all_keys() and not is_section(path):
-            path = path.rpartition(".")[0]  # an item of a list: the list is what was typed
+            path = path.rpartition(".")[0]  # an item of a list: the user typed the list
         if mistake["type"] == "missing" and path == ".".join(str(part) for part in mistake["loc"]):
             missing.append(path)
             continue
@@ -119,7 +121,7 @@ def _sentence(
     path: str, mistake: Any, config: Mapping[str, Any], origins: Origins, groups: Mapping[str, Sequence[str]]
 ) -> str:
     kind, key = mistake["type"], all_keys().get(path)
-    if kind == "value_error":  # written by a validator of the schema, in full
+    if kind == "value_error":  # a complete message from a validator of the schema
         return str(mistake["ctx"]["error"])
     source = origins.of(path) or "configs"
     if kind == "extra_forbidden":

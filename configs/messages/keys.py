@@ -1,4 +1,4 @@
-"""Description of each key by the schema, as plain data: for checks, error messages and ``--help``."""
+"""Description of each config key, derived from the schema, for checks, error messages and ``--help``."""
 
 import functools
 import itertools
@@ -46,27 +46,27 @@ def key_notes() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Key:
-    """One value of the config.
+    """One key of the config.
 
-    Its description is read from the schema on first use: pydantic takes as long for all keys as composing a config, and
-    most runs need a few.
+    Its JSON Schema is generated on first use. For all keys this takes as long as composing a config, and most runs need
+    only a few.
     """
 
     path: str
     """Full dotted name, such as ``trainer.steps``."""
     section: type[Section]
-    """The class that declares it."""
+    """Section that declares the key."""
     field_name: str
-    """Name of the field of that class. It differs from the last part of ``path`` if the field has an alias."""
+    """Name of the field in this section. It differs from the last part of ``path`` if the field has an alias."""
     one_of: tuple[str, ...] = ()
-    """The values it may take, if the schema does not know them; else empty."""
+    """Allowed values, if the schema does not contain them; else empty."""
     is_entry: bool = False
-    """Whether it is an entry of the mapping that the field holds."""
+    """Whether the key is an entry of a mapping field."""
 
     @property
     def kind(self) -> str:
-        """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
-        object: a section that may be null; mapping: values under names of the user's, and value: one of them."""
+        """JSON type: integer, number, boolean, string or array. Also texts and integers (lists of any length), object
+        (a section that may be null), mapping (values under names that the user chooses) and value (one of these)."""
         if is_mapping(self.annotation):
             entry = "string" if get_args(self.annotation)[1] is str else "value"
             return entry if self.is_entry else "mapping"
@@ -77,7 +77,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values it may take, if they are few; else empty."""
+        """Allowed values, if there are only a few; else empty."""
         const = [self._field["const"]] if "const" in self._field else []
         return self.one_of or tuple(self._field.get("enum", const))
 
@@ -87,33 +87,33 @@ class Key:
 
     @property
     def takes_list(self) -> bool:
-        """Whether it may be a list."""
+        """Whether the value may be a list."""
         return any(schema.get("type") == "array" for schema in self._alternatives)
 
     @property
     def bounds(self) -> str:
-        """The range in words, such as ``at least 1``; empty when there is none."""
+        """Allowed range in words, such as ``at least 1``; empty if there is none."""
         return _bounds(self._field)
 
     @property
     def word(self) -> str:
-        """The word that may stand in place of a number; empty if there is none."""
+        """Word that is allowed in place of a number, such as ``auto``; empty if there is none."""
         others = (schema for schema in self._alternatives if schema is not self._field)
         return next((schema["const"] for schema in others if "const" in schema), "")
 
     @property
     def purpose(self) -> str:
-        """The description of its ``Field`` or its docstring, on one line."""
+        """Description of the field, from its ``Field`` or its docstring, on one line."""
         description = self.section.model_fields[self.field_name].description or ""
         return " ".join(description.split()) or self.section.purposes().get(self.field_name, "")
 
     @property
     def is_free_text(self) -> bool:
-        """Whether any characters at all may follow the ``=``."""
+        """Whether any text is allowed as the value."""
         return self.kind == "string" and not self.choices
 
     def may_take(self, value: str) -> bool:
-        """Whether ``value``, as typed, is of the key's kind; its range is not checked."""
+        """Return whether ``value``, as typed, has the type of the key. The range is not checked."""
         if value in ("", "null", self.word) or "${" in value:
             return bool(self.nullable or value != "null")
         if self.takes_list and value.startswith("["):
@@ -135,12 +135,12 @@ class Key:
 
     @property
     def override(self) -> str:
-        """An override to paste."""
+        """Example override to paste."""
         return self.example.partition(", ")[0]
 
     @property
     def example(self) -> str:
-        """An override to paste into a shell, perhaps with other values after it."""
+        """Example override to paste into a shell, possibly followed by other values."""
         made_up = self.choices[0] if self.choices else _WORDS[self.kind][1]
         values = str(key_notes()["examples"].get(self.path, made_up))
         first, *others = values.split(", ")
@@ -148,7 +148,7 @@ class Key:
 
     @property
     def annotation(self) -> Any:
-        """The type of the field."""
+        """Type of the field."""
         return self.section.model_fields[self.field_name].annotation
 
     @property
@@ -164,7 +164,7 @@ class Key:
 @functools.cache
 def _types(section: type[Section], name: str) -> list[dict[str, Any]]:
     field = section.model_fields[name]
-    # Of a model, not of TypeAdapter, which puts an Enum in place of its reference: it would look like a text.
+    # From a model, not a TypeAdapter, which would inline an Enum, so that it would look like a text.
     alone: dict[str, Any] = {name: (field.annotation, field)}
     (described,) = create_model("Config", __base__=Section, **alone).model_json_schema()["properties"].values()
     return list(described.get("anyOf", [described]))
@@ -177,12 +177,16 @@ NAME = "NAME"
 
 
 class Keys(dict[str, Key]):
-    """Keys by full dotted name. Keys below a name that the user chooses, as in ``data.sources.web.path``, are found
-    under any name, and not listed."""
+    """Keys by full dotted name.
+
+    Keys below a name that the user chooses, such as ``data.sources.web.path``, are found under any name, but not
+    listed.
+    """
 
     def __init__(self) -> None:
         self.named: dict[str, dict[str, Key]] = {}
-        """Sections whose sections the user names -> the keys of each, by last name; their paths hold ``NAME``."""
+        """Keys of sections with user-chosen names: parent section -> keys by last part. Their paths contain
+        ``NAME``."""
 
     def __contains__(self, path: object) -> bool:
         return super().__contains__(path) or self._found(path) is not None
@@ -208,17 +212,17 @@ class Keys(dict[str, Key]):
 
 
 def is_mapping(annotation: Any) -> bool:
-    """Whether a field of this type holds plain values under names that the user chooses."""
+    """Return whether a field of this type maps names that the user chooses to plain values."""
     return get_origin(annotation) is dict and _section_in(annotation)[0] is None
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` may name a source or a validation set."""
+    """Return whether ``text`` is a valid name for a source or a validation set."""
     return re.fullmatch(NAME_PATTERN, text) is not None
 
 
 def all_keys() -> Keys:
-    """Every key that a run may have, by its full dotted name, including all registered optimizers, schedules, ..."""
+    """Return every key that a run may have, by full dotted name, for all registered optimizers, schedules, ..."""
     return _keys_of_any(base_schema(), registered_sections())
 
 
@@ -244,7 +248,7 @@ def check_fields(section: type[Section], name: str) -> None:
 
 
 def readers(path: str) -> list[str]:
-    """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
+    """Return the names of the optimizers (schedules, ...) whose section has the key ``path``; empty for other keys."""
     group, _, last = path.partition(".")
     chosen = chosen_in(base_schema())
     entries = chosen[group].entries() if group in chosen else []
@@ -254,7 +258,7 @@ def readers(path: str) -> list[str]:
 
 
 def is_source(path: str) -> bool:
-    """Whether ``path`` is a source of a mixture or a validation set, under a name of the user's."""
+    """Return whether ``path`` is a source of a mixture or a validation set, under a name that the user chose."""
     above, _, name = path.rpartition(".")
     return above in _NAMED_SOURCES and is_name(name)
 
@@ -262,7 +266,7 @@ def is_source(path: str) -> bool:
 @functools.cache
 def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
     for _, section in sections:
-        if not section.__module__.startswith("serried."):  # those are known to be right
+        if not section.__module__.startswith("serried."):  # built-in sections are known to be valid
             check_fields(section, section.__name__)
     own, registered = _keys_of(schema, ""), [_keys_of(section, f"{group}.") for group, section in sections]
     of_group: dict[str, dict[str, Key]] = {}
@@ -309,8 +313,11 @@ def _keys_of(model: type[Section], above: str) -> Keys:
 
 
 def _section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """Return the section that a field of this type holds, and whether it holds several, under names that the user
-    chooses. Of a union, the first type but null decides."""
+    """Return the section class in the type of a field, and whether the field maps names that the user chooses to
+    sections.
+
+    In a union, the first type other than None decides.
+    """
     origin, types = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return _section_in(next(kind for kind in types if kind is not NoneType))
@@ -321,18 +328,18 @@ def _section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def all_sections() -> list[str]:
-    """Dotted names of all sections."""
+    """Return the dotted names of all sections."""
     return list(dict.fromkeys(path.rpartition(".")[0] for path in all_keys() if "." in path))
 
 
 def is_section(path: str) -> bool:
-    """Whether ``path`` has keys or sections below it."""
+    """Return whether ``path`` has keys or sections below it."""
     above, _, name = path.rpartition(".")
     return path in all_sections() or path in all_keys().named or (above in all_keys().named and is_name(name))
 
 
 def keys_of(section: str) -> list[str]:
-    """Full names of the keys right below a section."""
+    """Return the full names of the keys directly below a section."""
     above, _, name = section.rpartition(".")
     if above in all_keys().named and is_name(name):
         return [f"{section}.{last}" for last in all_keys().named[above]]
@@ -342,7 +349,7 @@ def keys_of(section: str) -> list[str]:
 
 
 def _bounds(field: dict[str, Any]) -> str:
-    """``{"minimum": 0, "exclusiveMaximum": 1}`` as ``at least 0 and below 1``."""
+    """Format ``{"minimum": 0, "exclusiveMaximum": 1}`` as ``at least 0 and below 1``."""
     limits = (  # inside a nullable field pydantic 2 writes `ge` where it writes `minimum` elsewhere
         ("at least", field.get("minimum", field.get("ge"))),
         ("above", field.get("exclusiveMinimum", field.get("gt"))),
@@ -353,6 +360,6 @@ def _bounds(field: dict[str, Any]) -> str:
 
 
 def _short(limit: float) -> str:
-    """``10**15`` as ``1e15``; a number that this would round stays whole."""
+    """Format ``10**15`` as ``1e15``. A number that this would round is written in full."""
     short = f"{limit:g}".replace("e+", "e").replace("e0", "e").replace("e-0", "e-")
     return short if float(short) == limit else str(limit)

@@ -22,18 +22,18 @@ Groups = Mapping[str, Sequence[str]]
 """Config groups and their choices."""
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".txt", ".csv", ".md", ".gz", ".zst")
 _A_SLIP = 0.85
-"""Likeness of a key and the same key with one wrong letter, or more."""
+"""Minimum similarity between a name and the same name with a typo."""
 
 
 class Names(NamedTuple):
-    """Names from elsewhere, squeezed: ``maxSteps``, ``max-steps`` and ``max_steps`` are one."""
+    """Names that other software uses, normalized: ``maxSteps``, ``max-steps`` and ``max_steps`` are the same name."""
 
     keys: dict[str, list[str]]
-    """Name -> the keys or groups it may mean."""
+    """Keys or groups that each name may mean."""
     choices: dict[str, list[str]]
-    """Name of a choice -> overrides that choose it: ``fp16`` -> ``precision=fp16``."""
+    """Overrides for the name of each choice, such as ``precision=fp16`` for ``fp16``."""
     advice: dict[str, str]
-    """Name, or ``group=choice`` -> a sentence."""
+    """Advice for each name or ``group=choice``."""
 
 
 @functools.cache
@@ -63,13 +63,13 @@ def pasteable(key: str, value: str) -> str:
 
 
 def nearest_choice(key: str, typed: str, choices: Sequence[str]) -> list[str]:
-    """The ``choices`` of a key or group that ``typed`` may mean, best first."""
+    """Return the ``choices`` of a key or group that ``typed`` may mean, best first."""
     named = _choice_named(key, typed)
     return [named] if named in choices else nearest(typed, choices)
 
 
 def _choice_named(key: str, typed: str) -> str:
-    """The choice of ``key`` that other frameworks call ``typed``; empty if there is none."""
+    """Return the choice of ``key`` that other frameworks call ``typed``; empty if there is none."""
     known = (override.partition(" ")[0].partition("=") for override in other_names().choices.get(squeezed(typed), []))
     return next((choice for name, _, choice in known if name == key), "")
 
@@ -77,8 +77,8 @@ def _choice_named(key: str, typed: str) -> str:
 def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
     """Return up to three of the full dotted ``names`` that are similar to ``typed``, best first.
 
-    A name is as near as its whole or, a little less, as its last part: ``stpes`` is near ``trainer.steps``. A shared
-    section is not enough: ``trainer.foo`` is near nothing.
+    Names are compared as a whole and, with a slightly lower score, by their last part: ``stpes`` matches
+    ``trainer.steps``. A shared section is not enough: ``trainer.foo`` matches nothing.
     """
     typed = typed.lower().replace("/", ".").replace("-", "_")
     leaf = typed.rpartition(".")[2]
@@ -94,7 +94,7 @@ def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
 def _likeness(one: str, other: str, least: float) -> float:
     """Return how similar two names are, from 0 to 1; 0 if below ``least``."""
     matcher = SequenceMatcher(None, one, other, autojunk=False)
-    if min(matcher.real_quick_ratio(), matcher.quick_ratio()) < least:  # bounds, which are quick to compute
+    if min(matcher.real_quick_ratio(), matcher.quick_ratio()) < least:  # upper bounds, which are fast to compute
         return 0.0
     ratio = matcher.ratio()
     return ratio if ratio >= least else 0.0
@@ -103,7 +103,7 @@ def _likeness(one: str, other: str, least: float) -> float:
 def meant(key: str, value: str, groups: Groups) -> list[str]:
     """Return overrides to paste for a mistyped ``key=value``, best first; empty if none.
 
-    Without a value the overrides get an example of one.
+    Without a value, the overrides contain an example value.
     """
     if key in RENAMED:
         return [_assignment(RENAMED[key], value, groups)]
@@ -112,7 +112,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
     if key in names:
         return [_assignment(key, value, groups)]
     known = other_names()
-    here = {*all_keys(), *groups}  # a task of another kind may not have what a name from elsewhere means
+    here = {*all_keys(), *groups}  # a task of another kind may lack the key that this name means
 
     def named(name: str) -> list[str]:
         return [path for path in known.keys.get(name, []) if path in here]
@@ -123,7 +123,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
     near = nearest_keys(key, names)
     slips = [name for name in near if _likeness(key.lower(), name, _A_SLIP)]
     if aliases:
-        near = [*aliases, *slips]  # a name from elsewhere may also be one slip away from a real key: offer both
+        near = [*aliases, *slips]  # a name of another framework may also be a typo of a key: offer both
     elif near[:1] != slips[:1] or not near:
         close = get_close_matches(squeezed(last), known.keys, n=1, cutoff=0.85)
         near = [*(target for name in close for target in named(name)), *near]
@@ -135,7 +135,8 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
 
 
 def _named_by_path(group: str, value: str) -> str:
-    """Return the overrides for the model or the data in ``value``, a path or a name on the Hub; empty if it is none."""
+    """Return overrides that use ``value``, a path or a name on the Hub, as the model or data; empty if it is
+    neither."""
     path = value.strip("[]\"'")
     is_file = Path(path).suffix in _DATA_FILES or os.path.exists(expanded(path))  # noqa: PTH110 -- Path's raises in unreadable folders
     if group not in ("model", "data") or "," in path or not path or not (is_file or "/" in path):
@@ -147,7 +148,8 @@ def _named_by_path(group: str, value: str) -> str:
 
 
 def _switched(override: str, value: str, groups: Groups) -> str:
-    """``fp16=true`` -> ``precision=fp16``; ``wandb=offline`` -> ``track.wandb=offline``."""
+    """Return the override for a switch: ``precision=fp16`` for ``fp16=true``, ``track.wandb=offline`` for
+    ``wandb=offline``."""
     key = override.partition("=")[0]
     if found := _named_by_path(key, value):
         return found
@@ -157,7 +159,7 @@ def _switched(override: str, value: str, groups: Groups) -> str:
 
 
 def _fits(name: str, value: str) -> bool:
-    """Whether ``value``, or each of several to sweep over, is of the kind of the key ``name``."""
+    """Return whether ``value``, or each value of a sweep, has the type of the key ``name``."""
     values = [value] if value.startswith("[") else value.split(",")
     return all(all_keys()[name].may_take(item) for item in values)
 
@@ -171,7 +173,7 @@ def _assignment(name: str, value: str, groups: Groups) -> str:
             value = f"[{value}]"
         return pasteable(name, value) if value else all_keys()[name].example
     chosen = [choice if choice in groups[name] else _choice_named(name, choice) for choice in value.split(",")]
-    # Several are a sweep.
+    # Several choices are a sweep.
     return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"
 
 
@@ -184,7 +186,8 @@ _TIME_LIMITS = (  # days, hours, minutes, seconds
 
 
 def _in_minutes(limit: str) -> str:
-    """A time limit such as ``4:00:00``, ``30:00``, ``1-12`` or ``4h30m`` in minutes; unchanged if it is none."""
+    """Return a time limit such as ``4:00:00``, ``30:00``, ``1-12`` or ``4h30m`` in minutes; unchanged if it is not
+    one."""
     for pattern in _TIME_LIMITS:
         if found := re.fullmatch(pattern, limit):
             days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -193,7 +196,7 @@ def _in_minutes(limit: str) -> str:
 
 
 def _last_number(text: str) -> str:
-    """``gpu:h100:8`` -> ``8``."""
+    """Return the last number in ``text``, such as ``8`` for ``gpu:h100:8``."""
     return (re.findall(r"\d+", text.rpartition(":")[2]) or [text])[-1]
 
 
@@ -218,8 +221,8 @@ _FIGURES: dict[str, tuple[str, Callable[[float, _Config], float]]] = {
     "warmup_of_share": ("100", lambda n, at: math.ceil(n * at["trainer.steps"])),
     "share_of_lr": ("0.1", lambda n, at: min(1.0, n / float(at["optim.lr"]))),
 }
-"""Fields of advice in braces, beside ``{value}``: an example, and a function of the value typed and the rest of the
-config, by key."""
+"""Placeholders of advice in addition to ``{value}``: an example, and a function of the typed value and the other values
+of the config by key."""
 
 
 def _processes(at: _Config) -> int:
@@ -227,9 +230,9 @@ def _processes(at: _Config) -> int:
 
 
 def advice(key: str, value: str, config: _Config | None = None) -> str | None:
-    """Return why there is no such key and what to do instead; ``None`` if another key may be meant.
+    """Return why there is no such key and what to use instead; ``None`` if another key may be meant.
 
-    ``config``: the rest of the run's config by key, if it is known, for the numbers in the sentence.
+    ``config``: other values of the run's config by key, if known, for the numbers in the sentence.
     """
     known = other_names().advice
     section, last = key.partition(".")[0], key.rpartition(".")[2]
@@ -277,7 +280,7 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     named = {word: word.strip("'").partition("=")[0] for word in meant(key, value, groups)}
     # A user's task has no model and no data.
     suggestions = [word for word, name in named.items() if name in all_keys() or name in groups]
-    if own is not None:  # nothing that another optimizer or schedule reads
+    if own is not None:  # suggest no key of another optimizer or schedule
         near = [pasteable(name, value) for name in [*same, *nearest_keys(key, own)]]
         elsewhere = [word for word in suggestions if not named[word].startswith(f"{section}.") or named[word] in own]
         suggestions = list(dict.fromkeys([*near, *elsewhere]))[:3]
@@ -294,14 +297,15 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
 
 
 def _tasks_with(key: str) -> list[str]:
-    """Return overrides that choose the tasks with a key of their own called ``key``."""
+    """Return overrides that choose a task with its own key ``key``."""
     section, _, last = key.partition(".")
     known = tasks.entries() if section == tasks.group else []
     return [f"task={entry.name}" for entry in known if last in entry.section.model_fields]
 
 
 def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:
-    """Say of the first of ``keys`` that the chosen model family does not read which ones do; empty if there is none."""
+    """Return a note for the first of ``keys`` that the chosen model family does not read, with the families that read
+    it; empty if there is none."""
     has_model = any(path.startswith("model.") for path in config)
     family = config.get("model.family", CHOSEN["model"].base.model_fields["family"].default)
     for key in keys if has_model else ():
@@ -312,7 +316,7 @@ def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:
 
 
 def _keys_of_choice(section: str, config: _Config) -> list[str] | None:
-    """Return the keys of the optimizer or schedule that the run chooses, if ``section`` is its section."""
+    """Return the keys of the chosen optimizer or schedule if ``section`` is its section; else None."""
     name = config.get(f"{section}.name")
     if section not in ("optim", "schedule") or name not in CHOSEN[section].names():
         return None
@@ -327,7 +331,7 @@ def listing(section: str) -> str:
 
 
 def unknown_section(name: str, source: str) -> str:
-    """Return the sentence for a whole section, given in a YAML file, that the schema does not have."""
+    """Return the sentence for a section in a YAML file that the schema does not have."""
     if reason := advice(name, ""):
         return f"section {name} ({source}): {reason}"
     near = nearest(name, all_sections())

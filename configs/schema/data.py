@@ -1,7 +1,7 @@
-"""Sections of the data of language models, and the registry of data sources.
+"""Data sections of language models, and the registry of data sources.
 
-Each source has its own section with the keys that only it reads. ``data`` chooses one; ``data.sources`` and
-``data.validation`` hold more, under names that the user chooses.
+Each source has its own section with the keys that only this source reads. ``data`` chooses one; ``data.sources`` and
+``data.validation`` contain further sources, under names that the user chooses.
 """
 
 import functools
@@ -19,25 +19,25 @@ from serried.configs.schema.registry import Entry, Registry
 from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION, TRAINING, LoadingSection, RunConfig
 
 _DIVIDED = ("hf", "stdlib", "text")
-"""Sources without a validation split of their own: the config alone decides which part is kept for validation."""
+"""Sources without a fixed validation split: only the config determines which documents are held out."""
 
 
 _OF_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of chat templates that come from a row."""
+"""Variables of chat templates whose values come from the row."""
 
 _LEAST_FRACTION = 1e-9
+"""Smallest ``data.validation_fraction`` above 0: 15 thousand of 15T tokens."""
 MOST_VALIDATION = 0.999
 """Largest ``data.validation_fraction``."""
-"""For validation, of text: 15 thousand of 15T tokens."""
 
 
 class SourceSection(Section):
     """A source of documents. Each source registers a section with its other keys."""
 
     needs: ClassVar[Mapping[str, str]] = {}
-    """Keys that must have a value, and what to write for one."""
+    """Required keys, with an example of a value."""
     libraries: ClassVar[Sequence[str]] = ()
-    """Libraries that the source needs in addition to the required ones."""
+    """Libraries that the source needs in addition to the required dependencies."""
     by_content: ClassVar[Sequence[str]] = (
         "name", "path", "subset", "split", "revision", "text_column", "messages_column", "columns", "token_dtype",
     )  # fmt: skip
@@ -46,7 +46,7 @@ class SourceSection(Section):
     """Name of the data source; a YAML file in ``data/`` sets it."""
 
     def check(self) -> None:
-        """Raise ``UserError`` if the source cannot exist. Quick; called before anything slow."""
+        """Raise ``UserError`` if the source cannot exist. Must be fast, since it is called before any slow set-up."""
 
 
 class MixedSource(SourceSection):
@@ -62,7 +62,7 @@ def _section_of(entry: Entry, base: Any) -> Any:
 
 
 def _by_name(base: type[SourceSection]) -> BeforeValidator:
-    """Validate a source by the section of the name that it gives."""
+    """Return a validator that uses the section of the source named in the values."""
 
     def validate(values: Any) -> Any:
         if not isinstance(values, dict):
@@ -77,31 +77,32 @@ def _by_name(base: type[SourceSection]) -> BeforeValidator:
 
 
 Sources = dict[str, Annotated[SerializeAsAny[MixedSource], _by_name(MixedSource)]]
-"""Sources of a mixture, by names of the user's."""
+"""Sources of a mixture, under names that the user chooses."""
 ValidationSets = dict[str, Annotated[SerializeAsAny[SourceSection], _by_name(SourceSection)]]
 
 
 class DataSection(LoadingSection, SourceSection):
-    """Training data: the keys that all sources share."""
+    """Training data: keys common to all sources."""
 
     free = ("cache_dir",)
     by_content = ("validation", "bad_rows")
 
     validation: ValidationSets = Field(default_factory=dict)
-    """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
+    """Additional validation sets, under names you choose; each is evaluated in full, or up to
+    ``trainer.eval_batches``."""
     validation_fraction: Number = Field(default=0.05, ge=0, le=MOST_VALIDATION)
-    """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
-    files. 0: train on all of it."""
+    """Fraction of the text held out for validation: full documents, or the end of each file if there are few files. 0:
+    train on all text."""
     format: Literal["text", "chat", "preference"] = "text"
-    """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
-    answers."""
+    """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: each row is a
+    pair of answers."""
     chat_template: PathText | None = None
-    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML. ``none``: rows
-    are a prompt and its completion, used as they are."""
+    """Jinja template for conversations, or a file with one; when null the template of the tokenizer, else ChatML.
+    ``none``: each row is a prompt and its completion, used unchanged."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further variables of the chat template, such as ``data.chat_template_kwargs.enable_thinking=false``."""
+    """Additional variables of the chat template, such as ``data.chat_template_kwargs.enable_thinking=false``."""
     train_on: Literal["replies", "last", "all"] = "replies"
-    """With conversations: all ``replies`` of the assistant, its ``last`` reply, or ``all`` tokens."""
+    """Tokens of conversations to train on: all ``replies`` of the assistant, its ``last`` reply, or ``all`` tokens."""
     tokenizer: PathText = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
@@ -109,28 +110,28 @@ class DataSection(LoadingSection, SourceSection):
     sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
     """Tokens per sequence."""
     packing: Literal["split", "best_fit", "none"] = "split"
-    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents. ``none``: one
-    document a sequence, padded."""
+    """``split``: one stream of documents, split into sequences. ``best_fit``: pack complete documents. ``none``: one
+    document per sequence, padded."""
     isolate_documents: bool = False
-    """Mask attention between documents of a sequence, and restart positions at each."""
+    """Mask attention between the documents of a sequence, and restart positions at each document."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """``skip``: leave out rows that cannot be used, and count them."""
+    """``skip``: leave out unusable rows, and count them."""
     cache_dir: LocalPath | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model is trained on what an assistant says."""
+        """Whether rows are conversations or pairs of answers, not plain text."""
         return self.format != "text"
 
     @property
     def has_template(self) -> bool:
-        """Whether the model is asked with a chat template."""
+        """Whether prompts are formatted with a chat template."""
         return self.is_chat and self.chat_template != "none"
 
     @property
     def isolates(self) -> bool:
-        """Whether attention is masked between the documents of a sequence, of which there may be several."""
+        """Whether attention is masked between documents, and sequences may have several."""
         return self.isolate_documents and self.packing != "none"
 
     @property
@@ -140,7 +141,7 @@ class DataSection(LoadingSection, SourceSection):
 
     @property
     def keeps_none(self) -> bool:
-        """Whether all documents are trained on, unless files of tokens are for validation by their name."""
+        """Whether no documents are held out for validation. Token files may still be validation data by their name."""
         return not self.validation_fraction and not getattr(self, "validation_split", None)
 
     @property
@@ -247,12 +248,13 @@ sources = Registry(
 
 
 def names_of_singles() -> list[str]:
-    """Return the names of all sources that are not a mixture of others."""
+    """Return the names of all sources except mixtures."""
     return [name for name in sources.names() if name != "mixture"]
 
 
 def register_source(name: str, *, section: type[Section] = SourceSection) -> Callable[[Any], Any]:
-    """Register a function of the section that yields documents, or returns a ``Source``, as ``data=NAME``; a decorator.
+    """Register a data source as ``data=NAME``; a decorator for a function of the section that yields documents, or
+    returns a ``Source``.
 
     A document is text, or the list of messages of a conversation. The function may be called more than once, and must
     yield the same documents each time.
@@ -278,14 +280,15 @@ def register_source(name: str, *, section: type[Section] = SourceSection) -> Cal
 
 
 def data_section(**values: Any) -> DataSection:
-    """Return the section of the source that ``values`` name."""
+    """Return the validated section for ``values``, whose ``name`` is a registered source."""
     section = sources.get(values["name"]).section.model_validate(values)
     assert isinstance(section, DataSection)
     return section
 
 
 def alone(data: DataSection, source: SourceSection) -> DataSection:
-    """Return the section of ``source``, of a mixture or a validation set, as if it were the only one of ``data``."""
+    """Return a data section with ``source``, one source of a mixture or a validation set, as the only source of
+    ``data``."""
     entry = sources.get(source.name)
     shared = {name: getattr(data, name) for name in DataSection.model_fields}
     own = {name: getattr(source, name) for name in entry.section.model_fields if name in type(source).model_fields}
@@ -295,9 +298,9 @@ def alone(data: DataSection, source: SourceSection) -> DataSection:
 
 
 class TextRunConfig(RunConfig):
-    """The whole of a run that trains a built-in language model."""
+    """Configuration of a run that trains a built-in language model."""
 
-    model: ModelSection  # in fact the section of a family, with more keys: see configs.schema.run_config
+    model: ModelSection  # at run time the section of a family, with more keys: see configs.schema.run_config
     data: DataSection
 
     @property
@@ -330,7 +333,7 @@ class TextRunConfig(RunConfig):
             yield f"{key}={patience} {COMPARES_NOTHING}, or {key}=0"
 
     def mistake_of_evaluation(self) -> Iterator[str]:
-        """Refuse evaluations where nothing is kept for them."""
+        """Yield a sentence if evaluations are on although no data is held out for them."""
         if self.trainer.eval_every != 0:
             yield (
                 "data.validation_fraction=0 trains on all documents and keeps none to evaluate on; add "

@@ -1,4 +1,4 @@
-"""Declaration of a task: all that composing a configuration needs, without importing torch."""
+"""Declaration of a task: everything that composing a configuration needs, without importing torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 from serried.configs.schema.fields import Section
 
 FOLDER = Path(__file__).resolve().parents[1]
-"""The YAML files that are shipped."""
+"""Folder of the shipped YAML files."""
 
 
 class Declaration(NamedTuple):
-    """A task class as the configuration sees it. Without arguments: the built-in tasks of ``train.py``."""
+    """Declared task, as composing sees it. Without arguments: the built-in tasks of ``train.py``."""
 
     name: str = ""
-    """Name of the task, which is the run's name unless the user gives another."""
+    """Name of the task, and of the run unless the user sets another."""
     section: type[Section] = Section
     """Fields of the section ``task``, apart from its name."""
     sections: tuple[str, ...] = ("model", "data")
-    """Sections of the built-in language models that it reads."""
+    """Sections of the built-in language models that the task uses."""
     defaults: Sequence[str] = ()
-    """Overrides that the command line overrides, as ``key=value``."""
+    """Default overrides of the task, as ``key=value``. The command line takes precedence."""
     task: Any = None
-    """The class, or a function that returns the user's instance; None: the built-in task that the configuration
+    """Task class, or a function that returns the user's instance; None: the built-in task that the configuration
     names."""
     config_dirs: tuple[Path, ...] = ()
     """Folders of the user's own YAML files."""
@@ -49,7 +49,7 @@ _declared: ContextVar[Declaration] = ContextVar("declared", default=BUILT_IN)
 
 
 def declared() -> Declaration:
-    """Return the task whose configuration is composed: it decides which keys there are."""
+    """Return the declared task, which determines the keys of the configuration."""
     return _declared.get()
 
 

@@ -1,4 +1,4 @@
-"""Types of keys, and the base class of sections."""
+"""Types of config keys, and the base class of sections."""
 
 import ast
 import functools
@@ -32,12 +32,13 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 def refuse_switch(value: Any) -> Any:
-    """Turn true and false into words, which are not numbers: pydantic would read them as 1 and 0."""
+    """Convert booleans to strings, since pydantic would accept them as 1 and 0."""
     return str(value).lower() if isinstance(value, bool) else value
 
 
 def parse_count(value: Any) -> Any:
-    """Turn ``1e3``, ``"10k"``, ``"2M"`` or ``"1.5B"`` into an integer; anything else is left to pydantic to judge."""
+    """Convert ``1e3``, ``"10k"``, ``"2M"`` or ``"1.5B"`` to an integer. Other values are returned for pydantic to
+    validate."""
     if isinstance(value, bool):
         return refuse_switch(value)
     if isinstance(value, float) and value.is_integer():
@@ -45,7 +46,7 @@ def parse_count(value: Any) -> Any:
     if isinstance(value, str):
         match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtT]?)", value.strip())
         if match:
-            if match[1].lstrip("+-").replace("_", "").isdigit():  # exact where a float would round
+            if match[1].lstrip("+-").replace("_", "").isdigit():  # exact, unlike a float
                 return int(match[1]) * _SUFFIXES[match[2].lower()]
             number = float(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
             if number.is_integer():
@@ -54,19 +55,19 @@ def parse_count(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(parse_count)]
-"""A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
+"""Integer; may be written ``1e3``, ``10k``, ``2M`` or ``1.5B``."""
 PositiveCount = Annotated[Count, Field(ge=1, le=10**10)]
-"""A number of steps, minutes, documents or machines."""
+"""Number of steps, minutes, documents or machines."""
 CountOrZero = Annotated[Count, Field(ge=0, le=10**10)]
 Size = Annotated[Count, Field(ge=1, le=10**7)]
-"""A dimension of a tensor. Larger ones overflow inside torch."""
+"""Size of a tensor dimension. Larger values overflow inside torch."""
 DerivedSize = Annotated[
     Size, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"type": "null"}]})
 ]
-"""A size that the section fills in when it is null."""
+"""Size that the section derives from other keys when it is null."""
 Degree = Annotated[Count, Field(ge=-1, le=10**6)]
 AUTO = 0
-"""``trainer.micro_batch=auto`` before it is chosen; configurations are written with the word."""
+"""Value of ``trainer.micro_batch=auto`` until a number is chosen. It is serialized as ``auto``."""
 
 
 def _count_or_auto(value: Any, count: ValidatorFunctionWrapHandler) -> Any:
@@ -80,35 +81,35 @@ CountOrAuto = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"const": "auto"}]}),
 ]
 NOT_IN_32_BITS = "not_in_32_bits"
-"""Type of the error of a number that would become 0 or infinite."""
+"""Error type of a number that would become 0 or infinite in 32 bits."""
 
 
 def _refuse_unheld(value: Any) -> Any:
-    """Refuse a number that no 32-bit float holds: in a computation it would become 0 or infinite."""
+    """Refuse a number that a 32-bit float cannot represent: in a computation it would become 0 or infinite."""
     if isinstance(value, float) and math.isfinite(value) and value and not 1.2e-38 < abs(value) < 3.4e38:
         raise PydanticCustomError(NOT_IN_32_BITS, "not in 32 bits")
     return refuse_switch(value)
 
 
 Number = Annotated[float, BeforeValidator(_refuse_unheld)]
-"""A real number; true and false are not."""
+"""Real number; booleans are refused."""
 Seconds = Annotated[Number, Field(ge=0.1, le=10**7)]
 
 
 def _refuse_address(value: Any) -> Any:
     if isinstance(value, str) and is_address(value):
-        raise PydanticCustomError("address", "is an address")  # ``explain`` has the words
+        raise PydanticCustomError("address", "is an address")  # ``explain`` writes the message
     return value
 
 
 LocalPath = Annotated[Path, BeforeValidator(_refuse_address)]
-"""A file or folder."""
+"""Path of a file or folder."""
 PathText = Annotated[str, BeforeValidator(_refuse_address)]
-"""A file, folder, glob or name on the Hub."""
+"""Path of a file or folder, a glob, or a name on the Hub."""
 
 
 class Section(BaseModel):
-    """Base class of all sections of the configuration: frozen, and a key that is not declared is an error.
+    """Base class of all sections of the configuration. Sections are frozen, and undeclared keys are errors.
 
     Example::
 
@@ -119,15 +120,19 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     free: ClassVar[Sequence[str]] = ()
-    """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""
+    """Fields that do not affect the results of a run, such as its location, speed or logging. They may differ on
+    resume."""
     by_content: ClassVar[Sequence[str]] = ()
-    """Free fields that name something, such as data, of which the content is compared on resume."""
+    """Free fields that name something, such as data, whose content is compared on resume."""
 
     @classmethod
     @functools.cache
     def purposes(cls) -> dict[str, str]:
-        """Return the docstring of each field, read from the source: pydantic's ``use_attribute_docstrings`` would parse
-        every section at every start, and only help texts and tables show them."""
+        """Return the docstring of each field.
+
+        Docstrings are read from the source on demand, for help texts and tables. pydantic's
+        ``use_attribute_docstrings`` would parse every section at each start.
+        """
         own = [_docstrings(base) for base in reversed(cls.__mro__) if issubclass(base, Section) and base is not Section]
         return {name: text for docstrings in own for name, text in docstrings.items()}
 
@@ -149,7 +154,8 @@ class Section(BaseModel):
 
 
 def _docstrings(section: type) -> dict[str, str]:
-    """Return the string below each field of the class body; empty without source, as of a class that a run composes."""
+    """Return the string below each field in the class body; empty if there is no source, as for classes created at run
+    time."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     except (OSError, TypeError, SyntaxError):

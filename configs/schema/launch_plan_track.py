@@ -1,4 +1,4 @@
-"""Sections that change no number of a run: how it is launched, planned, profiled and tracked."""
+"""Sections that do not affect the results of a run: launching, planning, profiling and tracking."""
 
 import re
 from collections.abc import Iterator
@@ -44,37 +44,40 @@ class LaunchSection(Section):
     """Processes, how they are started, and timeouts."""
 
     name: Literal["torchrun", "local", "slurm"] = "torchrun"
-    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
+    """``torchrun`` (you start the processes), ``local`` (this command starts them here) or ``slurm`` (it submits a
+    job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
-    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
+    """Number of nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = "auto"
     """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA, AMD), ``xpu`` (Intel) or ``npu`` (Ascend)."""
     threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
     """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0
-    """How long a process waits for others until the first step is done, including data preparation and set-up."""
+    """Seconds that a process waits for the others until the first step is done, including data preparation and
+    set-up."""
     step_timeout_seconds: Seconds = 300.0
-    """How long the run may stall after the first step. Then the rank that holds it up is reported and the run stops,
-    to resume later; at a fifth of the time there is a warning. A phase that took longer the first time has twice that
-    time."""
+    """Seconds that the run may stall after the first step. Then the rank that causes the stall is reported and the run
+    stops, to resume later; after a fifth of this time there is a warning. A phase that took longer the first time is
+    allowed twice that time."""
     stop_timeout_seconds: Seconds = 600.0
-    """``launch=local``: how long stopping may take, including the checkpoint, before processes are killed."""
+    """With ``launch=local``: seconds that stopping may take, including the checkpoint, before processes are killed."""
 
     @property
     def names_gpu(self) -> bool:
-        """Whether ``device`` is a GPU or another accelerator for certain."""
+        """Whether ``device`` names a GPU or another accelerator."""
         return self.device not in ("auto", "cpu")
 
 
 def _unquoted_off(value: Any) -> Any:
-    """YAML reads ``off`` as false."""
+    """Return ``off`` for false: YAML reads an unquoted ``off`` as false."""
     return "off" if value is False else value
 
 
 class TrackSection(Section):
-    """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
+    """Experiment trackers. Each has a process that follows ``metrics.jsonl``, which cannot stop training or change its
+    results."""
 
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
     """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
@@ -106,20 +109,20 @@ class TrackSection(Section):
 
 
 class PlanSection(Section):
-    """What ``serried plan`` and ``dry_run=true`` assume; with any of these keys they print how long a step takes. Not
-    kept in the run folder."""
+    """Assumptions of ``serried plan`` and ``dry_run=true``. If any of these keys is set, they also print the time of a
+    step. Not saved in the run folder."""
 
     device: str | None = Field(default=None, min_length=1)
     """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; when null this machine's, or ``h100``."""
     memory: str | None = None
-    """Memory of the device, such as ``24GiB``, if it is another than that of ``plan.device``."""
+    """Memory of the device, such as ``24GiB``, if it differs from that of ``plan.device``."""
     per_node: PositiveCount | None = None
     """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
     mode: Literal["formula", "trace"] | None = None
-    """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
-    plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
+    """How memory and communication are computed: ``formula``, or ``trace`` (run a step on tensors without data).
+    ``serried plan`` traces; when null ``dry_run=true`` prints only the memory by formula."""
     tokens: Annotated[Count, Field(ge=1, le=10**15)] | None = None
-    """Tokens of the whole training, such as ``15T``; computed from ``trainer.steps`` when null."""
+    """Total number of training tokens, such as ``15T``; computed from ``trainer.steps`` when null."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price per device-hour, in any currency; when null no costs are printed."""
     rates: LocalPath | None = None
@@ -127,9 +130,9 @@ class PlanSection(Section):
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
     out: LocalPath | None = None
-    """HTML page of these layouts to write; ``serried plan search out=FILE``."""
+    """HTML file to write these layouts to; set by ``serried plan search out=FILE``."""
     as_json: bool = False
-    """Print one JSON object instead of lines; ``serried plan json=true``."""
+    """Print one JSON object instead of text; set by ``serried plan json=true``."""
 
     @property
     def memory_bytes(self) -> int | None:

@@ -1,6 +1,6 @@
-"""The keys that all model families have, and how a section reads the ``config.json`` of a checkpoint.
+"""Keys common to all model families, and reading of the ``config.json`` of a checkpoint.
 
-The section of a family is beside its code in ``recipes/models/``, in a module whose name ends in ``_config``.
+The section of a family is next to its code in ``recipes/models/``, in a module whose name ends in ``_config``.
 """
 
 import json
@@ -15,36 +15,37 @@ from serried.configs.schema.transformers_defaults import ALIASES, DEFAULTS, NOT_
 
 
 def use_nearest(key: str, values: Sequence[int]) -> str:
-    """``use model.heads=4 (or one of [8, 2, 16])``; ``values`` come nearest first."""
+    """Return advice such as ``use model.heads=4 (or one of [8, 2, 16])``. ``values`` are sorted, nearest first."""
     return f"use {key}={values[0]}" + (f" (or one of {list(values[1:4])})" if values[1:] else "")
 
 
 def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
-    """Raise ``ValueError`` if a key of the ``config.json`` ``found`` is set to another value than ``plain``."""
+    """Raise ``ValueError`` if a key of the ``config.json`` ``found`` has another value than in ``plain``."""
     for key, value in plain.items():
         if (found.get(key) or value) != value:
             raise ValueError(f"has {key} {found[key]}; only {value} can be taken over")
 
 
 def keys_named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our keys with their values in the ``config.json`` ``found``; ``names`` maps our names to its names."""
+    """Return the keys of ``names`` with their values in the ``config.json`` ``found``. ``names`` maps our key to its
+    name there."""
     return {ours: found[theirs] for ours, theirs in names.items()}
 
 
 def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[str, Any]:
-    """Return the ``config.json`` ``found`` with the defaults of transformers for the keys that it leaves out.
+    """Return the ``config.json`` ``found`` with missing keys filled in with the defaults of transformers.
 
     For a ``model_type`` that transformers does not have, the defaults of the family of ``section`` are used, or of its
-    nearest base class.
+    nearest base class that has some.
 
-    Raises ``ValueError`` if a key is null that transformers does not take without a value, and ``TypeError`` if a value
-    is of the wrong kind, such as a text in place of a number.
+    Raises ``ValueError`` if a key is null for which transformers needs a value, and ``TypeError`` if a value has the
+    wrong type, such as a string instead of a number.
     """
     own = [base.opens_as[0] for base in section.__mro__ if issubclass(base, ModelSection)]
     kind = next((name for name in (str(found.get("model_type")), *own) if name in DEFAULTS), "")
     defaults, aliases = DEFAULTS.get(kind, {}), ALIASES.get(kind, {})
     named = [key for key in found if key not in aliases] + [key for key in found if key in aliases]
-    values = {aliases.get(key, key): found[key] for key in named}  # transformers reads further names last
+    values = {aliases.get(key, key): found[key] for key in named}  # transformers reads alternative names last
     for key in NOT_NULL.get(kind, ()):
         if key in values and values[key] is None:
             raise ValueError(
@@ -61,7 +62,7 @@ _KINDS = {
     **dict.fromkeys(("layer_types", "mlp_only_layers"), _LIST),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"), _MAPPING),
 }
-"""Kind of the value of a key without a default."""
+"""Expected kind of value for keys without a default."""
 
 
 def _check_kinds(values: Mapping[str, Any], defaults: Mapping[str, Any], of: str = "") -> None:
@@ -81,19 +82,19 @@ READ_EARLIER: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"rms_norm_eps": 1e-6},
     "mixtral": {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
 }
-"""Defaults of an earlier version of serried for keys that a ``config.json`` leaves out, if they differ from the
-defaults of transformers and change the numbers of a frozen model."""
+"""Defaults of earlier versions of serried for missing keys of a ``config.json``, if they differ from the defaults of
+transformers and change the output of a frozen model."""
 
 
 class ModelSection(Section):
-    """Keys that all families of language models have; each adds its own."""
+    """Keys common to all families of language models. Each family adds its own."""
 
     free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std", "attention")
-    # Sizes among them are compared by the shapes of tensors.
+    # Sizes among these keys are compared by the shapes of tensors.
     names: ClassVar[Mapping[str, str]] = {}
-    """Keys that a ``config.json`` holds unchanged -> their names there."""
+    """Keys that are copied unchanged from a ``config.json``, with their names there."""
     opens_as: ClassVar[tuple[str, str]] = ("", "")
-    """``model_type`` of a checkpoint, and the class of transformers that opens it."""
+    """``model_type`` of a checkpoint, and the transformers class that loads it."""
 
     name: str
     """Name of the model config, for display."""
@@ -102,16 +103,16 @@ class ModelSection(Section):
     path: PathText | None = Field(default=None, min_length=1, max_length=4096)
     """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
     pretrained: bool = True
-    """Start from the weights in ``path``; false: from random ones."""
+    """Start from the weights in ``path``; false: from random weights."""
     vocab_size: Size | None = None
-    """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    """Number of rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1
     """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
     """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
-        """Mesh axes -> the keys, with their values, that the degree of the axis must divide."""
+        """Return, for each mesh axis, the keys and values that the degree of the axis must divide."""
         return {}
 
     def layout_mistakes(self, degrees: Mapping[str, int], *, sequence: bool) -> Iterator[str]:
@@ -125,7 +126,7 @@ class ModelSection(Section):
         yield from ()
 
     def described(self) -> dict[str, Any]:
-        """Return the keys of a ``config.json`` that ``names`` names."""
+        """Return the ``config.json`` entries of the keys in ``names``."""
         return {theirs: getattr(self, ours) for ours, theirs in self.names.items()}
 
     @classmethod
@@ -133,6 +134,7 @@ class ModelSection(Section):
         """Return the keys of this section that describe the model of a Hugging Face ``config.json``.
 
         Raises:
-            ValueError: no keys can; KeyError: it lacks something.
+            ValueError: The family does not support the model.
+            KeyError: A required entry is missing.
         """
         raise ValueError(f"has model_type {found.get('model_type')}, but {cls.__name__} does not read it")

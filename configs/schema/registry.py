@@ -2,10 +2,10 @@
 
 The registry of data sources is in ``configs/schema/data.py``.
 
-An entry has a name, its own config section, and a function that loads the implementation: composing a config needs
-only the section and never imports torch. A built-in entry is registered by a module beside its code, such as
-``recipes/models/families/llama_config.py`` beside ``llama.py``; no list of them exists. Installed packages add entries
-through entry points, a user's script through ``serried.register_optimizer`` and ``serried.register_model``.
+An entry has a name, its own config section, and a function that loads the implementation. Composing a config needs only
+the section and never imports torch. A built-in entry is registered by a module next to its code, such as
+``recipes/models/families/llama_config.py`` for ``llama.py``; there is no central list. Installed packages add entries
+through entry points, user scripts through ``serried.register_optimizer`` and ``serried.register_model``.
 """
 
 import functools
@@ -32,11 +32,11 @@ _Built = TypeVar("_Built", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of a registry."""
+    """Registered entry."""
 
     name: str
     own: type[Section]
-    """The section that it was registered with."""
+    """Section that was registered."""
     section: type[Section]
     """Section of ``RunConfig`` with the keys of the entry and the keys that all entries have."""
     load: Callable[[], Any]
@@ -45,22 +45,22 @@ class Entry:
 
 @dataclass
 class Registry:
-    """Entries of one kind by name."""
+    """Named entries of one kind."""
 
     kind: str
     """Description for messages, such as ``optimizer``."""
     group: str
-    """The config group, which is also the section of ``RunConfig``."""
+    """Config group, which is also the section of ``RunConfig``."""
     entry_point_group: str
     base: type[Section] = Section
-    """Keys that the sections of all entries have."""
+    """Section with the keys that all entries have."""
     key: str = "name"
     """Key of the section that holds the name."""
     built_in: Sequence[str] = ()
-    """Modules that register the built-in entries, as ``package.*_config``. They are imported by name when an entry is
-    asked for, like the entry points of installed packages."""
+    """Modules that register the built-in entries, as ``package.*_config``. They are imported when an entry is first
+    looked up, like the entry points of installed packages."""
     first: str = ""
-    """Entry with which lists begin; the others follow by name."""
+    """Entry that is listed first; the others follow by name."""
     _entries: dict[str, Entry] = field(default_factory=dict)
 
     def register(self, name: str, section: type[Section], load: Callable[[], Any] | str) -> None:
@@ -78,10 +78,10 @@ class Registry:
             raise UserError(f"{self.kind} {name} is registered twice; give one of the two another name")
         if section is Section:
             section = self.base
-        elif not issubclass(section, self.base):  # the section has its own keys only: add those that all have
+        elif not issubclass(section, self.base):  # only its own keys: add the keys that all entries have
             section = create_model(
                 section.__name__, __base__=(section, self.base), __doc__=section.__doc__, __module__=section.__module__,
-                __cls_kwargs__={"use_attribute_docstrings": False},  # there is no source: it would be searched for long
+                __cls_kwargs__={"use_attribute_docstrings": False},  # there is no source, and searching for it is slow
             )  # fmt: skip
         self._entries[name] = Entry(name, own, section, partial(_named, load) if isinstance(load, str) else load)
 
@@ -95,7 +95,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Return the names of all entries, of installed packages too, in the order of ``entries``."""
+        """Return the names of all entries, including those of installed packages, in the order of ``entries``."""
         self._load_built_in()
         return sorted({*self._entries, *self._installed}, key=self._rank)
 
@@ -108,8 +108,8 @@ class Registry:
         return name != self.first, name
 
     def get(self, name: str) -> Entry:
-        """Entry ``name``; the package that provides it is imported if need be. Raises ``UserError`` if there is
-        none."""
+        """Return entry ``name``. The package that provides it is imported if needed. Raises ``UserError`` if there is
+        no such entry."""
         self._load_built_in()
         if name not in self._entries and name in self._installed:
             self._import(self._installed[name])
@@ -178,7 +178,7 @@ tasks = Registry(
 
 
 def task_of_model(name: str) -> Any:
-    """Return the class of the task that opens a model trained by the task ``name``: a task without a teacher."""
+    """Return the class of the task that loads a model trained by the task ``name``: a task without a teacher."""
     opened_as = getattr(tasks.get(name).own, "opened_as", None)
     return tasks.get(opened_as or name).load()
 
@@ -212,8 +212,11 @@ def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> C
 
 
 def takes(section: OptimSection, argument: str) -> bool:
-    """Return whether the optimizer asks for ``argument``: ``matrices`` or ``sums``, for which ranks exchange, or
-    ``rounding``, for weights in bf16."""
+    """Return whether the build function of the optimizer has the parameter ``argument``.
+
+    These parameters are ``matrices`` and ``sums``, which communicate between ranks, and ``rounding``, for weights in
+    bf16.
+    """
     return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 

@@ -1,4 +1,4 @@
-"""The ``RunConfig`` of one run: with the sections of the optimizer, schedule, ... that it chooses."""
+"""``RunConfig`` of one run, with the sections of the chosen optimizer, schedule, ..."""
 
 import functools
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from serried.configs.schema.sections import RunConfig, TaskSection
 Config = TypeVar("Config", bound=RunConfig)
 
 CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules, models, sources)}
-"""Sections of ``RunConfig`` whose class depends on a name, by section."""
+"""Registries of the sections of ``RunConfig`` whose class depends on a name, by section."""
 
 
 def chosen_in(schema: type[RunConfig]) -> dict[str, Registry]:
@@ -32,24 +32,24 @@ def chosen_in(schema: type[RunConfig]) -> dict[str, Registry]:
 
 def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Config]:
     """Return ``schema`` with the sections that the config ``plain``, as nested dicts, chooses. Raises ``UserError`` if
-    it chooses a name that is not registered."""
+    a chosen name is not registered."""
     chosen = chosen_in(schema)
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]
     chosen_here = {tasks.group: {}, **plain}  # the built-in task by default
     name = _name(chosen_here, tasks, schema) if _task_is_chosen(schema) else None
-    if name and tasks.get(name).section is not TaskSection:  # one with keys of its own
+    if name and tasks.get(name).section is not TaskSection:  # a task with its own keys
         sections.append((tasks.group, tasks.get(name).section))
     return _with_sections(schema, tuple(sections))
 
 
 def _task_is_chosen(schema: type[RunConfig]) -> bool:
-    """Whether the configuration names the task; a script declares its own."""
+    """Return whether the configuration chooses the task. False for a script, which declares its own."""
     return schema.model_fields[tasks.group].annotation is TaskSection
 
 
 def base_schema() -> type[RunConfig]:
-    """Return the ``RunConfig`` of the declared task, before any name in it is looked up."""
+    """Return the ``RunConfig`` of the declared task, before names in it are resolved."""
     task = declared()
     return _base_of(task.section, task.name, bool(task.sections))
 
@@ -59,7 +59,7 @@ def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig
     base: type[RunConfig] = TextRunConfig if is_text else RunConfig
     if section is Section and not name:
         return base
-    bases = (section, TaskSection) if section is not Section else TaskSection  # a task without keys of its own
+    bases = (section, TaskSection) if section is not Section else TaskSection  # a task without its own keys
     task = create_model(section.__name__, __base__=bases, __doc__=section.__doc__, name=(str, name))
     own: dict[str, Any] = {"task": (task, ...)}
     if (loading := getattr(section, "loading", None)) is not None:
@@ -68,20 +68,20 @@ def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig
 
 
 def check(plain: Mapping[str, Any]) -> RunConfig:
-    """Turn a resolved config, as nested dicts, into the ``RunConfig`` of the declared task.
+    """Validate a resolved config, given as nested dicts, as the ``RunConfig`` of the declared task.
 
     Raises:
-        UserError: it names something that is not registered.
-        ValidationError: it does not fit.
+        UserError: A chosen name is not registered.
+        ValidationError: A value is invalid.
     """
     schema = run_config_class(plain, base_schema())
     return schema.model_validate({key: _set(key, value, schema) for key, value in plain.items()})
 
 
 def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
-    """Return ``values`` without nulls for keys of a source, an optimizer, ... that is not chosen.
+    """Return ``values`` without nulls for keys that only other sources, optimizers, ... have.
 
-    Such a null unsets a value of a YAML file.
+    Such a null unsets a value from a YAML file.
     """
     if group not in chosen_in(schema) or not isinstance(values, dict):
         return values
@@ -92,7 +92,8 @@ def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
 
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
-    """Return the section of each name that is registered, after the section of ``RunConfig`` that it replaces."""
+    """Return the group and the section of each registered name. The section replaces the section of ``RunConfig`` of
+    this group."""
     schema = base_schema()
     chosen = [*chosen_in(schema).values(), *([tasks] if _task_is_chosen(schema) else [])]
     return tuple((registry.group, entry.section) for registry in chosen for entry in registry.entries())

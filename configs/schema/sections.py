@@ -1,12 +1,12 @@
-"""The sections of every run, and ``RunConfig``, which holds them.
+"""Sections that every run has, and ``RunConfig``, which contains them.
 
 Types of keys are in ``fields.py``, the sections of data in ``data.py``, of model families in ``models.py`` and in
 ``recipes/models/``, of launching, planning, profiling and tracking in ``launch_plan_track.py``, of Slurm in
 ``slurm.py``.
 
-Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
-nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.layout.mesh``; checks that
-need files live with the code that opens them.
+Hydra composes YAML and the command line into a plain dict; ``RunConfig`` validates it and is frozen: nothing changes it
+afterwards. Checks that need the number of processes are in ``parallel.layout.mesh``; checks that need files are in the
+code that opens the files.
 """
 
 import math
@@ -31,7 +31,7 @@ from serried.configs.schema.launch_plan_track import LaunchSection, PlanSection,
 from serried.configs.schema.slurm import SlurmSection
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
-"""Schedules of a pipeline."""
+"""Pipeline schedules."""
 
 
 class RunSection(Section):
@@ -53,7 +53,8 @@ COMPARES_NOTHING = (
 )
 """End of the message that refuses a key if a run ``lacks_validation``."""
 WHOLE = "all of data"
-"""Name of all documents together, without a validation part; names that users choose have no blanks."""
+"""Name of a data set with all documents, without a validation split. It contains spaces, so no name chosen by a user
+equals it."""
 
 
 class ParallelSection(Section):
@@ -73,37 +74,38 @@ class ParallelSection(Section):
     pipeline: Degree = 1
     """Number of ranks that the blocks are distributed over, in stages; -1: all remaining processes."""
     expert: Annotated[Count, Field(ge=1, le=10**6)] = 1
-    """Number of ranks that the experts of a mixture are distributed over: a divisor of shard x context x tensor, whose
-    ranks it uses."""
+    """Number of ranks that the experts of a mixture are distributed over. They are taken from the shard, context and
+    tensor ranks, whose product it must divide."""
     sequence: bool = True
-    """With ``tensor``: shard the activations between the matrices along the sequence; false keeps them whole."""
+    """With ``tensor``: shard activations along the sequence between tensor-parallel layers; false replicates them."""
     context_method: Literal["gather", "ring"] = "gather"
-    """With ``context``: gather all keys and values, or pass them around the ranks (less memory, more messages)."""
+    """With ``context``: all-gather keys and values, or pass them around the ranks in a ring (less memory, more
+    messages)."""
     pipeline_schedule: Schedule = "1f1b"
-    """With ``pipeline``: the order of forwards and backwards of the micro-batches."""
+    """With ``pipeline``: order of the forward and backward passes of the micro-batches."""
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
     """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
     layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
-    """With ``pipeline``: blocks of each stage; when null as even as possible, with fewer in the last stages."""
+    """With ``pipeline``: number of blocks in each stage; when null split evenly, with fewer in the last stages."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
-    but false with ``pipeline``, which would gather again for each micro-batch, and all parameters as one unit on a CPU
-    if they take less than 1 GiB."""
+    but false with ``pipeline``, which would gather again for each micro-batch. When null on a CPU, parameters of less
+    than 1 GiB in total are gathered as one unit."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
     offload: bool = False
-    """Keep the shards of parameters and gradients and the optimizer state in host memory, and update on the CPU: least
-    GPU memory, slow steps."""
+    """Keep the shards of parameters and gradients and the optimizer state in host memory, and update them on the CPU:
+    least GPU memory, slow steps."""
 
     @property
     def frees_after_forward(self) -> bool:
-        """``reshard_after_forward``, resolved."""
+        """``reshard_after_forward``, with null replaced by the default."""
         return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 
 class PrecisionSection(Section):
-    """Arithmetic of forward and backward. Gradient sums and optimizer state are fp32 always, and so are parameters, but
-    with ``optim=adamw_bf16``."""
+    """Arithmetic of forward and backward. Gradient sums and optimizer state are always fp32. Parameters are fp32 too,
+    except with ``optim=adamw_bf16``."""
 
     free = ("gather",)
 
@@ -111,18 +113,18 @@ class PrecisionSection(Section):
     """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
     elsewhere."""
     scaling: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
-    """float8: one scale per row, or per tensor (faster, less exact); or per row, with the gradients of weights in
-    bf16."""
+    """With ``float8``: one scale per row, one per tensor (faster, less accurate), or one per row with weight gradients
+    computed in bf16."""
     gather: Literal["bf16", "float8"] = "bf16"
-    """float8 with ``scaling=tensorwise``: dtype in which FSDP gathers the weights of these layers; ``float8`` sends
-    half the bytes, with bitwise the same results."""
+    """With ``float8`` and ``scaling=tensorwise``: dtype in which FSDP gathers the weights of these layers. ``float8``
+    sends half the bytes, with bitwise identical results."""
     quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
-    """Compute the linear layers of the blocks as after quantization, so that training compensates for it: 4-bit
-    weights in groups of 32; ``int8_dynamic_int4``: also 8-bit inputs per token. Checkpoints are not quantized."""
+    """Quantization-aware training of the linear layers of the blocks: 4-bit weights in groups of 32.
+    ``int8_dynamic_int4`` also quantizes inputs to 8 bits, per token. Checkpoints are not quantized."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
-    """fp16: initial loss scale."""
+    """With ``fp16``: initial loss scale."""
     growth_interval: PositiveCount = 2000
-    """fp16: steps without overflow after which the loss scale doubles."""
+    """With ``fp16``: steps without overflow after which the loss scale doubles."""
 
     def _mistakes(self) -> Iterator[str]:
         for key, name in {"scaling": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
@@ -143,15 +145,15 @@ class ParameterGroup(Section):
     """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. A parameter belongs to the first group that
     matches."""
     lr_scale: Number = Field(default=1.0, ge=0)
-    """Learning rate, as a multiple of ``optim.lr``."""
+    """Multiplier on ``optim.lr``."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
-    """Weight decay, vectors included; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
+    """Weight decay, also of vectors; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
     frozen: bool = False
-    """Not trained: no gradient, no optimizer state."""
+    """Do not train these parameters: no gradient, no optimizer state."""
 
 
 class OptimSection(Section):
-    """Keys that all optimizers have; each adds its own."""
+    """Keys common to all optimizers. Each optimizer adds its own."""
 
     free = ("offload",)
 
@@ -160,11 +162,12 @@ class OptimSection(Section):
     lr: Number = Field(ge=0)
     """Peak learning rate."""
     weight_decay: Number = Field(default=0.1, ge=0)
-    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    """Weight decay, multiplied by the learning rate. Applied to matrices only, not to vectors such as norms and
+    biases."""
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
-    """Parameters with a learning rate or weight decay of their own, or frozen ones, by names you choose."""
+    """Parameter groups with their own learning rate or weight decay, or frozen, under names you choose."""
     offload: bool = False
-    """Keep the optimizer state in host memory: the same numbers, less GPU memory, slower updates."""
+    """Keep the optimizer state in host memory: same results, less GPU memory, slower updates."""
 
     def _mistakes(self) -> Iterator[str]:
         betas = getattr(self, "betas", ())
@@ -173,23 +176,24 @@ class OptimSection(Section):
 
 
 class AdapterSection(Section):
-    """Low-rank adapters: the model's weights are frozen, and two small matrices beside some of them are trained."""
+    """Low-rank adapters: the weights of the model are frozen, and two small matrices are trained for each adapted
+    weight."""
 
     method: Literal["none", "lora", "dora"] = "none"
-    """``none`` trains the model itself; ``lora``; ``dora``, which also trains the norm of each row of a weight."""
+    """``none`` trains the model itself, ``lora`` trains adapters, ``dora`` also trains the norm of each weight row."""
     rank: Annotated[Count, Field(ge=1, le=10**5)] = 16
-    """Rank of the update of a weight."""
+    """Rank of the weight update."""
     alpha: Number = Field(default=32.0, gt=0, le=10**6)
-    """The update of a weight is multiplied by alpha / rank."""
+    """The weight update is multiplied by alpha / rank."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability of an adapter's inputs."""
+    """Dropout probability of the adapter inputs."""
     scale: Literal["standard", "rslora"] = "standard"
     """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
     quantize: Literal["none", "nf4"] = "none"
-    """``nf4``: hold the frozen linear layers of the blocks in 4 bits (QLoRA)."""
+    """``nf4``: store the frozen linear layers of the blocks in 4 bits (QLoRA)."""
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
-    """Linear layers to adapt, by name or pattern, as in ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all of
-    the blocks."""
+    """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all
+    linear layers of the blocks."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.quantize != "none" and self.method != "lora":
@@ -205,7 +209,7 @@ class AdapterSection(Section):
 
 
 class ScheduleSection(Section):
-    """Keys that all schedules have. The learning rate is a pure function of the step, after a linear warm-up."""
+    """Keys common to all schedules. The learning rate is a pure function of the step, after a linear warm-up."""
 
     name: str
     """Name of the schedule; ``schedule=NAME`` sets it."""
@@ -218,7 +222,7 @@ HARNESS = "lm_eval:"
 
 
 class TrainerSection(Section):
-    """The loop. A step is one optimizer step; batches are counted in sequences."""
+    """Training loop. A step is one optimizer step; batches are counted in sequences."""
 
     free = (
         "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate",
@@ -227,35 +231,35 @@ class TrainerSection(Section):
     )  # fmt: skip
 
     steps: PositiveCount
-    """Number of optimizer steps of the whole run."""
+    """Total number of optimizer steps of the run."""
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
-    """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
+    """Passes over the training data, instead of ``steps``; rounded up to full steps."""
     global_batch: Size
     """Samples per optimizer step, over all processes and micro-batches."""
     micro_batch: CountOrAuto
-    """Samples per forward pass on one process; ``auto``: the most that fit, by the plan.
-    Accumulation = global_batch / (micro_batch x data ranks)."""
+    """Samples per forward pass on one process; ``auto``: the most that fit in memory. Accumulation = global_batch /
+    (micro_batch x data ranks)."""
     activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
-    """What blocks keep for the backward: ``none``: everything; ``full``: only their inputs, and recompute the rest;
-    ``selective``: also half of the matrix products and attention; ``offload``: everything, in host memory. The numbers
-    are the same."""
+    """Activations that blocks keep for the backward pass. ``none``: all of them; ``full``: only the inputs of blocks,
+    the rest is recomputed; ``selective``: also half of the matrix products and attention; ``offload``: all of them, in
+    host memory. The results are the same."""
     activation_checkpoint_every: PositiveCount = 1
     """Apply ``activation_checkpoint`` to every second (2), third (3) ... block; the others keep everything."""
     activation_memory_budget: Number = Field(default=1.0, gt=0, le=1)
-    """Maximum that blocks keep for the backward, as a fraction of what ``activation_checkpoint=none`` keeps: some
-    blocks are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
+    """Limit on the activations that blocks keep for the backward pass, as a fraction of ``activation_checkpoint=none``.
+    To stay below it, some blocks are ``selective`` or ``full``. The results are the same. 1: no limit."""
     ema_decay: Number = Field(default=0.0, ge=0, le=0.999999)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
     the average; training continues from the weights, which are saved too."""
     compile: bool | Literal["auto"] = False
     """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton.
-    ``auto``: on GPUs, where it is possible."""
+    ``auto``: compile on GPUs, if possible."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     """``mode`` of ``torch.compile``; torch's default when null."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
-    """Seed of initial weights and sample order."""
+    """Seed of the initial weights and the sample order."""
     deterministic: bool = False
     """Make two runs of one command bitwise equal. Operations that cannot be deterministic are refused."""
     log_every: CountOrZero = 10
@@ -266,12 +270,12 @@ class TrainerSection(Section):
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` samples per evaluation; fewer if the data has fewer."""
     evaluate: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored at each evaluation on at most as many
-    documents; a path to a ``.yaml`` is your own task."""
+    """Tasks of lm-evaluation-harness, such as ``[lm_eval:arc_easy]``, scored at each evaluation on at most
+    ``eval_batches`` x ``global_batch`` documents; a path to a ``.yaml`` is your own task."""
     early_stopping_patience: CountOrZero = 0
     """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
     stop_at: PositiveCount | None = None
-    """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
+    """Save and stop after this step, to resume later; the learning rate schedule still spans ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
     """Save and stop this many minutes after the start; the same command resumes."""
     sample_tokens: CountOrZero = 0
@@ -313,8 +317,8 @@ class TrainerSection(Section):
 
     @property
     def keeps_less(self) -> tuple[str, str] | None:
-        """The override by which blocks do not keep all for the backward, and the one with which they do; None: they
-        do."""
+        """Override that makes blocks keep fewer activations for the backward pass, and the override that turns this
+        off; None if blocks keep all activations."""
         if self.activation_memory_budget < 1:
             key = "trainer.activation_memory_budget"
             return f"{key}={self.activation_memory_budget:g}", f"{key}=1"
@@ -328,12 +332,12 @@ class TrainerSection(Section):
 
     @property
     def last_step(self) -> int:
-        """The step after which this start of the run ends."""
+        """Last step of this start of the run."""
         return min(self.steps, self.stop_at or self.steps)
 
 
 MOST_THREADS = 16
-"""Largest number of threads that ``data.workers=null`` stands for."""
+"""Maximum number of threads if ``data.workers`` is null."""
 
 
 class LoadingSection(Section):
@@ -342,11 +346,11 @@ class LoadingSection(Section):
     free = ("workers",)
 
     workers: Annotated[Count, Field(ge=0, le=256)] | None = 2
-    """Threads per process that prefetch batches; 0: read in the training thread; null, the default for images: one for
-    each core of the process, from 2 to 16."""
+    """Threads per process that prefetch batches; 0: read in the training thread; null (the default for images): one per
+    core of the process, from 2 to 16."""
 
     def threads(self, cores: int) -> int:
-        """Return the number of threads that prefetch batches in a process with so many ``cores``."""
+        """Return the number of threads that prefetch batches in a process with ``cores`` CPU cores."""
         return min(max(2, cores), MOST_THREADS) if self.workers is None else self.workers
 
 
@@ -354,12 +358,12 @@ class HealthSection(Section):
     """Response to spikes, non-finite steps and replicas that differ."""
 
     spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
-    """Response to a jump of loss or gradient norm: ``warn``; ``skip`` the step, leaving all state unchanged; ``stop``,
-    to resume later; ``rollback`` to the newest checkpoint and leave out the samples since."""
+    """Response to a spike of the loss or gradient norm: ``warn``; ``skip`` the step, leaving all state unchanged;
+    ``stop``, to resume later; ``rollback`` to the newest checkpoint and leave out the samples since then."""
     spike_deviations: Number = Field(default=6.0, gt=0)
     """A spike is more than this many standard deviations above the mean of the last accepted steps."""
     spike_window: Annotated[Count, Field(ge=4, le=10**6)] = 128
-    """Number of accepted steps in that mean; nothing is a spike before half of them have run."""
+    """Number of accepted steps in this mean. No spike is reported until half of them have run."""
     non_finite: Literal["skip", "stop", "rollback"] = "skip"
     """Response to a loss or gradient that is not finite. The step changes nothing; after three in a row the run fails
     (``skip``) or returns to the newest checkpoint (``rollback``). ``stop``: stop at the first one, to resume later."""
@@ -371,7 +375,7 @@ class HealthSection(Section):
 
 
 DEFAULT_MINUTES_BETWEEN = 30
-"""Most minutes between checkpoints, of runs that save any before the end."""
+"""Default maximum of minutes between checkpoints, for runs that save before the end."""
 
 
 class CheckpointSection(Section):
@@ -380,39 +384,40 @@ class CheckpointSection(Section):
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
     every_minutes: CountOrZero | None = None
-    """Minutes after a checkpoint at which the next is saved, at any step; 0: never. When null 30, or 0 with
+    """Minutes after a checkpoint until the next one is saved, at any step; 0: off. When null 30, or 0 with
     ``every=0``."""
     keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""
     keep_every: CountOrZero = 0
     """Checkpoints whose step is a multiple of this are kept permanently; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count, so none
-    that is saved for its time."""
+    """Also keep the checkpoint with the best ``best_metric``. Only steps that are both evaluated and saved count, so
+    checkpoints saved by ``every_minutes`` do not."""
     best_metric: str = Field(default="loss", min_length=1)
-    """What ``keep_best`` and ``trainer.early_stopping_patience`` compare on the validation set: ``loss`` or a metric of
-    the task."""
+    """Validation metric that ``keep_best`` and ``trainer.early_stopping_patience`` compare: ``loss`` or a metric of the
+    task."""
     best_mode: Literal["min", "max"] = "min"
     """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
     mode: Literal["async", "sync"] = "async"
-    """``async``: training continues while a checkpoint is written. ``sync``: it waits; only GPU tensors are copied."""
+    """``async``: training continues while a checkpoint is written. ``sync``: training waits; only GPU tensors are
+    copied."""
     resume: PathText = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only; with
     adapters, a PEFT folder)."""
     allow_changes: bool | tuple[str, ...] = False
-    """Keys or sections that may differ from the checkpoint's though they change the loss curve, as in
-    ``[optim.lr,data.path]``; true: all. Never other weights or another tokenizer."""
+    """Keys or sections that may differ from the checkpoint although they change the loss curve, such as
+    ``[optim.lr,data.path]``; true: all. Other weights or another tokenizer are always refused."""
 
     @property
     def minutes_between(self) -> int:
-        """Most minutes between checkpoints; 0: any number."""
+        """Maximum of minutes between checkpoints; 0: no limit."""
         if self.every_minutes is not None:
             return self.every_minutes
         return DEFAULT_MINUTES_BETWEEN if self.every else 0
 
     def allows(self, key: str) -> bool:
-        """Return whether ``allow_changes`` lists ``key``, or a section around it."""
+        """Return whether ``allow_changes`` lists ``key`` or a section that contains it."""
         allowed = self.allow_changes
         if isinstance(allowed, bool):
             return allowed
@@ -425,23 +430,23 @@ class CheckpointSection(Section):
 
 
 class TaskSection(Section):
-    """What is trained. A task of your own adds its keys here."""
+    """Training task. A user-defined task adds its keys here."""
 
     free = ("name",)
     formats: ClassVar[tuple[str, ...]] = ("text", "chat")
-    """Values of ``data.format`` that the task reads."""
+    """Values of ``data.format`` that the task supports."""
     metrics: ClassVar[tuple[str, ...] | None] = None
-    """Named metrics of evaluations, beside the loss; None: only the task itself knows them."""
+    """Names of evaluation metrics in addition to the loss; None: known only to the task itself."""
     has_teacher: ClassVar[bool] = False
-    """Whether its model holds a frozen one, which is not saved."""
+    """Whether the model contains a frozen teacher, which is not saved."""
     opened_as: ClassVar[str | None] = None
-    """Task that opens a trained model; None: the task itself."""
+    """Task that loads the trained model; None: the task itself."""
 
     name: str = Field(default="causal_lm", min_length=1)
     """Name of the task; a recipe sets it."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
-        """Yield a sentence for each contradiction to the rest of the ``config`` of a language model."""
+        """Yield a sentence for each contradiction with the rest of the ``config`` of a language model."""
         if config.data.format not in self.formats:
             pairs = config.data.format == "preference"
             yield (
@@ -459,7 +464,7 @@ class RunConfig(Section):
     )  # fmt: skip
 
     recipe: str
-    """Name of the recipe, which sets the other keys unless given."""
+    """Name of the recipe, which sets all keys that are not given."""
     dry_run: bool = False
     """Print the plan and stop, on any machine, for any number of processes."""
     run: RunSection
@@ -481,19 +486,19 @@ class RunConfig(Section):
 
     @property
     def another_run(self) -> str:
-        """Overrides with which the same command is a separate run."""
+        """Overrides that make the same command a separate run."""
         has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
         new = " checkpoint.resume=auto" if self.checkpoint.resume == "must" else ""
         return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
 
     @property
     def lacks_validation(self) -> bool:
-        """Whether no training data is kept for validation, regardless of other validation sets."""
+        """Whether no training data is held out for validation, regardless of other validation sets."""
         return False
 
     @property
     def offloads_state(self) -> bool:
-        """Whether the optimizer's state is in host memory, with the parameters or without."""
+        """Whether the optimizer state is in host memory, with or without the parameters."""
         return self.optim.offload or self.parallel.offload
 
     def _mistakes(self) -> Iterator[str]:

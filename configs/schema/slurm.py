@@ -1,4 +1,4 @@
-"""The section ``slurm``: the job that a run is submitted as."""
+"""Section ``slurm``: the Slurm job that a run is submitted as."""
 
 import math
 import re
@@ -12,12 +12,12 @@ from serried.configs.schema.fields import PathText, PositiveCount, Section
 
 _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
 MOST_SIGNAL_SECONDS = 65535
-"""Limit of sbatch's ``--signal``."""
+"""Maximum of sbatch's ``--signal``."""
 _SIGNAL_SECONDS = 120
 
 
 class SlurmSection(Section):
-    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+    """Job that ``launch=slurm`` and ``serried submit`` submit to Slurm. Null uses the default of the cluster."""
 
     partition: _Word | None = None
     """Partition, or several separated by commas, quoted."""
@@ -28,25 +28,25 @@ class SlurmSection(Section):
     reservation: _Word | None = None
     """Reservation to run in."""
     time_minutes: PositiveCount | None = None
-    """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
+    """Time limit of one start, in minutes; with ``requeue`` a run may take several starts."""
     gpus_per_node: PositiveCount | None = None
-    """GPUs on each node; ``launch.processes`` follows it."""
+    """GPUs on each node; also sets ``launch.processes``."""
     gpu_type: _Word | None = None
-    """Type of these GPUs, on clusters with several: ``a100``."""
+    """Type of these GPUs, such as ``a100``, on clusters with several types."""
     cpus_per_node: PositiveCount | None = None
     """CPU cores on each node."""
     memory: _Word | None = None
-    """Memory on each node, as sbatch writes it: ``64G``."""
+    """Memory on each node in sbatch's format, such as ``64G``."""
     constraint: _Word | None = None
     """Required node features."""
     exclude: _Word | None = None
     """Nodes to exclude, as ``serried preflight`` prints them."""
     dependency: _Word | None = None
-    """Jobs to wait for: ``afterok:123``."""
+    """Jobs to wait for, such as ``afterok:123``."""
     array_concurrency: PositiveCount | None = None
-    """Runs of a sweep (``-m``) at a time; all when null."""
+    """Maximum number of runs of a sweep (``-m``) at a time; all when null."""
     options: str | None = None
-    """Further options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
+    """Additional options of sbatch, as in a shell: ``--mail-user=me@example.org --exclusive``."""
     srun_options: str | None = None
     """Options of the srun that starts the processes of a node, as in a shell, such as Pyxis's
     ``--container-image=train.sqsh --container-mounts=/data``."""
@@ -87,7 +87,7 @@ class SlurmSection(Section):
             )
 
     def signals_before(self, needed_seconds: float = 0.0) -> int:
-        """Return ``signal_seconds``; if that is null, what leaves ``needed_seconds`` to stop."""
+        """Return ``signal_seconds``; if that is null, a default that leaves ``needed_seconds`` for stopping."""
         if self.signal_seconds is not None:
             return self.signal_seconds
         most = min(30 * self.time_minutes, MOST_SIGNAL_SECONDS) if self.time_minutes else MOST_SIGNAL_SECONDS
@@ -103,11 +103,11 @@ _KEYS_OF_SBATCH = {
         "partition", "account", "qos", "reservation", "constraint", "exclude", "dependency", "requeue",
     )},
 }  # fmt: skip
-"""Options of sbatch that have a key."""
+"""Options of sbatch that are set by a key."""
 _NO_JOB_OF_OURS = (
     "help", "ntasks", "ntasks-per-node", "open-mode", "parsable", "test-only", "usage", "version", "wait", "wrap",
 )  # fmt: skip
-"""Options with which sbatch would run something else, or print something else than the job's number."""
+"""Options that would make sbatch run something else, or print something other than the job id."""
 
 
 _SET_BY_OUR_SRUN = (
@@ -127,7 +127,7 @@ def _wrong_srun_options(options: str | None) -> Iterator[str]:
 
 
 def _options_in(key: str, options: str | None, example: str) -> tuple[list[str], list[str]]:
-    """Return the words of ``options`` that are of the form --name=value or --name, and a sentence for each other."""
+    """Return the words of ``options`` of the form --name=value or --name, and a sentence for each other word."""
     try:
         words = shlex.split(options or "")
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Sections that tasks on labelled samples share with their readers of data and with their models.
+"""Sections of tasks on samples, shared with their data readers and their models.
 
-The section of a task is beside its code in ``recipes/``, in a module whose name ends in ``_config``.
+The section of a task is next to its code in ``recipes/``, in a module whose name ends in ``_config``.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ class SampledSection(Section):
     pretrained: bool = False
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
     label_smoothing: Number = Field(default=0.0, ge=0, le=0.9)
-    """Share of each target that is spread evenly over the classes, in training only."""
+    """Fraction of each target that is spread evenly over the classes, in training only."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
-        """Refuse the sections of a language model."""
+        """Yield a sentence: this task has no sections of a language model."""
         yield (
             f"task.name={config.task.name} was added to the keys of a language model; choose it with "
             f"task={config.task.name} instead"
@@ -39,14 +39,14 @@ class SampledSection(Section):
 
 
 class LabelledSection(SampledSection):
-    """Samples that have a class each, and the model that is to tell the classes apart."""
+    """Labelled samples, and the model that classifies them."""
 
     label_column: str = "label"
     """Column of the labels."""
 
 
 class ImageLoadingSection(LoadingSection):
-    """Loading of images, which are decoded by all cores."""
+    """Loading of images. All cores decode them by default."""
 
     workers: Annotated[Count, Field(ge=0, le=256)] | None = None
 

@@ -20,7 +20,7 @@ class PreferenceSection(TaskSection):
     metrics = (*PAIR_METRICS, "chosen_log_prob", "rejected_log_prob")
 
     loss: Literal["dpo", "orpo", "simpo"] = "dpo"
-    """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference."""
+    """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference model."""
     beta: Annotated[Number, Field(gt=0)] | None = None
     """Scale of the rewards; for ``orpo``, the weight of the odds ratio. When null, 0.1, or 2 for ``simpo``."""
     margin: Annotated[Number, Field(ge=0)] | None = None

@@ -211,8 +211,10 @@ class _Keep(TorchDispatchMode):
         return self.take(compute) if _keeps(operation, args, kwargs or {}, self._products) else compute()
 
     def take(self, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()`` and keep it, both detached: autograd attaches a history to the result, which would
-        otherwise refer back to this object."""
+        """Return ``compute()`` and keep it.
+
+        Both are detached, because autograd would attach a history to the kept tensor, which refers back to this object.
+        """
         self._results.append(tree_map_only(Tensor, Tensor.detach, compute()))
         return tree_map_only(Tensor, Tensor.detach, self._results[-1])
 

@@ -22,7 +22,7 @@ def last_logits(runner: Runner, groups: Groups, place: Coordinates, ids: Tensor)
     if parts > 1 and ids.device.type == "cuda":
         # Attention is FlexAttention there, which is compiled for each length. torch stops compiling after eight.
         multiple = math.lcm(multiple, _GPU_LENGTHS)
-    padding = -length % multiple  # at the end, where no token attends to it
+    padding = -length % multiple  # at the end, so no token attends to it
     ids = nn.functional.pad(ids, (0, padding))
     rank, index = holder_of(length - 1, length + padding, parts)
     logits = runner.logits(head_tail(ids, 1, parts, place.context), index)

@@ -91,7 +91,7 @@ def parallelize(
     set_types(model, trained_dtype, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), shared_buffers(persistent_buffers(model), plan)
-    padding = padding_rows(model)  # of all stages
+    padding = padding_rows(model)  # before the split into stages
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     groups.make(ties_ends=bool(plan.tied))
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)

@@ -63,7 +63,7 @@ def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[st
         slices = [cut for axis in axes for cut in axis.slices(plan, layout, name, shape)]
         if layout.is_sharded and name not in whole:
             slices.append(sharding(slices, shape, layout))
-        is_divided = any("expert" in cut.axes for cut in slices)  # over the ranks of all other axes too
+        is_divided = any("expert" in cut.axes for cut in slices)  # experts are sharded over the ranks of all other axes
         sums_over = tuple(axis.axis for axis in axes if not is_divided and axis.is_partial(plan, layout, name))
         holders = tuple(layout.pipeline_of(stage) for stage in stages[name])
         specs[name] = ShardSpec(name, shape, tuple(slices), holders, sums_over)

@@ -216,7 +216,7 @@ def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[s
 
 def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
     """Raise ``UserError`` if no module would shard the stream along the sequence, or none would gather it again."""
-    declared = set(plan.roles.values())  # of all stages
+    declared = set(plan.roles.values())  # roles in all stages
     if layout.sequence and not ("head" in declared and declared & {"vocabulary", "source"}):
         raise UserError(
             "parallel.sequence=true: the model declares no roles for the two ends of the stream, vocabulary or source "

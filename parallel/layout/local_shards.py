@@ -28,13 +28,13 @@ class HeldTensor(NamedTuple):
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, holders: tuple[int, ...] = (0,)) -> "HeldTensor":
-        """Return the held tensor for one that is replicated on all ranks with pipeline coordinates ``holders``."""
+        """Return ``tensor`` as a ``HeldTensor`` replicated on all ranks with pipeline coordinates ``holders``."""
         shape = tuple(tensor.shape)
         return cls(name, tensor, ShardSpec(name, shape, (), holders), Box((0,) * len(shape), shape))
 
     @property
     def local(self) -> Tensor:
-        """The part that this rank holds, as a plain tensor over the same memory."""
+        """This rank's shard, as a plain tensor that shares its memory."""
         return local(self.tensor)
 
 
@@ -48,7 +48,7 @@ def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, as a plain tensor over the same memory."""
+    """Return this rank's shard, as a plain tensor that shares its memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 

@@ -18,7 +18,7 @@ from serried.parallel.precision.float8_int8 import Float8
 def can_gather(rows: int, ranks: int) -> bool:
     """Return whether a weight with ``rows`` rows can be gathered in float8.
 
-    FSDP2 replaces an uneven shard by a padded one, which loses the hooks.
+    It cannot if the shards are uneven, since FSDP2 replaces an uneven shard by a padded one.
     """
     return rows % ranks == 0
 

@@ -20,10 +20,10 @@ _EVALUATE_READS = (
 def evaluate(words: list[str]) -> int:
     """Print loss, perplexity and bits per byte, or the task's own metrics, on the run's validation sets or other data.
 
-    data, data.path, ...   other data, all of it, tokenized as the run's
-    task.path              other samples of a classifier; task.validation=NAME: another split
+    data, data.path, ...   other data, used in full, with the run's tokenizer
+    task.path              other samples for a classifier; task.validation=NAME: another split
     trainer.eval_batches   batches of trainer.global_batch sequences; the run's by default
-    parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
+    parallel, precision    as in training; on several processes: torchrun ... -m serried evaluate ...
     json=true              print one line of JSON per set
     """
     from serried.runtime.process import torchrun_says

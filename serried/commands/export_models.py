@@ -50,15 +50,15 @@ _SPARE_BYTES = 4 * 2**20  # graphs, tokenizers, headers
 def export(words: list[str]) -> int:
     """Write a checkpoint in a format that other software opens.
 
-    format       hf (default): a model folder for transformers, or of adapters for PEFT; gguf: for llama.cpp; onnx;
-                 torch_export; executorch; torchao: a folder of quantized weights for transformers. All but the first
-                 are run, and their logits compared with the checkpoint's
-    out          folder to write with format=hf, else the file
-    dtype        of the weights. hf: fp32, bf16 or fp16, as saved by default; gguf: fp16 (default), fp32, bf16, q8_0 or
+    format       hf (default): a model folder for transformers, or an adapter folder for PEFT; gguf: for llama.cpp;
+                 onnx; torch_export; executorch; torchao: a folder of quantized weights for transformers. All formats
+                 except hf are run to compare their logits with the checkpoint
+    out          folder to write with format=hf, otherwise the file to write
+    dtype        weight dtype. hf: fp32, bf16 or fp16, by default as saved; gguf: fp16 (default), fp32, bf16, q8_0 or
                  q4_0; onnx: fp32 (default) or int8; torch_export: fp32 (default) or bf16; torchao: int8_dynamic_int4 or
-                 int4_weight_only, what the model was trained for by default
-    shard_size   largest file of format=hf: 500MB, 5GB (default); a larger tensor has its own file
-    merge        true: add the adapters (LoRA) to their base model, and write that; other formats always do
+                 int4_weight_only, by default the one the model was trained for
+    shard_size   largest file with format=hf: 500MB, 5GB (default); a larger tensor gets its own file
+    merge        true: merge adapters (LoRA) into their base model before writing; formats other than hf always do
     """
     from serried.recipes.exports.export_formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
@@ -90,8 +90,8 @@ def merge(words: list[str]) -> int:
     """Write the mean of the weights of several checkpoints of a run as a plain model folder.
 
     RUN          run folder; run.dir=RUN and run.name=NAME do the same
-    checkpoint   their steps: checkpoint=200,250,300
-    out          folder to write; dtype and shard_size are those of serried export
+    checkpoint   steps to average: checkpoint=200,250,300
+    out          folder to write; dtype and shard_size as in serried export
     """
     given, _ = pairs(words, "merge", _TAKES)
     steps = [word for word in given.get("checkpoint", "").split(",") if word]

@@ -25,11 +25,11 @@ _GENERATE_TAKES = ("run.dir", "run.name", "checkpoint", "tokens", "temperature",
 def generate(words: list[str]) -> int:
     """Print text from a model; for a chat model the prompt is a user's message.
 
-    prompt       text to continue; without one, a new document
-    tokens       at most this many; ends earlier at the end of the text
+    prompt       text to continue; if missing, the model starts a new document
+    tokens       largest number of tokens; stops earlier at the end of the text
     temperature  0: always the most likely token; 1: the model's own probabilities
     top_p        sample from the most likely tokens whose probabilities add up to this
-    device       cpu or cuda; precision=bf16 is read too
+    device       cpu or cuda; precision=bf16 also works
     """
     given, overrides = pairs(words, "generate", (*_GENERATE_TAKES, "prompt"), reads_overrides=True)
     prompt = given.get("prompt", "")
@@ -39,9 +39,9 @@ def generate(words: list[str]) -> int:
 
 
 def chat(words: list[str]) -> int:
-    """Talk to a chat model: type a message a line; Ctrl-D ends.
+    """Talk to a chat model: type one message per line; Ctrl-D ends.
 
-    tokens       of a reply, at most; the other keys are those of serried generate
+    tokens       largest number of tokens in a reply; the other keys are the same as for serried generate
     """
     given, overrides = pairs(words, "chat", _GENERATE_TAKES, reads_overrides=True)
     writer = _writer(given, overrides, "chat", tokens=1000)

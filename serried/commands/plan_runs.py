@@ -31,17 +31,17 @@ def recipes(words: list[str]) -> int:
 
 
 def plan(words: list[str]) -> int:
-    """Print the plan of a run, on any machine: whether it fits, what ranks send, how long it takes, what would help.
+    """Print the plan of a run, on any machine: memory, communication, time and suggestions.
 
-    RUN          a run folder: its own config, on as many processes; overrides come on top
-    plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, sooner
-    plan.device  h100, rtx4090, ...: the GPU to plan for, plan.memory=24GiB for another memory; plan.tokens=15T and
-                 plan.price=2.5: what the time adds up to
-    plan.rates   file of rates of another machine, as serried plan calibrate writes it
+    RUN          run folder, to plan its config on the same number of processes; overrides are applied on top
+    plan.mode    trace (default): traces a step on tensors without data; formula: uses only sizes, which is faster
+    plan.device  h100, rtx4090, ...: the GPU to plan for; plan.memory=24GiB: another memory size; plan.tokens=15T
+                 and plan.price=2.5: also print total time and cost
+    plan.rates   rates of another machine, a file written by serried plan calibrate
     json=true    print one JSON object
-    search       as the first word: the fastest of all valid layouts, with the overrides for each, instead;
-                 out=layouts.html: as a page too
-    compare RUN  the plan against what the run measured
+    search       as the first argument: print the fastest of all valid layouts with their overrides instead;
+                 out=layouts.html: also write a page
+    compare RUN  compare the plan with the measurements of the run
     calibrate    measure the rates of this machine with launch.processes=N (or under torchrun), or of a cluster with
                  launch=slurm launch.nodes=N, for the shapes of a recipe, and write them to out=rates.json
     """

@@ -9,7 +9,7 @@ def prepare(words: list[str]) -> int:
 
     show            print this many samples, with the tokens that are trained on marked
     data.workers    threads; one per core by default
-    data.cache_dir  where to write; give the same to train.py
+    data.cache_dir  folder to write; pass the same value to train.py
     """
     from serried.configs.compose import compose
     from serried.configs.subcommand_arguments import number, pairs

@@ -12,10 +12,10 @@ from serried.saved import existing_runs, find_run, is_run, run_folder, runs_of_a
 
 
 def report(words: list[str]) -> int:
-    """Write one HTML page with the curves of one run, or of several compared.
+    """Write one HTML page with the curves of one run, or of several runs compared.
 
-    RUN          run folders: runs/tiny, or runs/sweep/*; a sweep's own folder among them is skipped
-    out          file to write; RUN/report.html by default, or report.html here for several runs
+    RUN          run folders: runs/tiny, or runs/sweep/*; the folder of the sweep itself is skipped
+    out          file to write; RUN/report.html by default, or report.html in the current folder for several runs
     """
     from serried.configs.formats import size
     from serried.records.report import write_report

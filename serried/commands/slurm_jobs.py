@@ -55,7 +55,7 @@ def submit(words: list[str]) -> int:
 
 
 def status(words: list[str]) -> int:
-    """Show the state of a run or sweep and of its job; by default, of all in runs/."""
+    """Show the state of a run or sweep and of its job; by default, of all runs in runs/."""
     from serried.configs.compose import compose
     from serried.launch.show_status import describe_run, runs_in
     from serried.launch.sweep.train_sweep import update_summary

@@ -27,13 +27,13 @@ def verify(words: list[str]) -> int:
     """Check this machine and this program on all of its devices, and write a report to send.
 
     out      JSON file to write; verify.json by default
-    only     checks to do, as in only=parity,faults; all by default
-    list     as the only word: print the checks, and what they do here
-    folder   folder of the runs, which are removed, and of the logs, which stay; verify by default
+    only     checks to run, as in only=parity,faults; all by default
+    list     as the only argument: list the checks and their cases on this machine
+    folder   folder for the runs, which are removed at the end, and the logs; verify by default
     launch   launch.device=cpu and launch.processes=2: devices to use; by default all GPUs, or two processes on a CPU
     least_tokens_per_second, least_mfu   fail if training is slower, as in least_mfu=0.4; by default speed is only
              reported
-    script   train the task of this script: a subclass of serried.verify.training_script.VerifiedTask
+    script   script whose task is trained: a subclass of serried.verify.training_script.VerifiedTask
 
     Under torchrun, on one node: torchrun --nproc_per_node=8 -m serried verify out=report.json
     """

@@ -46,7 +46,7 @@ class _Fault(NamedTuple):
 
 
 def faults(workplace: Workplace, _: Bounds) -> list[Case]:
-    """A fault on one rank, or a request to stop."""
+    """A run with a fault on one rank, or asked to stop, ends as expected."""
     rank = workplace.ranks - 1
     alone = "" if rank else "needs two processes: one that hangs, and one that waits"
     stall = 20 if workplace.is_on_gpus else 6

@@ -18,7 +18,7 @@ _UNWATCHED = (4, 7)
 
 
 def parity(workplace: Workplace, _: Bounds) -> list[Case]:
-    """Each layout trains the curve of one process."""
+    """Every parallel layout gives the same loss curve as one process."""
 
     def alone(model: tuple[str, ...], precision: str) -> Path:
         words = ALONE._replace(model=model, precision=precision).overrides(workplace.global_batch)
@@ -38,7 +38,7 @@ def parity(workplace: Workplace, _: Bounds) -> list[Case]:
 
 
 def determinism(workplace: Workplace, _: Bounds) -> list[Case]:
-    """The same command gives the same bits twice."""
+    """Two runs of the same command are bitwise identical."""
 
     def compare() -> Found:
         one, other = _whole(workplace), workplace.train(*_words(workplace))
@@ -77,7 +77,7 @@ def refusing_waits(layout: Layout) -> tuple[str, ...]:
 
 
 def resume(workplace: Workplace, _: Bounds) -> list[Case]:
-    """A run that was stopped continues as one that was not, on its layout, on another one and on a CPU."""
+    """A resumed run matches an uninterrupted one, on the same layout, on another layout and on a CPU."""
 
     def resumed(*words: str, processes: int | None = None, device: str | None = None) -> tuple[Path, Path]:
         """Return the folders of a resumed run and of an uninterrupted run."""

@@ -26,7 +26,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 
 def speed(workplace: Workplace, bounds: Bounds) -> list[Case]:
-    """How fast a language model trains."""
+    """Training speed of a language model."""
     shared = "" if workplace.is_on_gpus else "processes of one CPU share its cores"
     alone = "" if workplace.ranks > 1 else "there is one"
     silent = "" if workplace.ranks > 1 else "one process does not communicate"
@@ -39,13 +39,13 @@ def speed(workplace: Workplace, bounds: Bounds) -> list[Case]:
 
 
 def memory(workplace: Workplace, _: Bounds) -> list[Case]:
-    """Peak memory against ``serried plan``."""
+    """Peak memory compared with ``serried plan``."""
     why = _no_room(workplace) if workplace.is_on_gpus else "a CPU's memory of a process has libraries in it"
     return [Case("against the plan", partial(_planned, workplace), why)]
 
 
 def checkpoint(workplace: Workplace, _: Bounds) -> list[Case]:
-    """How fast a checkpoint is written and read."""
+    """Write and read speed of checkpoints."""
     return [
         Case("write", partial(_written, workplace), _no_room(workplace)),
         Case("read", partial(_read, workplace), _no_room(workplace)),

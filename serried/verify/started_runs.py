@@ -258,7 +258,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-# what a run has recorded ----------------------------------------------------------------------------------------------
+# records of a run -----------------------------------------------------------------------------------------------------
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ def _rates(path: Path, found: Mapping[str, Any]) -> MeasuredRates:
         {precision: peak},
     )  # fmt: skip
     rates = Rates(
-        1.0, 1.0, _positive(found["attention"]) / peak, 1.0, 1.0, float(found["launch"]), network=1.0, half=half,
+        1.0, 1.0, 0.5 * _positive(found["attention"]) / peak, 1.0, 1.0, float(found["launch"]), network=1.0, half=half,
         latency=latency, hop=0.0,
     )  # fmt: skip
     return MeasuredRates(

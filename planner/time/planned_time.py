@@ -232,7 +232,7 @@ def _parts(stage: Traced, phase: str, measured: MeasuredRates) -> dict[str, floa
     assert peak
     return {
         "products": sum(times * measured.product_seconds(shape) for shape, times in work.products.items()),
-        "attention": work.attention_flops / (peak * rates.attention),
+        "attention": 0.5 * work.attention_flops / (peak * rates.attention),  # a trace counts masked scores, too
         "memory": work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch,
     }
 

@@ -197,8 +197,9 @@ def held_elements(job: Job) -> float:
 def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> dict[str, float]:
     """Return the seconds of ``work`` by kind: products, attention, and memory-bound operations."""
     device = cluster.device
-    peak, half_peak = device.peak(precision), device.half_peak
-    assert peak and half_peak
+    peak = device.peak(precision)
+    assert peak
+    attention_peak = device.half_peak or peak  # rates measured in fp32 have no other
     best = peak * (rates.products_8bit if precision == "8bit" else rates.products)
     products = 0.0
     for dims, count in work.products.items():
@@ -207,7 +208,8 @@ def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> di
             flops *= dim + rates.half  # dim / (share of the best rate reached with this dim)
         products += flops / best
     memory = work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch
-    return {"products": products, "attention": work.attention_flops / (half_peak * rates.attention), "memory": memory}
+    attention = work.attention_flops / (attention_peak * rates.attention)
+    return {"products": products, "attention": attention, "memory": memory}
 
 
 def block_work(job: Job) -> Work:

@@ -87,6 +87,22 @@ def test_run_without_known_rates_is_compared_by_memory_and_shown_how_to_get_them
     assert "200 ms" in next(line for line in text.splitlines() if line.startswith("step")), "the median after the first"
 
 
+def test_formula_and_trace_take_the_same_attention_from_measured_rates(
+    rates: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rates are of fp32. Attention is made slow, so that the step is almost only that."""
+    rates.write_text(json.dumps({**RATES, "attention": 1e5}))
+    words = [f"plan.rates={rates}", "precision=fp32", "launch.processes=2", "launch.device=cpu", "parallel=ddp"]
+
+    def seconds(mode: str) -> float:
+        text = printed(capsys, *words, f"plan.mode={mode}")
+        found = re.search(r"^step +([\d,]+) s ", text, re.MULTILINE)
+        assert found, text
+        return float(found[1].replace(",", ""))
+
+    assert seconds("formula") == pytest.approx(seconds("trace"), rel=0.1)
+
+
 @pytest.mark.slow
 def test_exchanges_are_read_from_a_profile_with_the_part_that_computing_hides(
     run: Path, rates: Path, capsys: pytest.CaptureFixture[str]

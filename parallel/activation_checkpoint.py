@@ -284,8 +284,7 @@ class _Offload:
 
     def __init__(self) -> None:
         self.copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        """Tensors saved by this forward and their copies on the host. Holding the tensors until the forward ends
-        prevents reuse of their memory."""
+        """Tensors saved by this forward, kept alive until it ends, and their host copies."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the device and host copy of ``tensor``, or ``tensor`` if it is a parameter."""

@@ -55,8 +55,10 @@ def copy(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over all ranks (all-reduce). Backward: the unchanged gradient, which must be equal on all
-    ranks."""
+    """Return the sum over all ranks (all-reduce).
+
+    Backward: the unchanged gradient, which must be equal on all ranks.
+    """
     return _Exchange.apply(x, partial(_summed, group=group), _same)
 
 

@@ -99,8 +99,7 @@ class DistributedModel:
         return self.modules[0]
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
-        """Return ``value``, optimizer state of ``parameter``, as a held tensor: sharded like the parameter, or
-        replicated."""
+        """Return the optimizer state ``value`` as a ``HeldTensor``, sharded like ``parameter`` or replicated."""
         if value.shape == parameter.tensor.shape:
             return parameter._replace(tensor=value)
         if len(value.shape) == len(parameter.spec.shape):
@@ -212,8 +211,10 @@ class DistributedModel:
 
     @torch.no_grad()
     def predict(self, batches: Iterable[Any], objective: Objective) -> None:
-        """Run the forward on ``batches``, whose results ``objective`` collects. Every rank must pass the same
-        number."""
+        """Run the forward on ``batches``. ``objective`` collects the results.
+
+        Every rank must pass the same number of batches.
+        """
         self._set_scales()
         with evaluating(self.modules):
             for batch in batches:
@@ -221,8 +222,10 @@ class DistributedModel:
         self.reshard()
 
     def sum_squares(self) -> Tensor:
-        """Return the sum of squares of the full reduced gradient (``.grad``), an fp64 scalar bitwise equal on all
-        ranks."""
+        """Return the sum of squares of the full reduced gradient (``.grad``).
+
+        The result is an fp64 scalar, bitwise equal on all ranks.
+        """
         return global_sum_of_squares(self._by_copies, self.layout, self.device)
 
     def reshard(self) -> None:

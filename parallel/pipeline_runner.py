@@ -146,8 +146,10 @@ class Pipeline:
         return output if self._last in self._stages else None
 
     def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
-        """Send ``hidden`` to ``stage``, preceded by its shape and dtype if the shape ``stream`` of the model input is
-        new."""
+        """Send ``hidden`` to ``stage``.
+
+        Its shape and dtype are sent first if the shape ``stream`` of the model input is new.
+        """
         is_new = (stage, stream) not in self.borders
         self.borders[stage, stream] = torch.empty_like(hidden, device="meta")
         if stage in self._stages:

@@ -1,5 +1,7 @@
-"""Types returned by a task: the sums of its loss, and how its model may be sharded. Independent of ranks and
-devices."""
+"""Types returned by a task: the sums of its loss, and how its model may be sharded.
+
+They do not depend on ranks or devices.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,8 +41,10 @@ class LossTerms(NamedTuple):
     Every batch must have the same names in the same order.
     """
     counts: Mapping[str, Tensor] = MappingProxyType({})
-    """Named vectors that are summed like the loss, such as the targets of each source of a mixture. Every batch must
-    have the same names and lengths. Training only."""
+    """Named vectors that are summed like the loss, such as the targets of each source of a mixture. Training only.
+
+    Every batch must have the same names and lengths.
+    """
 
     def zeroed(self) -> "LossTerms":
         """Return the same names with all sums zero, for a batch that only keeps ranks in step."""
@@ -133,8 +137,7 @@ class ParallelPlan:
     """Names of the mixtures of experts. Each module has ``experts``, with parameters stacked along dim 0, a
     ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
     is_one_unit: bool = False
-    """Whether FSDP2 gathers all parameters at once and keeps them for the step, regardless of ``units``. Set by the
-    trainer."""
+    """Whether FSDP2 gathers all parameters at once for the whole step, regardless of ``units``. Set by the trainer."""
 
     def for_model(self, model: nn.Module) -> "ParallelPlan":
         """Return the plan with the globs in ``blocks`` replaced by module names of ``model``.
@@ -278,8 +281,10 @@ class Context:
         return make(None)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Return the attention of this rank's queries to the keys and values of all ranks. ``k`` and ``v`` are this
-        rank's."""
+        """Return the attention of this rank's queries to the keys and values of all ranks.
+
+        ``k`` and ``v`` are this rank's keys and values.
+        """
         return self.attend_locally(q, k, v, mask)
 
 
@@ -290,8 +295,10 @@ class Dispatch:
     """
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the experts on ``rows`` [N, D], sorted by expert, with ``counts`` [E] rows per expert. Keeps the
-        order."""
+        """Run the experts on ``rows`` [N, D] and return the results in the same order.
+
+        ``rows`` is sorted by expert, with ``counts`` [E] rows per expert.
+        """
         return experts(rows, counts)
 
 

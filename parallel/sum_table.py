@@ -36,8 +36,10 @@ class SumTable:
 
     @classmethod
     def pack(cls, values: Mapping[str, Number | Sequence[Number]], device: torch.device) -> "SumTable":
-        """Return a table of ``values`` on ``device``. Values are numbers, tensors of at most one dim, or sequences of
-        numbers."""
+        """Return a table of ``values`` on ``device``.
+
+        Values are numbers, tensors of at most one dim, or sequences of numbers.
+        """
         shapes: dict[str, tuple[int, ...]] = {}
         parts: list[Tensor] = []
         for name, value in values.items():

@@ -33,8 +33,7 @@ __all__ = list(_HOMES)
 
 
 def _check_links(folder: Path) -> None:
-    """Raise ``ImportError`` if the links to top-level folders are text files, as in a Windows clone without
-    symlinks."""
+    """Raise ``ImportError`` if links to top-level folders are text files, as in a Windows clone without symlinks."""
     broken = [
         path.name
         for path in folder.iterdir()

@@ -41,8 +41,10 @@ from serried.task_class import installed, task_of
 
 
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
-    """Train the declared task with command-line ``arguments``. Return the exit code. Mistakes are printed, not
-    raised."""
+    """Train the declared task with command-line ``arguments``, and return the exit code.
+
+    Mistakes are printed, not raised.
+    """
     if is_program():
         remember_script()
     with suppress(OSError):  # the load is unknown, as in some containers

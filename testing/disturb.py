@@ -127,8 +127,10 @@ def under_way(checkpoints: Path) -> str | None:
 
 
 def started_at(run_dir: Path, launched: float) -> int | None:
-    """Return the step from which the start at time ``launched`` resumed; 0 if from scratch, None if not yet
-    recorded."""
+    """Return the step from which the start at time ``launched`` resumed.
+
+    0 means from scratch, None that the start is not recorded yet.
+    """
     recorded = lines(run_dir / "metrics.jsonl")
     starts = [line for line in recorded if line["event"] == "start" and line["time"] >= launched - 0.01]
     return starts[-1]["resumed_from"] or 0 if starts else None

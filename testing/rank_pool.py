@@ -28,8 +28,10 @@ class Answer:
 
 
 class Cluster:
-    """A pool of rank processes that rendezvous like torchrun workers, in a store of the parent with one prefix per
-    run."""
+    """A pool of rank processes that rendezvous like torchrun workers.
+
+    They use a store of the parent process, with one prefix per run.
+    """
 
     def __init__(
         self, ranks: int, context: Any = FORKS, variables: Callable[..., dict[str, str]] = torchruns_variables
@@ -76,8 +78,10 @@ class Cluster:
         return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
 
     def _answers(self, world_size: int, deadline: float) -> list[dict[str, Any]]:
-        """Return one answer per rank. After a rank has died, the others have 2 seconds left, since they may wait for
-        it."""
+        """Return one answer per rank.
+
+        After a rank has died, the other ranks have 2 more seconds, because they may be waiting for it.
+        """
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < world_size:
             for rank, worker in enumerate(self._workers[:world_size]):

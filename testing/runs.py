@@ -41,8 +41,7 @@ from serried.trainer.trainer import Trainer
 
 
 def write_text(folder: Path) -> Path:
-    """Write thirty text files with enough structure for the loss to fall. Create ``folder`` if needed, and return
-    it."""
+    """Write thirty text files with enough structure for the loss to fall. Return ``folder``, created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(7)
     words = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit", "sed", "do"]
@@ -173,8 +172,10 @@ def weights(run_dir: Path, stem: str = "model") -> dict[str, Tensor]:
 
 
 def different_tensors(one: Path, other: Path, *stems: str) -> list[str]:
-    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs, or are in only
-    one."""
+    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs.
+
+    This includes tensors that are in only one of them.
+    """
     found = []
     for stem in stems or ("model", "optimizer"):
         ours, theirs = weights(one, stem), weights(other, stem)

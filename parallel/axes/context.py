@@ -41,8 +41,7 @@ def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def holder_of(place: int, length: int, parts: int) -> tuple[int, int]:
-    """Return the shard that contains token ``place`` of a sequence of ``length``, and the token's index in the
-    shard."""
+    """Return the shard that contains token ``place`` of a sequence of ``length``, and the index in this shard."""
     size = length // (2 * parts)
     chunk, index = divmod(place, size)
     return (chunk, index) if chunk < parts else (2 * parts - 1 - chunk, size + index)
@@ -92,8 +91,10 @@ class Ring(_Part):
     """
 
     def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
-        """Return one mask per hop, the first for this rank's own keys. None means that no query attends to these
-        keys."""
+        """Return one mask per hop, the first for this rank's own keys.
+
+        A mask is None if no query attends to the keys of the hop.
+        """
         places = self._places(length, device)
         sources = [(self._index - hop) % self._parts for hop in range(self._parts)]
         masks = [make((places[self._index], places[source])) for source in sources]

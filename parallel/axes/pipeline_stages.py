@@ -168,8 +168,10 @@ def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
 
 
 def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield path, module and stage of the blocks, their parents and their siblings. The stage is not valid for
-    blocks."""
+    """Yield path, module and stage of blocks, of their parents and of their siblings.
+
+    For blocks the stage is not valid.
+    """
     around, is_behind = _around(plan), False
     for path, module in model.named_modules():
         if path in around or path.rpartition(".")[0] in around:

@@ -162,8 +162,7 @@ class Groups:
         dist.send(torch.tensor(_header(tensor), device=self._device_type), group=self.pipeline, group_dst=to)
 
     def receive_form(self, source: int) -> Tensor:
-        """Receive a shape and dtype from pipeline coordinate ``source``. Return an empty tensor of this form on
-        meta."""
+        """Receive a shape and dtype from pipeline coordinate ``source``, as an empty tensor on meta."""
         header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device_type)
         dist.recv(header, group=self.pipeline, group_src=source)
         return _described(header)

@@ -109,8 +109,10 @@ def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
 
 
 def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> Slice:
-    """Return the slice of FSDP2, applied after ``slices`` to a tensor of ``shape``. It shards dim 0, except for some
-    experts."""
+    """Return the slice of FSDP2, applied after ``slices`` to a tensor of ``shape``.
+
+    FSDP2 shards dim 0, except for some experts.
+    """
     if any("expert" in cut.axes for cut in slices):
         return Slice(expert_sharding_dim(shape[0], layout), ("expert_shard",))
     return Slice(0, ("shard", "context"))

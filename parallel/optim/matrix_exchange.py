@@ -234,8 +234,7 @@ def _source(holders: Sequence[int], owner: int, block: int) -> int:
 
 
 def sent_elements(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> tuple[int, int]:
-    """Return the number of matrix elements that the first rank of a stage sends per step, and the number of
-    exchanges."""
+    """Return the number of matrix elements sent per step by the first rank of a stage, and the number of exchanges."""
     dealt = deal(specs, layout, pipeline)
     sent = 0
     for _, _, parts, owner, _ in dealt:

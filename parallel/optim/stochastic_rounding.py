@@ -15,8 +15,10 @@ from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor
 
 _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
-"""Limits on the elements per piece, to bound working memory. On a CPU pieces fit into its caches, unless that needs
-more than ``_PIECES_ON_A_CPU`` pieces."""
+"""Largest number of elements per piece, to bound working memory.
+
+On a CPU pieces should fit into its caches, but there are at most about ``_PIECES_ON_A_CPU`` pieces.
+"""
 _PIECES_ON_A_CPU = 4
 _LOST_BITS = 16
 """Mantissa bits of fp32 that bf16 lacks."""

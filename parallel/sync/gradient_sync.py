@@ -14,8 +14,7 @@ from serried.parallel.layout.mesh import Layout
 
 
 class Root(nn.Module):
-    """Module that runs a function of the model as one forward, so that DDP and FSDP2 wrap all calls of the model in
-    it."""
+    """Module whose forward runs a function of the model, so that DDP and FSDP2 wrap all model calls inside it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -264,8 +264,10 @@ def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtyp
 
 
 def _check_space(folder: Path, partial: Path) -> None:
-    """Raise ``UserError`` if there is no space for the file and an fp32 copy, since some libraries abort without
-    space."""
+    """Raise ``UserError`` if there is no space for the file and an fp32 copy.
+
+    Some libraries abort the process if the disk is full.
+    """
     from serried.records.safetensors_files import TensorFolder
 
     numbers = sum(spec.numel for spec in TensorFolder(folder).specs.values())

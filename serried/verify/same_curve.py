@@ -155,8 +155,10 @@ def _bitwise(steps: list[dict[str, Any]], reference: list[dict[str, Any]], diffe
 
 
 def _different(run: Path, reference: Path) -> list[str]:
-    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs, or are in only
-    one."""
+    """Return the names of tensors that differ bitwise between the newest checkpoints of two runs.
+
+    This includes tensors that are in only one of them.
+    """
     ours, theirs = _tensors(run), _tensors(reference)
     same = {name for name in ours.keys() & theirs.keys() if ours[name].equal(theirs[name])}
     return sorted({*ours, *theirs} - same)

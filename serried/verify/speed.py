@@ -79,8 +79,10 @@ def _run(workplace: Workplace, processes: int | None = None) -> Path:
 
 
 def _rates(run: Path) -> tuple[float, float | None]:
-    """Return the median tokens per second and MFU of the log lines after the first. MFU is None if the peak is
-    unknown."""
+    """Return the medians of tokens per second and MFU over the log lines after the first.
+
+    MFU is None if the peak of the device is unknown.
+    """
     steps = [step for step in steps_of(run)[1:] if step.get("tokens_per_second")]
     if not steps:
         raise RunFailed("a run recorded no speed")

@@ -76,8 +76,7 @@ class Started:
         self._process.send_signal(signal.SIGTERM)
 
     def processes(self) -> list[int]:
-        """Return the ids of all running processes of the command. On systems other than Linux, only its main
-        process."""
+        """Return the ids of all running processes of the command. Without /proc, only its main process."""
         pid = self._process.pid
         if not Path("/proc/self/stat").exists():
             return [] if self.has_ended() else [pid]

@@ -33,8 +33,8 @@ class VerifiedTask(serried.CausalLM):
         free = ("fault", "rank", "at", "sleep_seconds", "refuses_waits")
 
         fault: Literal["none", "kill", "raise", "data", "kernel"] = "none"
-        """``kill``: SIGKILL; ``raise``: an exception; ``data``: a batch that never arrives; ``kernel``: a device
-        operation that never ends."""
+        """``kill``: SIGKILL; ``raise``: exception; ``data``: a batch never arrives; ``kernel``: a device operation
+        hangs."""
         rank: int = 0
         """Rank of the fault."""
         at: int = 1
@@ -42,8 +42,7 @@ class VerifiedTask(serried.CausalLM):
         sleep_seconds: float = 0.0
         """Time added to each micro-batch."""
         refuses_waits: tuple[int, int] | None = None
-        """First micro-batch in which it is an error if the host waits for the GPU, and the first in which it is allowed
-        again."""
+        """Micro-batches [first, end) in which it is an error if the host waits for the GPU."""
 
     def configure(self, run: Any) -> None:
         super().configure(run)

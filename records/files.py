@@ -1,4 +1,4 @@
-"""Atomic file writes: readers see the old content or the new content, never a part, even after a power loss."""
+"""Atomic file writes: readers see either the old or the new content, never a part of it, even after a power loss."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def replacing(path: Path, *, survives_power_loss: bool = True) -> Iterator[IO[by
     Its name is unique and contains the host name. ``survives_power_loss=False`` skips the flush, for a file that
     is replaced every few seconds.
     """
-    # Not by ``tempfile``, whose files only their owner may read.
+    # Not created by ``tempfile``, whose files only the owner may read.
     temporary = path.with_name(f".{path.name}.{machine()}.{os.urandom(6).hex()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,5 +1,5 @@
-"""``.lock`` in the folder of a run or a sweep: held by at most one process, and released when the process ends in
-any way."""
+"""Lock file ``.lock`` in the folder of a run or a sweep. At most one process holds it. It is released when the process
+ends, even if it is killed."""
 
 import errno
 import fcntl
@@ -14,8 +14,8 @@ from serried.configs.plain_data import NotPlainData, open_regular
 
 LOCK = ".lock"
 _LOOKS, _LOOK_SECONDS = 5, 0.05
-"""Number of tries before a folder counts as locked by another process. A process that only looks holds the lock for
-a moment."""
+"""Number and interval in seconds of the tries before a folder counts as locked. Processes that only check the lock hold
+it for a moment."""
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
@@ -27,7 +27,8 @@ class FolderLock:
 
     @property
     def warning(self) -> str | None:
-        """Warning for a disk without file locks, on which other machines do not see this lock; None otherwise."""
+        """Warning for a disk without file locks, where processes on other machines do not see this lock; None
+        otherwise."""
         if self._stand_in is None:
             return None
         return (
@@ -79,7 +80,7 @@ def lock_folder(folder: Path) -> FolderLock:
                 lock.close()
                 raise
         held = FolderLock(lock, stand_in)
-        if is_same_file(folder / LOCK, held):  # not removed in the meantime by a command that was refused
+        if is_same_file(folder / LOCK, held):  # the file was not removed meanwhile by a refused command
             return held
         held.close()
 
@@ -88,7 +89,7 @@ def is_locked(folder: Path) -> bool | None:
     """Return whether a process holds the lock of a run's or sweep's folder; None if that is unknown."""
     try:
         with open_regular(folder / LOCK) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held only for a moment
     except BlockingIOError:
         return True
     except (OSError, NotPlainData):
@@ -97,16 +98,17 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def _own(name: str, flags: int) -> int:
-    """Open a file inside the folder: a link could lead to any file, and a pipe would block."""
+    """Open a file inside the folder. Links and pipes are refused: a link could lead to any file, and a pipe would
+    block."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _address_of(file: IO[bytes]) -> socket.socket:
-    """Bind a socket address derived from ``file``, which only one process of this machine can hold and which is
-    released when the process ends. Raises ``BlockingIOError`` if another process holds it."""
+    """Bind a socket address derived from ``file``, which only one process of this machine can hold. It is released when
+    the process ends. Raises ``BlockingIOError`` if another process holds it."""
     stat, taken = os.fstat(file.fileno()), socket.socket(socket.AF_UNIX)
     try:
-        if sys.platform == "linux":  # other systems have no addresses without a file
+        if sys.platform == "linux":  # only Linux has socket addresses without a file
             taken.bind(f"\0serried-{stat.st_dev}-{stat.st_ino}")
     except OSError as error:
         taken.close()
@@ -115,7 +117,7 @@ def _address_of(file: IO[bytes]) -> socket.socket:
 
 
 def is_same_file(path: Path, file: IO[bytes] | FolderLock) -> bool:
-    """Return whether ``path`` is still the open ``file``; true if the disk does not answer."""
+    """Return whether ``path`` is still the open ``file``; True if the disk does not respond."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The run folder: its owner, and the records that the run writes there."""
+"""Run folder: its ownership, and the records that the run writes there."""
 
 import json
 import math
@@ -23,17 +23,17 @@ RECORDS = (
     "config.yaml", "environment.json", METRICS, "lost.jsonl", STATUS, "report.html", "log", "checkpoints", "wandb",
     "tensorboard", PROFILES, IMAGES,
 )  # fmt: skip
-"""Files and folders of a run, which are set aside when another run starts in the same folder."""
+"""Files and folders of a run. They are moved aside when another run starts in the same folder."""
 
 _UNFINISHED = ".partial"
 
 
 class RunFolder:
-    """``run.dir``, claimed by at most one process. Only rank 0 has one."""
+    """``run.dir``, locked by at most one process. Only rank 0 has an instance."""
 
     def __init__(self, path: Path) -> None:
-        """Create and claim the folder. Raises ``UserError`` if it cannot be written, would be written through a
-        link, or another process is training there."""
+        """Create and lock the folder. Raises ``UserError`` if it cannot be written, contains unsafe links, or another
+        process is training there."""
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the claimed folder still exists and was not removed, renamed or replaced."""
+        """Whether the locked folder still exists and was not removed, renamed or replaced."""
         return is_same_file(self.path / LOCK, self._lock)
 
     @property
@@ -69,7 +69,7 @@ class RunFolder:
         return self._metrics is not None
 
     def holds_a_run(self) -> bool:
-        """Return whether an earlier run left more here than the log of a start that ended at once."""
+        """Return whether an earlier run left more files here than the log of a start that ended at once."""
         has_records = any((self.path / name).exists() for name in (METRICS, STATUS))
         return has_records or any((self.path / "checkpoints").glob("*"))
 
@@ -204,7 +204,7 @@ class RunFolder:
         try:
             write()
         except OSError as error:
-            if name not in self._failing:  # one warning for as long as it lasts
+            if name not in self._failing:  # one warning until the next success
                 with suppress(OSError, ValueError):
                     print(
                         f"WARNING    cannot write {self.path / name}: {error.strerror}. Training continues", flush=True
@@ -247,8 +247,8 @@ class RunFolder:
 
 
 def refuse_links(path: Path) -> None:
-    """Refuse links at files that are appended to and folders that files are moved into: a folder from another person
-    may contain links to any file of the user. Other files are replaced as a whole."""
+    """Refuse links among files that are appended to and folders that files are moved into. A folder from another person
+    may contain links to any file of the user. Other files are always replaced, not written through."""
     written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output", IMAGES)]
     found: list[Path] = []
     with suppress(OSError):  # such as a name that is too long: the code that creates the folder reports it
@@ -270,7 +270,7 @@ def _is_of(line: bytes, step: int) -> bool:
 
 
 def is_png(content: bytes) -> bool:
-    """Return whether ``content`` begins as a PNG file does."""
+    """Return whether ``content`` starts with the PNG signature."""
     return content.startswith(b"\x89PNG\r\n\x1a\n")
 
 

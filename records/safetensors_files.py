@@ -1,4 +1,5 @@
-"""safetensors files of checkpoints and prepared data: written as a stream, read by slices. A file cannot run code.
+"""safetensors files of checkpoints and prepared data, written as a stream and read in slices. Such files cannot run
+code.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the
 header, a JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with

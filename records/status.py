@@ -1,4 +1,4 @@
-"""``status.json``: the state of a run. Ranks and their launcher write it; all code reads it through this module."""
+"""``status.json``: the state of a run. Ranks and their launcher write it; all code reads it with this module."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ def read_status(run_dir: Path) -> Status | None:
 def write_status(run_dir: Path, status: Status) -> None:
     """Replace ``status.json``."""
     values = {name: getattr(status, name) for name in ("state", "step", "reason", "exit_code")}
-    is_end = status.state != "running"  # a running one is replaced with each logged step
+    is_end = status.state != "running"  # ``running`` is written again with each logged step
     write_atomically(run_dir / STATUS, json.dumps(values) + "\n", survives_power_loss=is_end)
 
 

@@ -1,5 +1,4 @@
-"""The commands in docs/reference/commands.md, as their help shows them in a checkout:
-``python -m tools.command_reference``."""
+"""Generate the commands in docs/reference/commands.md from their help: ``python -m tools.command_reference``."""
 
 import re
 from contextlib import redirect_stdout
@@ -14,7 +13,7 @@ def reference() -> str:
     names = re.findall(r"^  (\w+) +\S", overview, re.MULTILINE)
     with redirect_stdout(StringIO()) as train:
         program.main(["--help"])
-    # Below: recipes, choices and keys, which configuration.md has, and examples.
+    # The rest is recipes, choices and keys, which are in configuration.md, and examples.
     usage = train.getvalue().partition("\nrecipes:")[0]
     sections = [("train.py", usage), ("serried", overview)]
     sections += [(f"serried {name}", _printed([name, "--help"])) for name in names]

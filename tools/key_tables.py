@@ -1,5 +1,6 @@
-"""Tables of docs/reference/configuration.md (``python -m tools.key_tables``), coming-from.md (``... coming-from``) and
-families.md (``... families``), and of ``configs/schema/transformers_defaults.py`` (``... transformers-defaults``)."""
+"""Generate the tables of docs/reference/configuration.md (``python -m tools.key_tables``), coming-from.md (``...
+coming-from``) and families.md (``... families``), and ``configs/schema/transformers_defaults.py`` (``...
+transformers-defaults``)."""
 
 import dataclasses
 import json
@@ -22,8 +23,8 @@ _FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightnin
 
 
 def key_tables() -> str:
-    """Return the keys of each section as a Markdown table, those of a choice in one of their own, and what recipes
-    set."""
+    """Return Markdown tables of the keys of each section, with separate tables for keys of only some choices, and the
+    values that recipes set."""
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     for group, registry in CHOSEN.items():
@@ -48,7 +49,7 @@ def key_tables() -> str:
     lines = []
     for name, by_choice in sections.items():
         lines += [f"### {_code(name) or 'The run as a whole'}", ""]
-        # The keys that any choice has come first.
+        # Keys of all choices come first.
         for which, keys in sorted(by_choice.items(), key=lambda item: item[0] != ""):
             rows = [(f"`{key.path}`", _code(values.get(key.path, "")), _purpose(key)) for key in keys]
             lines += [*([f"{which}:", ""] if which else []), *_table(("Key", "Default", "Meaning"), rows), ""]
@@ -65,7 +66,7 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def _which(key: Key) -> str:
-    """Return the choices whose section has the key; empty if all have."""
+    """Return the choices whose section has the key; empty if all sections have it."""
     group, names = key.path.partition(".")[0], readers(key.path)
     if group == tasks.group:
         names = [entry.name for entry in tasks.entries() if key.field_name in entry.section.model_fields]
@@ -132,7 +133,7 @@ def families() -> str:
         if entry.name == ANY_FAMILY:
             continue  # not one architecture
         own = {name: section for name, section in presets.items() if section.family == entry.name}
-        # A family of experts without a preset has the form of the others.
+        # A mixture-of-experts family without a preset is described by moe_tiny.
         section = next(iter(own.values()), presets["moe_tiny"].model_copy(update={"family": entry.name}))
         family = family_of(entry.load(), section, 257)
         plan = family.parallel_plan(family.build())
@@ -145,9 +146,9 @@ def families() -> str:
 
 
 _NO_ARCHITECTURE = re.compile("drop|router|summary|use_cache|initializer|pretraining_tp|[be]os_token|mtp")
-"""Fields that describe no model: how transformers trains it, or generates with it."""
+"""Fields that do not describe the model, but its training or generation in transformers."""
 _JOINED = ":\N{NO-BREAK SPACE}"
-"""A colon after which no line is broken."""
+"""Colon with a no-break space, so that lines are not wrapped after it."""
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 """Keys that transformers reads into ``rope_parameters``."""
 
@@ -155,8 +156,8 @@ _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 def defaults_of_transformers() -> dict[str, dict[str, Any]]:
     """Return the tables of ``configs/schema/transformers_defaults.py`` for the installed transformers.
 
-    They have the defaults of keys that a ``config.json`` leaves out, which of them must not be null, and further names
-    of keys, each by ``model_type``.
+    The tables contain, by ``model_type``, defaults of keys that a ``config.json`` may leave out, keys that must not be
+    null, and alternative names of keys.
     """
     import transformers
 
@@ -176,7 +177,7 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
                 "sliding_window_pattern": made().layer_types.index("full_attention") + 1,
             }
         tables["DEFAULTS"][kind] = own | derived
-        # A base that is null passes its checks, and has no angles.
+        # transformers accepts a null base, but cannot compute angles with it.
         needed = [key for key in own | derived if "rope_" in key or not _takes_null(made, key)]
         tables["NOT_NULL"][kind] = tuple(needed)
         aliases = (pair if pair[1] in own else pair[::-1] for pair in made.attribute_map.items())
@@ -187,7 +188,7 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
 def _takes_null(made: Any, key: str) -> bool:
     try:
         made(**{key: None})
-    except Exception:  # of any kind: its own checks, or arithmetic with None
+    except Exception:  # any kind: its own checks, or arithmetic with None
         return False
     return True
 
@@ -225,7 +226,7 @@ def transformers_defaults() -> str:
 
 
 def _literal(value: Any) -> str:
-    """``value`` as Python writes it, with double quotes."""
+    """Return ``value`` as a Python literal with double quotes."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""Sizes of the packages, in the generated tables of docs/concepts/architecture.md: ``python -m tools.lines``.
+"""Generate the tables of package sizes in docs/concepts/architecture.md: ``python -m tools.lines``.
 
-Counts Python files, and every line (``wc -l``) of Python, YAML, JavaScript, CSS and HTML, without tests, benchmarks,
-tools, examples and the vendored uPlot. Numbers are rounded, so that not every commit outdates the table.
+Counts Python files, and all lines (``wc -l``) of Python, YAML, JavaScript, CSS and HTML, without tests, benchmarks,
+tools, examples and the vendored uPlot. Numbers are rounded, so that small commits do not change the tables.
 """
 
 import ast
@@ -43,11 +43,11 @@ class ClassSize(NamedTuple):
     lines: int
     attributes: int
     is_record: bool
-    """Whether it is a named tuple or a dataclass, and none of its methods sets an attribute."""
+    """Whether the class is a named tuple or a dataclass, and none of its methods sets an attribute."""
 
 
 def packages() -> str:
-    """Return a table of the files and lines of each package and its rooms."""
+    """Return a table of the files and lines of each package and its subpackages."""
     rows = ["| package | files on top | rooms, with files | lines |", "| --- | --- | --- | --- |"]
     sums = [0, 0]
     for name in PACKAGES:
@@ -64,7 +64,7 @@ def packages() -> str:
 
 
 def shape() -> str:
-    """Return a table of the largest file, class and level, the classes with many attributes and the repeated names."""
+    """Return a table of the largest file, class and folder, classes with many attributes, and repeated file names."""
     python = [path for name in PACKAGES for path in _files(ROOT / name) if path.suffix == ".py"]
     levels = Counter(path.parent for path in python)
     level, files = levels.most_common(1)[0]
@@ -91,13 +91,14 @@ def shape() -> str:
 
 
 def _largest(classes: Iterable[ClassSize]) -> str:
-    """Return the names of ``classes`` with more than ``MOST_ATTRIBUTES`` attributes, and how many they have."""
+    """Return the names of ``classes`` with more than ``MOST_ATTRIBUTES`` attributes, and the number of their
+    attributes."""
     many = sorted((found.attributes, found.name) for found in classes if found.attributes > MOST_ATTRIBUTES)
     return ", ".join(f"`{name}` {count}" for count, name in reversed(many)) or "none"
 
 
 def to_add() -> str:
-    """Return a table of what one must touch to add something."""
+    """Return a table of the files to change to add a component."""
     rows = ["| to add | outside the checkout | built in |", "| --- | --- | --- |"]
     return "\n".join([*rows, *(f"| {what} | {outside} | {inside} |" for what, outside, inside in TO_ADD)])
 
@@ -108,7 +109,8 @@ def tables() -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files with lines of the product below ``folder``. Links are left out: ``serried`` links to the other packages."""
+    """Yield the non-empty files below ``folder`` that are counted. Links are left out: ``serried`` links to other
+    packages."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or path.name in ("uplot", "__pycache__"):
             continue
@@ -119,7 +121,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _classes(path: Path) -> Iterator[ClassSize]:
-    """Yield the size of each class in ``path`` that is no section of keys."""
+    """Yield the size of each class in ``path``, except for config sections."""
     if path.is_relative_to(ROOT / "configs/schema") or path.stem.endswith("_config"):
         return
     for node in _statements(ast.parse(path.read_text("utf-8")).body):

@@ -1,11 +1,11 @@
-"""Planned step times and memory against published ones, which ``published.toml`` has with their sources.
+"""Compare planned step times and memory with published runs, which ``published.toml`` lists with their sources.
 
-``python -m tools.published`` prints the tables of docs/evidence/plan-accuracy.md; ``... rows`` every row's time;
-``... fit`` rates that fit the rows marked for calibration, to be written into planner/time/published_rates.py.
+``python -m tools.published`` prints the tables of docs/evidence/plan-accuracy.md. ``... rows`` prints the time of every
+row. ``... fit`` prints rates fitted to the calibration rows, for planner/time/published_rates.py.
 
-For memory, torchtitan's runs are planned as runs of this project, with their own loss. Figure 1 of Korthikanti et al.
-(arXiv 2205.05198) is of Megatron-LM's block: it is traced as a user's module, and counted as often as the plan of a
-pipeline counts a block.
+For memory, runs of torchtitan are planned as runs of this project with the loss of torchtitan. Figure 1 of Korthikanti
+et al. (arXiv 2205.05198) shows Megatron-LM's block, which is traced as a user's module. The memory of a block is
+multiplied by the number of blocks that the plan of a pipeline counts.
 """
 
 import math
@@ -42,7 +42,7 @@ _FITTED = {
     "products": (0.4, 0.95), "products_8bit": (0.3, 0.9), "attention": (0.15, 0.7), "links": (0.4, 0.9),
     "launch": (2e-6, 2e-5), "memory": (0.4, 0.95),
 }  # fmt: skip
-"""With the bounds of each."""
+"""Fitted rates with their lower and upper bounds."""
 
 
 class Row(NamedTuple):
@@ -56,20 +56,20 @@ class Row(NamedTuple):
     cluster: Cluster
     unit: str
     measured: float | None
-    """Of time; None: memory alone is known."""
+    """Measured value in ``unit``; None: only the memory is known."""
     memory: float | None = None
-    """GiB of the rank that needs the most."""
+    """Memory in GiB of the rank that needs the most."""
     loss: str = ""
-    """How the run computed it."""
+    """Implementation of the loss, a key of ``_LOSSES``."""
 
     def error(self, rates: Rates) -> float:
-        """Return by which share the predicted rate exceeds the measured one."""
+        """Return the relative error of the predicted rate: positive if it is higher than the measured one."""
         predicted = self.predicted(rates)
         assert self.measured is not None
         return self.measured / predicted - 1 if self.unit == "seconds" else predicted / self.measured - 1
 
     def predicted(self, rates: Rates) -> float:
-        """Return what was measured, as predicted."""
+        """Return the prediction of the measured value, in ``unit``."""
         job, seconds = self.job, _seconds(self.job, self.cluster, rates)
         tokens = job.samples * job.sequence / seconds / job.layout.world
         if self.unit == "seconds":
@@ -78,7 +78,7 @@ class Row(NamedTuple):
             return tokens
         if self.unit == "tflops":
             return tokens * job.shape.flops_per_token(job.sequence) / 1e12
-        shape, length = job.shape, job.sequence  # as arXiv 2104.04473 counts them, with recomputation
+        shape, length = job.shape, job.sequence  # counted as in arXiv 2104.04473, with recomputation
         terms = 1 + length / (6 * shape.dim) + shape.vocab / (16 * shape.layers * shape.dim)
         return tokens * 96 * shape.layers * shape.dim**2 * terms / 1e12
 
@@ -89,12 +89,12 @@ def _seconds(job: Job, cluster: Cluster, rates: Rates) -> float:
 
 
 def rows() -> tuple[Row, ...]:
-    """Return those of published.toml that have a time."""
+    """Return the rows of published.toml with a measured time."""
     return tuple(row for row in _all_rows() if row.measured is not None)
 
 
 def rows_with_memory() -> tuple[Row, ...]:
-    """Return those that have a memory."""
+    """Return the rows of published.toml with a measured memory."""
     return tuple(row for row in _all_rows() if row.memory is not None)
 
 
@@ -138,7 +138,7 @@ def _row(row: Mapping[str, Any], shape: Shape) -> Row:
 
 
 class Errors(NamedTuple):
-    """Of several rows."""
+    """Summary of the prediction errors of several rows."""
 
     rows: int
     median: float
@@ -146,11 +146,11 @@ class Errors(NamedTuple):
     worst: float
     bias: float
     spearman: float | None
-    """Between the seconds predicted and measured; None: too few rows."""
+    """Rank correlation between predicted and measured values; None: too few rows."""
 
 
 def errors(of: Sequence[Row], rates: Mapping[str, Rates] = RATES) -> Errors:
-    """Return how far the predictions are off."""
+    """Return the summary of the prediction errors for the rows ``of``."""
     signed = [row.error(rates[row.software]) for row in of]
     sizes = sorted(abs(error) for error in signed)
     pairs = [(row.predicted(rates[row.software]), row.measured or 0.0) for row in of]
@@ -170,7 +170,7 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def fitted(start: Mapping[str, Rates]) -> dict[str, Rates]:
-    """Return rates with which the calibration rows fit best, from ``start`` by small steps."""
+    """Return the rates that fit the calibration rows best, found by small steps from ``start``."""
     found = dict(start)
     for software in found:
         marked = [row for row in rows() if row.use == "calibration" and row.software == software]
@@ -189,7 +189,7 @@ def fitted(start: Mapping[str, Rates]) -> dict[str, Rates]:
 
 
 def table(rates: Mapping[str, Rates] = RATES) -> str:
-    """Return the errors as Markdown: of each group's rows that take no part in the calibration, misses included."""
+    """Return the errors as a Markdown table: for each group, the rows that are not used for calibration."""
     lines = ["| rows | number | median error | p90 | worst | bias | rank correlation |", "| --- " * 7 + "|"]
     for name, of in _parts():
         found = errors(of, rates)
@@ -224,7 +224,7 @@ class _AllTokens(torch.autograd.Function):
 
 
 class _Compiled(torch.autograd.Function):
-    """Cross entropy that keeps logits as they are and makes their gradient in one kernel."""
+    """Cross entropy that keeps the logits in their dtype and computes their gradient in one kernel."""
 
     @staticmethod
     def forward(ctx, logits: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -237,7 +237,7 @@ class _Compiled(torch.autograd.Function):
 
 
 class _LossParallel(torch.autograd.Function):
-    """Holds as many copies of logits as torch.distributed.tensor.parallel.loss_parallel."""
+    """Loss that holds as many copies of the logits as torch.distributed.tensor.parallel.loss_parallel."""
 
     @staticmethod
     def forward(ctx, logits: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -269,11 +269,12 @@ def _compiled(hidden: Tensor, weight: Tensor, _: Tensor, vocabulary: Vocabulary,
 
 
 _LOSSES: dict[str, HeadLoss] = {"eager": _eager, "compiled": _compiled}
-"""They hold whole logits. Where ranks divide the vocabulary, their memory is right and their numbers are not."""
+"""Losses by name. They hold unsharded logits. With a sharded vocabulary, their memory is right but their values are
+not."""
 
 
 class _WithLoss(CausalLM):
-    """Next tokens, with the loss of the published run."""
+    """Next-token prediction with the loss of the published run."""
 
     def __init__(self, run: Any, loss: str) -> None:
         self._loss = loss
@@ -288,7 +289,7 @@ class _WithLoss(CausalLM):
 
 
 class _Product(torch.autograd.Function):
-    """Matrix product of what all tensor ranks have of a sequence, of which each keeps its own part. Forward alone."""
+    """Matrix product of the all-gathered sequence, of which each tensor rank keeps only its shard. Forward only."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, ranks: int) -> Tensor:  # type: ignore[no-untyped-def]
@@ -297,7 +298,7 @@ class _Product(torch.autograd.Function):
 
 
 class _MegatronBlock(nn.Module):
-    """What a tensor rank has of Megatron-LM's block, without its biases."""
+    """Shard of Megatron-LM's block on one tensor rank, without biases."""
 
     def __init__(self, shape: Shape, layout: Layout, *, keeps_scores: bool) -> None:
         super().__init__()
@@ -325,11 +326,11 @@ class _MegatronBlock(nn.Module):
 
 
 def _dropped(x: Tensor) -> Tensor:
-    return torch.native_dropout(x, 0.1, True)[0]  # as on a GPU, where it keeps a byte for each element
+    return torch.native_dropout(x, 0.1, True)[0]  # as on a GPU, where dropout keeps one byte for each element
 
 
 def _kept_by(row: Row) -> int:
-    """Return the bytes that a block of ``row`` keeps for its backward."""
+    """Return the bytes that one block of ``row`` keeps for the backward pass."""
     job, peaks = row.job, []
     here = job.sequence // (job.layout.tensor if job.layout.sequence else 1)
     for count in (2, 3):
@@ -347,7 +348,7 @@ def _kept_by(row: Row) -> int:
 
 
 def _of_figure(row: Row) -> float:
-    """Return the bytes of the first stage: 18 a parameter, and what its micro-batches keep."""
+    """Return the bytes on the first stage: 18 per parameter, and the activations that its micro-batches keep."""
     shape, layout = row.job.shape, row.job.layout
     config = compose(["data.tokenizer=bytes"])
     blocks = shape.layers * share_of(config, layout, row.job.accumulation, shape.layers, 0).blocks
@@ -373,7 +374,7 @@ def _argv(row: Row) -> tuple[str, ...]:
         "data.sequence_length": job.sequence,
         "data.tokenizer": "bytes",
     }
-    # What products in 8 bits keep is next to what bf16 keeps: torchtitan's rows differ by 0.2 GiB.
+    # With 8-bit products, nearly the same is kept as with bf16: the rows of torchtitan differ by 0.2 GiB.
     return (
         "model=llama8b",
         "parallel=fsdp",
@@ -385,7 +386,7 @@ def _argv(row: Row) -> tuple[str, ...]:
 
 
 def _planned(row: Row) -> tuple[float, str]:
-    """Return the bytes that the plan of ``row`` has, and how they were found."""
+    """Return the planned bytes of ``row``, and the method that computed them."""
     if not row.loss:
         return _of_figure(row), "trace of a block"
     return _run_planned(_argv(row), row.job.layout.world, row.loss)
@@ -399,26 +400,26 @@ def _run_planned(argv: tuple[str, ...], ranks: int, loss: str) -> tuple[float, s
     if layout.pipeline == 1:
         stages = trace_step(config, _WithLoss(config, loss), layout, accumulation)
         return with_unused(reserved_memory_of(stages, is_expandable=True)).peak, "trace"  # as its run_train.sh sets
-    task = CausalLM(config)  # whose loss takes less, on the last rank, which does not need the most
+    task = CausalLM(config)  # the run's own loss takes less, on the last rank, which does not need the most
     model = build_model(config, task)
     found = planned_memory(config, task, accumulation, Sizes(config, layout, model.module, model.plan))
     return with_unused(formula_memory(found)).peak, "formula"
 
 
 def memory_line(row: Row) -> str:
-    """Return the line of the table."""
+    """Return the row of the Markdown table for ``row``."""
     peak, found = _planned(row)
     return f"| {row.run} | {row.memory:.1f} | {peak / _GIB:.1f} | {memory_error(row):+.0%} | {found} |"
 
 
 def memory_error(row: Row) -> float:
-    """Return by which share the planned memory exceeds the published one."""
+    """Return the relative error of the planned memory: positive if it exceeds the published memory."""
     assert row.memory is not None
     return _planned(row)[0] / _GIB / row.memory - 1
 
 
 def memory_table() -> str:
-    """Return the table as Markdown."""
+    """Return planned and published memory as a Markdown table."""
     every = rows_with_memory()
     sizes = sorted(abs(memory_error(row)) for row in every)
     within = sum(size <= 0.1 for size in sizes)

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: what the site of docs/ shows of the code."""
+"""mkdocs hooks that add the reference of the code to the site of docs/."""
 
 import ast
 from pathlib import Path
@@ -8,14 +8,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put a reference of every public name below the text of reference/api.md."""
+    """Append the reference of every public name to reference/api.md."""
     if page.file.src_uri != "reference/api.md":
         return markdown
     return markdown + "".join(f"\n\n::: {module}.{name}" for name, module in public_names().items())
 
 
 def public_names() -> dict[str, str]:
-    """Return the modules of the names that ``serried`` exports, by name, without importing them."""
+    """Return the module of each name that ``serried`` exports, without importing them."""
     tree = ast.parse((ROOT / "serried/__init__.py").read_text("utf-8"))
     tables = (
         node.value

@@ -25,22 +25,22 @@ from serried.records.run_folder import is_png
 
 _SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _POINTS = 60_000
-"""Points of all curves of a page, about 2 MB."""
+"""Maximum number of points of all curves of a page, about 2 MB."""
 _POINTS_OF_A_RUN = 50
-"""Points whose space the text about one run takes."""
+"""Number of points that take as much space as the text about one run."""
 _FEWEST_POINTS = 10_000
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
-"""Relative number of points of a chart's curves: readers look most closely at these two charts."""
+"""Relative number of points of curves by chart. Other charts have 1; readers look most closely at these two."""
 _MOST_BUCKETS, _FEWEST_BUCKETS = 1500, 10
-"""Buckets of a curve of weight 1. If there are too many runs for the fewest, only their main curves are drawn; if
-there are still too many, only the best runs are drawn."""
+"""Maximum and minimum number of buckets of a curve of weight 1. If there are too many runs for the minimum, only their
+main curves are drawn; if there are still too many, only the best runs are drawn."""
 _MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
 _TEXT_SHOWN = 4000
-"""Characters of a text that a callback logged."""
+"""Maximum number of characters shown of a text that a callback logged."""
 _IMAGE_BYTES = 4 * 2**20
-"""Size of all images on a page that callbacks logged."""
+"""Maximum size in bytes of all logged images on a page."""
 _MARKS = 3000
-"""Largest number of marks of each kind on a page."""
+"""Maximum number of marks of each kind on a page."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
@@ -227,7 +227,7 @@ def _sources(run: Records) -> list[dict[str, Any]]:
 
 
 def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
-    """Return a start of the run as the page shows it, with its hosts if it is the last start."""
+    """Return the data of a start of the run for the page, including its hosts if it is the last start."""
     end = start["end"] or {}
     mesh = start.get("mesh")
     hosts = start.get("hosts")

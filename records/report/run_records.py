@@ -23,7 +23,7 @@ _BY_NAME = {
     "lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split", "expert_load": "expert_load",
 }  # fmt: skip
 _KEPT_MARKS = 1000
-"""Largest number of marks of each kind that are drawn; further ones are only counted."""
+"""Maximum number of drawn marks of each kind; further marks are only counted."""
 
 
 class Curve(NamedTuple):

@@ -1,4 +1,4 @@
-"""Thinning of curves that keeps their look: the lowest and highest value of each stretch stay, so spikes survive."""
+"""Thinning of curves that keeps spikes: the lowest and highest value of each stretch stay."""
 
 import numpy as np
 from numpy.typing import NDArray

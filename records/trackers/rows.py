@@ -14,7 +14,7 @@ _SPEED = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
     "memory_reserved_bytes", "eta_seconds", "time_split", "slowest_rank", "slowest_share",
 )  # fmt: skip
-"""Numbers of a step that are shown in the section ``speed/``. All others are shown under ``train/``."""
+"""Metrics of a step that trackers show in the section ``speed/``. All others are shown under ``train/``."""
 
 
 class Run(NamedTuple):

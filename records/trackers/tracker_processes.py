@@ -21,7 +21,7 @@ _END_SECONDS, _NICENESS = 5.0, 10
 
 
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
-    """Return the id by which trackers know the run: eight letters and digits.
+    """Return the id of the run for trackers: eight letters and digits.
 
     A run that resumes in its folder, from a checkpoint with ``state``, keeps its id; any other run gets a new
     one.

@@ -1,4 +1,4 @@
-// The curves: a `Chart` draws what a spec of specs.js says with uPlot, anew whenever something about it changes.
+// Curves: a `Chart` draws a spec of specs.js with uPlot, and redraws it after every change.
 
 class Chart {
   constructor(spec) {
@@ -41,7 +41,7 @@ class Chart {
     );
   }
 
-  /** Names of what is shown of each run, in the order of the first run that has them. */
+  /** Names of the curves shown for each run, in the order of the first run that has them. */
   parts() {
     const names = [...new Set(runs.flatMap((run) => run.curves.filter(this.has, this).map((curve) => curve.name)))];
     const order = this.spec.stacked ? SPLIT_PARTS : ["training", "validation"];
@@ -49,7 +49,7 @@ class Chart {
     return names.sort((a, b) => place(a) - place(b));
   }
 
-  /** What is drawn: for each curve its points, how it looks and what it is called. */
+  /** Return the points, the style and the name of each drawn curve. */
   lines() {
     const parts = this.parts();
     const lines = [];
@@ -263,7 +263,7 @@ class Chart {
     zoomTo(span);
   }
 
-  /** The exact values under the cursor, of the points nearest to it. */
+  /** Show the exact values of the points nearest to the cursor. */
   hover(plot) {
     const { left, top, idx, idxs } = plot.cursor;
     if (idx == null || left < 0 || hovered !== plot.over) {
@@ -313,7 +313,7 @@ function titleOf(run, row) {
     .join(" · ");
 }
 
-/** The highest that curves come to in what is in sight, but for spikes: of medians over five points. null: too few. */
+/** Highest visible value of the curves without spikes: the maximum of medians of five points. null: too few points. */
 function lastingHigh(plot) {
   const [first, last] = plot.series[0].idxs ?? [0, plot.data[0].length - 1];
   if (last - first < 50) return null;
@@ -332,7 +332,7 @@ function lastingHigh(plot) {
   return high;
 }
 
-/** Where `x` is in `xs`, which only grow. */
+/** Index of `x` in the increasing array `xs`. */
 function position(xs, x) {
   let [low, high] = [0, xs.length - 1];
   while (low < high) {
@@ -343,7 +343,7 @@ function position(xs, x) {
   return low;
 }
 
-/** From where to where all runs that are shown go. */
+/** Range of the axis over all visible runs. */
 function extent() {
   const ends = runs
     .filter((run, index) => !state.hidden.has(index))
@@ -354,7 +354,7 @@ function extent() {
   return low < high ? [low, high] : [low - 1, high + 1];
 }
 
-/** A finger that moves sideways is a cursor; up and down it scrolls the page. */
+/** Touch: a horizontal move shifts the cursor, a vertical one scrolls the page. */
 function followTouch(plot) {
   const follow = (event) => {
     if (event.pointerType === "mouse") return;

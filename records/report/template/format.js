@@ -59,7 +59,7 @@ function trimmed(number, digits) {
   });
 }
 
-/** As it was recorded, every digit: for what is hovered. */
+/** All recorded digits, for hovered values. */
 function exact(number) {
   if (number == null) return "not finite";
   return Number.isInteger(number) ? number.toLocaleString("en") : String(number);
@@ -118,7 +118,7 @@ function count(number, singular, plural = `${singular}s`) {
   return `${number.toLocaleString("en")} ${number === 1 ? singular : plural}`;
 }
 
-/** Undoes the differences that numbers which only grow are stored as. */
+/** Restore increasing numbers that are stored as differences. */
 function summed(differences) {
   let sum = 0;
   return differences && differences.map((difference) => (sum += difference));

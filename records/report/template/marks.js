@@ -1,4 +1,4 @@
-// What happened, drawn into the curves: restarts, rollbacks, skipped steps, spikes, checkpoints.
+// Events drawn into the curves: restarts, rollbacks, skipped steps, spikes, checkpoints.
 
 const MARKS = {
   restart: { name: "restarts", everywhere: true },
@@ -23,7 +23,7 @@ function marksShown() {
   );
 }
 
-/** At most five, and of a kind that the plot shows. */
+/** At most five visible marks near `left`. */
 function marksNear(plot, left) {
   return marksShown()
     .filter((mark) => Math.abs(plot.valToPos(mark.x, "x") - left) < 6)

@@ -1,4 +1,4 @@
-// What is shown, and how that changes: the state of the page, its toolbar, and the start.
+// State of the page, its toolbar, and the start.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 const runs = page.runs;
@@ -35,7 +35,7 @@ function toggle(content, isOn, change, title) {
   return button;
 }
 
-/** A button that takes `item` out of the set `hidden`, and puts it back. */
+/** A button that toggles `item` in the set `hidden`. */
 function hider(hidden, item, content, title, change) {
   const move = (isShown) => {
     isShown ? hidden.delete(item) : hidden.add(item);
@@ -44,7 +44,7 @@ function hider(hidden, item, content, title, change) {
   return toggle(content, !hidden.has(item), move, title);
 }
 
-/** Buttons of which one is on. */
+/** A group of buttons of which exactly one is on. */
 function choice(name, options, chosen, change) {
   const buttons = options.map(([value, label, isPossible]) => {
     const click = (event) => {
@@ -71,7 +71,7 @@ function redrawSoon() {
   });
 }
 
-/** Shows `span` of the axis in all charts; null: all of it. */
+/** Show `span` of the axis in all charts; null: the full axis. */
 function zoomTo(span) {
   state.zoom = span;
   document.getElementById("reset").hidden = span == null;
@@ -126,7 +126,7 @@ function toolbar() {
   ];
 }
 
-/** Null where no run has such a mark. */
+/** Null if no run has such a mark. */
 function markToggle(kind) {
   const total = runs.reduce((sum, run) => sum + (run.counts[kind] ?? 0), 0);
   const { name } = MARKS[kind];

@@ -1,4 +1,4 @@
-// All that is no curve: what a run came to, how it was started and ended, where it ran, and with which values.
+// Everything except curves: results of a run, its start and end, its machines, and its config values.
 
 // ---- the first ten seconds
 
@@ -67,7 +67,7 @@ function pill(run) {
   return make("span", { class: `pill ${run.state.replace(" ", "-")}` }, run.state);
 }
 
-/** Why it ended, and what to type now. */
+/** Why the run ended, and the suggested next command. */
 function ending(run) {
   const silent = run.last_time && page.written - run.last_time;
   const running =
@@ -88,7 +88,7 @@ function ending(run) {
   );
 }
 
-/** What all runs count their samples in. */
+/** Unit in which all runs count their samples. */
 function unit() {
   const units = new Set(runs.map((run) => run.unit));
   return units.size === 1 ? [...units][0] : "units";
@@ -147,7 +147,7 @@ function sortable(columns) {
     heading.setAttribute("aria-sort", isRising ? "ascending" : "descending");
     const compare = (a, b) => {
       const [x, y] = [value(runs[a], a), value(runs[b], b)];
-      if (x == null || y == null) return (x == null) - (y == null); // what is missing comes last either way
+      if (x == null || y == null) return (x == null) - (y == null); // missing values come last in either order
       return (
         (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y))) *
         (isRising ? 1 : -1)
@@ -163,7 +163,7 @@ function sortable(columns) {
   return make("div.scroll", make("table.results", make("thead", make("tr", headings)), body));
 }
 
-/** How the lowest or highest of several numbers looks; null where they all look alike. */
+/** Formatted lowest or highest of several numbers; null if all are formatted alike. */
 function bestText(best, values, texts) {
   const numbers = values.filter((value) => typeof value === "number");
   if (new Set(texts).size < 2 || numbers.length < 2) return null;
@@ -202,17 +202,17 @@ function logItem(run, name, step, ...content) {
   return make("figure.logged", make("figcaption", `${name}${of}, step ${exact(step)}`), ...content);
 }
 
-/** Folded where it is long. */
+/** Folded if it is long. */
 function folded(noun, rows, ...content) {
   return rows.length > 12 ? [make("details", make("summary", count(rows.length, noun)), ...content)] : content;
 }
 
-/** Headings, of several runs with one for the run before them. */
+/** Headings, preceded by one for the run if there are several runs. */
 function headings(...names) {
   return several ? ["run", ...names] : names;
 }
 
-/** Of several runs; that of a single one is at the top. */
+/** Ends of several runs; the end of a single run is shown at the top. */
 function endings() {
   if (!several) return null;
   const rows = runs.map((run) => [
@@ -288,9 +288,9 @@ function share(part) {
   return make("span.share", bar, percent(part));
 }
 
-const MOST_RANKS = 8192; // more are no picture
+const MOST_RANKS = 8192; // more squares would be unreadable
 
-/** Ranks as squares, a row for each host. One colour: ranks that hold one copy of the model together. */
+/** Ranks as squares, one row per host. Ranks of one colour form a replica of the model. */
 function meshes() {
   const drawn = runs
     .map((run) => [run, run.starts.at(-1)])
@@ -327,7 +327,7 @@ function meshText(start) {
 }
 
 function grid(start) {
-  const { expert = 1, ...mesh } = start.mesh; // experts number the ranks of a block in another way
+  const { expert = 1, ...mesh } = start.mesh; // expert ranks are other coordinates of the same ranks
   const axes = Object.entries(mesh);
   const isDivided = axes.some(([axis, degree]) => axis !== "replicate" && degree > 1);
   const hosts = start.hosts.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
@@ -352,7 +352,7 @@ function grid(start) {
   );
 }
 
-/** Place of a rank on each axis: the last axis varies fastest. [axis, place, degree] each. */
+/** Coordinates of a rank: [axis, index, degree] for each axis. The last axis varies fastest. */
 function coordinates(rank, axes) {
   const places = [];
   for (const [axis, degree] of [...axes].reverse()) {

@@ -1,7 +1,7 @@
-// What charts there are, in which colours, on which scales.
+// Charts, with their colours and scales.
 
-// Far apart for every kind of colour vision, and from the ground; from Okabe and Ito's blue and vermilion on, chosen by
-// search. tests/test_page.py measures it.
+// Colours that differ from each other for every kind of colour vision, and from the background. After Okabe and Ito's
+// blue and vermilion, they were chosen by search. A test measures the differences.
 const PALETTES = {
   light: ["#0072b2", "#d55e00", "#0b5d2e", "#8700ff", "#d27896", "#5a0f4b", "#2d0f96"],
   dark: ["#56b4e9", "#ff8f4d", "#875aff", "#f0f000", "#e13c69", "#69ffc3", "#a5ff96"],
@@ -30,8 +30,8 @@ const isEvaluated = (curve) =>
   curve.chart === "validation" || curve.chart === "source_loss" || (isMetric(curve) && !["training", "logged"].includes(curve.name));
 const isMain = (curve) => curve.chart === "validation" && curve.name === "validation";
 
-/** `has`: the curves it shows. `log`: may be drawn so, `startsLog`: is at first. `zero`: its scale begins at 0. `clips`: it
-    is scaled to what lasts, and a lone spike leaves it at the top. `rough`: smoothing would hide what it shows. */
+/** `has`: the curves to show. `log`: offer a logarithmic scale; `startsLog`: start with it. `zero`: the scale begins
+    at 0. `clips`: the scale ignores single spikes, which leave the chart at the top. `rough`: do not smooth. */
 const SPECS = [
   {
     id: "loss",
@@ -71,7 +71,7 @@ const SPECS = [
   { id: "slowest", title: "Slowest rank, time against the median", rough: true, format: ratio },
 ];
 
-/** A chart for each metric that a task named, in training and on the validation sets. */
+/** One chart for each metric of the task, in training and on the validation sets. */
 function metricSpecs() {
   const charts = runs.flatMap((run) => run.curves.map((curve) => curve.chart)).filter((chart) => isMetric({ chart }));
   return [...new Set(charts)].sort().map((chart, index) => ({
@@ -84,14 +84,14 @@ function metricSpecs() {
 
 const color = (index) => PALETTES[state.theme][index % PALETTES[state.theme].length];
 
-/** Between a colour and the ground: for large areas. Opaque, as they lie on each other. */
+/** Mix of a colour and the background, for large areas. Opaque, since areas overlap. */
 function faded(hex) {
   const ground = state.theme === "dark" ? 24 : 255;
   const parts = [1, 3, 5].map((i) => Math.round(0.68 * parseInt(hex.slice(i, i + 2), 16) + 0.32 * ground));
   return `rgb(${parts.join(" ")})`;
 }
 
-/** TensorBoard's smoothing: a running mean whose weight is `weight`, freed of its start at zero. */
+/** TensorBoard's smoothing: an exponential moving average with decay `weight` and bias correction. */
 function smoothed(values, weight) {
   let mean = 0;
   let share = 0;
@@ -103,7 +103,7 @@ function smoothed(values, weight) {
   });
 }
 
-/** Ticks of a logarithmic scale: 1, 2, 5 of each decade, or even steps where it spans less than one. */
+/** Ticks of a logarithmic scale: 1, 2, 5 of each decade, or even steps if it spans less than one decade. */
 function logTicks(plot, axis, low, high) {
   if (high / low < 8) {
     const rough = (high - low) / 5;

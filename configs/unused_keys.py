@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     @property
     def last_step(self) -> float:
-        """Step at which the whole run ends; infinite if that depends on the data."""
+        """Last step of the run; infinite if it depends on the data."""
         trainer = self.config.trainer
         return math.inf if trainer.epochs is not None else float(trainer.steps)
 

@@ -263,7 +263,7 @@ def refuse_links(path: Path) -> None:
 
 
 def _is_of(line: bytes, step: int) -> bool:
-    """Return whether a line of ``metrics.jsonl`` is whole and not of a later step. Events ``start`` and ``stop`` are
+    """Return whether a line of ``metrics.jsonl`` is complete and not of a later step. Events ``start`` and ``stop`` are
     kept as history."""
     event = parse_event(line)
     return event is not None and (event["event"] in ("start", "stop") or event.get("step", step + 1) <= step)

@@ -58,7 +58,7 @@ class Tracker(Protocol):
 
 
 class Rows:
-    """Collects the numbers of one step from its events, so that a tracker gets each step once."""
+    """Collects the metrics of one step from its events, so that a tracker gets each step once."""
 
     def __init__(self, run_dir: Path) -> None:
         self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html")}

@@ -37,9 +37,10 @@ class GPT2Section(ModelSection):
     tie_embeddings: bool = True
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
-    """Added to the variance inside LayerNorm."""
+    """Term added to the variance in LayerNorm for numerical stability."""
     initializer_std: Number = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2 x layers) for projections into the residual
+    stream."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """Attention kernel. ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
     windows; ``flex`` and ``varlen`` need a GPU, but no mask."""

@@ -73,7 +73,7 @@ class LlamaSection(ModelSection):
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
-    """Added to the mean square inside RMSNorm."""
+    """Term added to the mean square in RMSNorm for numerical stability."""
     rope_theta: Number = Field(default=500000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -81,7 +81,8 @@ class LlamaSection(ModelSection):
     padding_token: Annotated[Count, Field(ge=0, le=10**7)] | None = None
     """Padding token, whose embedding lookup gets no gradient, like transformers' ``pad_token_id``. Null for none."""
     initializer_std: Number = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2 x layers) for projections into the residual
+    stream."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
     """Attention kernel. ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
     windows; ``flex`` and ``varlen`` need a GPU, but no mask."""

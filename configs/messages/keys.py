@@ -68,7 +68,7 @@ class Key:
         """JSON type: integer, number, boolean, string or array. Also texts and integers (lists of any length), object
         (a section that may be null), mapping (values under names that the user chooses) and value (one of these)."""
         if is_mapping(self.annotation):
-            entry = "string" if get_args(self.annotation)[1] is str else "value"
+            entry = "string" if get_args(self.annotation)[1] in (str, str | None) else "value"
             return entry if self.is_entry else "mapping"
         if "$ref" in self._field and _section_in(self.annotation)[0]:
             return "object"

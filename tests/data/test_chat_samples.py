@@ -23,6 +23,7 @@ from serried.recipes.data.chat.conversations import (
 )
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.samples.token_dataset import PackedDataset, collate
+from serried.recipes.data.tokenizers.chat_template import Template
 from serried.recipes.data.tokenizers.encode_rows import Encoded
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from serried.recipes.models.layers.lm_head import IGNORE
@@ -306,6 +307,8 @@ def test_all_tokens_or_the_last_reply_are_trained_on_if_asked(name: str) -> None
     untrained = tokenizer().decode_marked(whole.tokens[whole.supervised == 0].tolist())
     assert "No." in untrained
     assert len(untrained) < 20, "the message that is left out, and no other"
+    with pytest.raises(UserError, match=r"nothing to train on: its last reply is not to be trained on \(weight: 0"):
+        encode(name, messages[:4], False, "last")
     last = encode(name, messages, False, "last")
     assert [len(runs_of(document)) for document in last] == [1]
     assert last[0].tokens.tolist() == encode(name, messages, False)[-1].tokens.tolist()
@@ -338,6 +341,28 @@ def test_a_template_for_tools_is_chosen_for_rows_with_tools() -> None:
     assert [row.tokens.tolist() for row in both if isinstance(row, Encoded)] == [
         plain.tokens.tolist(), with_tools.tokens.tolist(),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for message in messages %}{{ message.content }}{% endfor %} \n\n",
+        "\n\n  {% for message in messages %}{{ message.content }}{% endfor %}\n",
+        "  {{ messages[0].content }}\n  ",
+        "{{ messages[0].content }}\n{% if x %}{% endif %}\n",
+    ],
+)
+def test_an_exported_template_has_the_blanks_of_the_one_in_training(text: str) -> None:
+    own = tokenizer().spec()["files"]
+    for_tools = f"{text}{{{{ tools }}}}\n\n"
+    named = [{"name": "default", "template": text}, {"name": "tool_use", "template": for_tools}]
+    config = {**json.loads(own["tokenizer_config.json"]), "chat_template": named}
+    several = HuggingFaceTokenizer({**own, "tokenizer_config.json": json.dumps(config)})
+    plain, with_tools = Template(text, "it", {}).render([U]), Template(for_tools, "it", {}).render([U], tools=[ADD])
+    exported = Template(template_to_export(section("x", format="chat"), several), "it", {})
+    assert (exported.render([U]), exported.render([U], tools=[ADD])) == (plain, with_tools)
+    chosen = section("x", format="chat", chat_template=text, chat_template_kwargs={"x": 1})
+    assert Template(template_to_export(chosen, tokenizer()), "it", {}).render([U]) == plain
 
 
 def test_an_exported_template_renders_as_in_training_unless_asked_otherwise() -> None:

@@ -5,6 +5,7 @@ without markers in the template (``recipes.data.chat.reply_spans``).
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -129,6 +130,8 @@ class ChatEncoder:
             messages = [{"role": "system", "content": system}, *messages]
         said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
         turns = [turn for turn in said if _is_trained(messages[turn], f"{where}, message {turn + 1}")]
+        if self._train_on == "last":
+            turns = [turn for turn in turns if turn == said[-1]]
         try:
             render = partial(self._template.render, tools=tools)
             messages, is_parsed = _with_parsed_arguments(render, messages)
@@ -156,7 +159,8 @@ class ChatEncoder:
             why = f"no message is from the assistant (roles: {roles})"
             if said:
                 of_weight = ", ".join(f"{key}: 0 or false" for key in _WEIGHTS)
-                why = "the assistant's messages are empty" if turns else f"none is to be trained on ({of_weight})"
+                which = "its last reply is not" if self._train_on == "last" else "none is"
+                why = "the assistant's messages are empty" if turns else f"{which} to be trained on ({of_weight})"
             raise UserError(f"{where}: it has nothing to train on: {why}; fix or remove the row")
         is_new |= is_parsed or bool(tools and self._template.for_tools) or any(document.is_new for document in found)
         return found[-1]._replace(before=tuple(found[:-1]), is_new=is_new)
@@ -168,8 +172,7 @@ class ChatEncoder:
         ``turns``: the subset that may be trained on."""
         name = self._template.name
         if self._train_on != "all":
-            chosen = turns[-1:] if self._train_on == "last" else turns
-            return find_samples(render, name, messages, chosen, self._end)
+            return find_samples(render, name, messages, turns, self._end)
         samples = find_samples(render, name, messages, said, self._end)
         if samples[-1].text != (text := render(messages)):
             samples.append(Sample(text, {}, len(messages), is_new=True))
@@ -311,12 +314,21 @@ def template_to_export(section: DataSection, tokenizer: Tokenizer) -> str:
     ``data.chat_template_kwargs`` as defaults, and with the template for tools."""
     text, for_tools = chat_template(section, tokenizer)[0], _template_for_tools(section, tokenizer)
     if for_tools is not None:
-        text = f"{{%- if tools %}}{for_tools}{{%- else %}}{text}{{%- endif %}}"
-    defaults = (
+        text = f"{{% if tools %}}{_enclosed(for_tools)}{{% else %}}{_enclosed(text)}{{% endif %}}"
+    defaults = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
         for name, value in section.chat_template_kwargs.items()
-    )
-    return "".join([*defaults, text])
+    ]
+    return "".join([*defaults, _enclosed(text)]) if defaults else text
+
+
+def _enclosed(template: str) -> str:
+    """Return ``template`` so that it renders between other tags as it does alone: without the line break at its end,
+    which Jinja drops, and with its other whitespace kept from the tags."""
+    template = re.sub(r"(\r\n|\r|\n)\Z", "", template)
+    begin = "\n" if template[:1].isspace() else ""  # dropped after a tag, and what follows begins a line
+    end = "{{ '' }}" if template[-1:].isspace() else ""
+    return f"{begin}{template}{end}"
 
 
 def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]:

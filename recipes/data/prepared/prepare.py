@@ -80,6 +80,8 @@ class Prepared:
     """Number of conversations that became several documents, because their template drops or changes earlier turns."""
     split_documents: int = 0
     """Number of documents that these conversations became."""
+    zero_weight: int = 0
+    """Number of rows with a ``weight`` of 0, which were left out."""
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of ``train`` or ``validation``, memory-mapped."""
@@ -110,7 +112,8 @@ class Prepared:
     def describe(self) -> str:
         """Describe the sizes: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
-        left_out = f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
+        left_out = f"; {count_of(self.zero_weight, 'row')} of weight 0 left out" if self.zero_weight else ""
+        left_out += f"; {count_of(self.bad, 'bad row')} left out" if self.bad else ""
         return (
             f"train {train.tokens:,} tokens of {count_of(train.documents, self.noun)}, "
             f"validation {validation.tokens:,} of {validation.documents:,}{left_out}{self.describe_split()}"
@@ -257,6 +260,9 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source,
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     else:
         settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
+    ignored = [name for name, theirs in getattr(section, "columns", {}).items() if theirs is None]
+    if ignored and chat_format is None:
+        settings["ignored"] = sorted(ignored)
     settings["validation"] = "split" if source.validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
         settings["chat"] = encoder_of_rows(section, tokenizer).spec(chat_format)
@@ -342,20 +348,19 @@ def _fill(
     if counts.bad and section.bad_rows == "refuse":
         raise bad_rows(counts.bad_rows, counts.bad)
     _check(section, source, counts)
-    earlier = partial.with_name(earlier_keys[0])
-    for its_key in earlier_keys if section.is_chat else ():
-        if is_intact(partial.with_name(its_key)):
-            earlier = partial.with_name(its_key)
-            break
-    if section.is_chat and (equal := _key_of_equal(earlier, shards)):
-        key = equal
-    elif section.is_chat and not counts.new_rows:
-        key = earlier_keys[0]
-    elif section.is_chat and is_intact(earlier):
-        progress.say(
-            f"WARNING: the tokens that are trained on are not those in {earlier}, which an earlier version prepared; "
-            f"to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
-        )
+    if section.is_chat:
+        folders = [partial.with_name(earlier_key) for earlier_key in earlier_keys]
+        intact = [folder for folder in folders if is_intact(folder)]
+        equal = next(filter(None, (_key_of_equal(folder, shards) for folder in intact)), None)
+        if equal is not None:
+            key = equal
+        elif not counts.new_rows and folders[0] not in intact:
+            key = earlier_keys[0]
+        if equal is None and intact:
+            progress.say(
+                f"WARNING: the tokens that are trained on are not those in {intact[0]}, which an earlier version "
+                f"prepared; to resume a run that began with these: data=tokens {assignment('data.path', intact[0])}"
+            )
     is_joined = counts.long and _joins_pieces(section, tokenizer, source)
     write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
     for done in partial.glob("done-*.json"):
@@ -407,6 +412,11 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     where = f"data.path={path}" if path else f"data={section.name}"
     if counts.bad and not documents:
         raise bad_rows(counts.bad_rows, counts.bad, f"all {counts.bad:,} rows of {where} are wrong")
+    if not documents and counts.zero_weight and not counts.empty:
+        raise UserError(
+            f"all {counts.zero_weight:,} rows of {where} have weight 0: nothing to train on; to ignore the column: "
+            "data.columns.weight=null"
+        )
     if not documents and not counts.empty:
         raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
@@ -455,7 +465,7 @@ def write_summary(
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,
-        "split_rows": counts.split_rows, "split_documents": counts.split_documents,
+        "zero_weight": counts.zero_weight, "split_rows": counts.split_rows, "split_documents": counts.split_documents,
         "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip
@@ -490,7 +500,7 @@ def _open(folder: Path) -> Prepared:
     prepared = Prepared(
         folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"],
         summary.get("bad", 0), tuple(summary.get("bad_rows", ())), summary.get("split_rows", 0),
-        summary.get("split_documents", 0),
+        summary.get("split_documents", 0), summary.get("zero_weight", 0),
     )  # fmt: skip
     for split in SPLITS:
         stored = prepared.stream(split).tokens

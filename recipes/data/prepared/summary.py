@@ -5,7 +5,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from serried.configs.formats import printable
-from serried.recipes.data.prepared.prepare import Prepared
+from serried.recipes.data.prepared.prepare import Prepared, count_of
 from serried.recipes.data.readers.source import SPLITS
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
 
@@ -34,6 +34,7 @@ def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
 
 def _left_out(prepared: Prepared) -> str:
     reasons = [f"{prepared.empty:,} empty"] if prepared.empty else []
+    reasons += [count_of(prepared.zero_weight, "row") + " of weight 0"] if prepared.zero_weight else []
     reasons += [f"{prepared.held_out:,} of training that are in validation too"] if prepared.held_out else []
     reasons += [f"{prepared.bad:,} bad rows (data.bad_rows=skip)"] if prepared.bad else []
     return (f"; left out: {', '.join(reasons)}" if reasons else "") + prepared.describe_split()

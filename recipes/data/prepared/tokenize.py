@@ -61,6 +61,8 @@ class Counts:
     validation: TokenCounts = field(default_factory=TokenCounts)
     empty: int = 0
     """Number of documents without text, which are left out."""
+    zero_weight: int = 0
+    """Number of rows with a ``weight`` of 0, which are left out."""
     held_out: int = 0
     """Number of training documents that are left out because they are also in the validation split."""
     bad: int = 0
@@ -83,6 +85,7 @@ class Counts:
         for split in SPLITS:
             getattr(self, split).add(getattr(other, split))
         self.empty += other.empty
+        self.zero_weight += other.zero_weight
         self.held_out += other.held_out
         self.long += other.long
         self.split_rows += other.split_rows
@@ -192,7 +195,7 @@ def write_shards(
                 document = join(row, document, batch.unit)
                 counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
-                counts.new_rows += document.is_new
+                counts.new_rows += document.is_new or row.is_new
                 counts.split_rows += bool(document.before)
                 counts.split_documents += len(document.before) + bool(document.before)
                 for whole in document.before:
@@ -219,7 +222,9 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
             split: str | None = ""
             if row.error is None:
                 if not row.content:
-                    counts.empty += 1
+                    counts.empty += not row.has_zero_weight
+                    counts.zero_weight += row.has_zero_weight
+                    counts.new_rows += row.is_new
                     continue
                 try:
                     split = splitter.choose(row, unit, counts)

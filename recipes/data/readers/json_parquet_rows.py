@@ -8,11 +8,11 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from serried.configs.errors import UserError
 from serried.recipes.data.readers.reading_progress import Progress
@@ -38,6 +38,7 @@ from serried.recipes.data.readers.source_files import (
 _UNIT_BYTES = 32 << 20
 """Number of bytes of a .jsonl file that one unit reads."""
 
+_SPACE = re.compile(r"[ \t\r\n]*")
 _PEEKED_BYTES = 256
 _LONGEST_ITEM = 1 << 26
 """Maximum number of characters in an item of a JSON array."""
@@ -64,6 +65,8 @@ _WEIGHT = "weight"
 """Column that selects whether to train on a row."""
 _SHARED = "conversations"
 """Column of a conversation in ShareGPT's format."""
+_REPLIES = ("assistant", "gpt", "chatgpt", "bot", "model")
+"""Roles of replies."""
 _SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
 """Prompt columns, one of which may accompany a pair of answers."""
@@ -73,6 +76,17 @@ COLUMNS = tuple(
     )
 )
 """Columns of conversations and pairs that ``data.columns`` can map to other names."""
+
+
+_SHOWN_COLUMNS = 20
+
+
+class Changed(NamedTuple):
+    """Content of a row that earlier versions read in another way."""
+
+    content: Content
+    has_zero_weight: bool = False
+    """Whether the row is left out because its ``weight`` is 0."""
 
 
 class RowContent(Protocol):
@@ -93,16 +107,19 @@ class Column:
     """Renamed columns, as pairs of the standard name and the name in the rows."""
     has_template: bool = True
     """Whether conversations are rendered by a template. If not, a row is a prompt and its completion."""
+    ignored: tuple[str, ...] = ()
+    """Columns that are not read. They are not part of ``identity``: earlier versions may not have read them."""
 
     @classmethod
     def of(cls, section: Any) -> "Column":
         """Create the column from the config section of a source."""
-        renamed = tuple(sorted(section.columns.items()))
+        renamed = tuple(sorted((ours, theirs) for ours, theirs in section.columns.items() if theirs is not None))
+        ignored = tuple(ours for ours, theirs in section.columns.items() if theirs is None)
         if section.format == "preference":
-            return cls("chosen", section.format, renamed)
+            return cls("chosen", section.format, renamed, ignored=ignored)
         is_chat = section.format == "chat"
         name = section.messages_column if is_chat else section.text_column
-        return cls(name, section.format, renamed, section.chat_template != "none")
+        return cls(name, section.format, renamed, section.chat_template != "none", ignored)
 
     @property
     def identity(self) -> str:
@@ -119,7 +136,7 @@ class Column:
         """Return the columns among ``names`` that contain the document; empty if there are none. For text, it is one
         column. Conversations and pairs of answers may also have columns for the prompt, the tools and the weight."""
         theirs = dict(self.renamed)
-        given = {name for name in names if name not in theirs.values()} - theirs.keys()
+        given = {name for name in names if name not in theirs.values()} - theirs.keys() - {*self.ignored}
         given |= {ours for ours, name in self.renamed if name in names}
         return [theirs.get(name, name) for name in self._found(given)]
 
@@ -180,12 +197,12 @@ class Column:
             use = f"to train on conversations use data.format=chat, and for text {self.key}=NAME"
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
-    def content_of(self, row: Mapping[str, Any]) -> Content:
+    def content_of(self, row: Mapping[str, Any]) -> Content | Changed:
         """Return the document of ``row``. Raises ``UserError`` like ``content``, and if ``row`` lacks the columns."""
         names = self.found(row) or self.check(list(row), "")
         return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names})
 
-    def content(self, value: Any) -> Content:
+    def content(self, value: Any) -> Content | Changed:
         """Convert ``value``, as read from the columns, to the content of a row. Null becomes an empty document. Raises
         ``UserError`` if it is invalid. The message is appended to the row's position."""
         if value is None:
@@ -197,20 +214,25 @@ class Column:
             return _pair(value)
         if self.format == "chat":
             beside: dict[str, Any] = {}
+            is_changed = False
             if isinstance(value, dict):
                 if not _weighs(value.get(_WEIGHT)):
-                    return ""
+                    return Changed("", has_zero_weight=True)
                 if not self.has_template:
                     return _completion(value)
-                beside = {_TOOLS: _tools(value.get(_TOOLS)) or _tools_of_functions(value.get(_FUNCTIONS))}
+                tools = _tools(value.get(_TOOLS))
+                functions = [] if tools else _tools_of_functions(value.get(_FUNCTIONS))
+                beside = {_TOOLS: tools or functions}
                 if self._holds_messages(value):
                     beside[_SYSTEM] = _system(value.get(_SYSTEM))
+                is_changed = bool(functions or beside.get(_SYSTEM))
                 value = self._conversation(value)
             if value is None:
                 return ""
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
                 beside = {name: it for name, it in beside.items() if it}
-                return {"messages": value, **beside} if beside and value else value
+                content = {"messages": value, **beside} if beside and value else value
+                return Changed(content) if is_changed and value else content
             wanted = "a list of messages such as {role: user, content: ...}"
         else:
             if isinstance(value, str | bytes):
@@ -303,7 +325,7 @@ def _weighs(value: Any) -> bool:
     if number not in (0, 1):
         raise UserError(
             f": column {_WEIGHT!r} is {_described(value)}, and a row is trained on (1) or not (0); fix the row, or "
-            "give the column another name"
+            f"ignore the column: data.columns.{_WEIGHT}=null"
         )
     return bool(number)
 
@@ -340,11 +362,20 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _pair(row: Mapping[str, Any]) -> Content | Changed:
     """Return the messages of the prompt and of both answers, and the tools if there are any."""
-    prompt = next((row[name] for name in (*_PROMPTS, _SHARED) if row.get(name) is not None), None)
+    column = next((name for name in (*_PROMPTS, _SHARED) if row.get(name) is not None), None)
+    prompt = None if column is None else row[column]
     # In ShareGPT's format, an answer is one message.
     row = {**row, **{name: [row[name]] for name in _SIDES if isinstance(row[name], dict)}}
+    is_changed = False
+    if isinstance(prompt, list) and prompt and all(_is_conversation(row[name]) for name in _SIDES):
+        begun = [without_nulls(row[name][: len(prompt)]) for name in _SIDES]
+        if column == _SHARED and begun[0][:1] == begun[1][:1] and not _is_reply(begun[0][0]):
+            prompt = None  # the sides are whole conversations
+        elif begun == [without_nulls(prompt)] * 2:
+            prompt, is_changed = None, True
+    is_changed |= column == _SHARED and prompt is not None
     if prompt is None and all(isinstance(row[name], str) for name in _SIDES):
         of_hh = {name: _messages_of_hh(row[name]) for name in _SIDES}
         row = {**row, **of_hh} if all(of_hh.values()) else row
@@ -375,7 +406,12 @@ def _pair(row: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         raise UserError(f": {reason}; {need}")
     system, tools = row.get("system"), _tools(row.get(_TOOLS))
     prompted = {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
-    return {**prompted, _TOOLS: tools} if tools else prompted
+    content = {**prompted, _TOOLS: tools} if tools else prompted
+    return Changed(content) if is_changed else content
+
+
+def _is_reply(message: Mapping[str, Any]) -> bool:
+    return message.get("role", message.get("from")) in _REPLIES
 
 
 def _is_conversation(value: Any) -> bool:
@@ -504,38 +540,71 @@ class JsonArray(Unit):
                     yield row_of(number, Place(str(self.path), number, "row"), item, self._content)
 
     def _items(self, stream: io.TextIOWrapper) -> Iterator[Any]:
-        """Yield the items of the array. If the rest cannot be read, the last item is a ``UserError``."""
-        decoder, text, wanted, is_first = json.JSONDecoder(), "", PIECE_BYTES, True
+        """Yield the items of the array. Raises ``UserError`` if the file is not exactly one complete array. This is not
+        a bad row that could be left out, because the rest of the file cannot be read."""
+        decoder, text, at, wanted, number = json.JSONDecoder(), "", 0, PIECE_BYTES, 0
+        following = "["  # "[", then "item", "item or ]" or ", or ]", and "end" after the array
         try:
             while True:
                 more = stream.read(wanted)
-                text, at, wanted = text + more, 0, PIECE_BYTES
-                while at < len(text):
-                    at += len(text) - at - len(text[at:].lstrip(" \t\r\n[" if is_first else " \t\r\n,"))
-                    if text[at : at + 1] == "]" or at == len(text):
-                        break
+                text, at, wanted = text[at:] + more, 0, PIECE_BYTES
+                while (at := _end_of_space(text, at)) < len(text):
+                    mark = text[at]
+                    if following == "end":
+                        raise self._ends_early(number, is_array=mark == "[")
+                    if "item" not in following or (mark == "]" and "]" in following):
+                        if mark not in "[,]" or mark not in following:
+                            raise UserError(
+                                f"{self.path} has {_described(text[at : at + _SHOWN_CHARACTERS])} after row "
+                                f"{number:,}, not a comma or the end of the array; correct the file"
+                            )
+                        following = {"[": "item or ]", ",": "item", "]": "end"}[mark]
+                        at += 1
+                        continue
                     try:
-                        item, at = decoder.raw_decode(text, at)
+                        item, stop = decoder.raw_decode(text, at)
                     except ValueError as error:  # the item may be incomplete
                         wanted = max(PIECE_BYTES, len(text) - at)
                         if not more or wanted > _LONGEST_ITEM:
-                            yield UserError(f" is not JSON: {error}; the file may be cut off: create it again")
-                            return
+                            raise UserError(
+                                f"{self.path} row {number + 1:,} is not JSON: {error}; the file may be cut off: "
+                                "create it again"
+                            ) from error
                         break
-                    is_first = False
+                    if stop == len(text) and more:  # a number may be incomplete
+                        break
+                    at, number, following = stop, number + 1, ", or ]"
                     yield item
-                text = text[at:]
-                if not more or text[:1] == "]":
-                    return
+                if not more:
+                    break
         except UnicodeDecodeError as error:
-            yield UserError(f" is not UTF-8 ({error.reason}); convert the file")
-        except RecursionError:
-            yield UserError(" is nested too deeply; fix or remove the row")
+            raise UserError(f"{self.path} is not UTF-8 ({error.reason}); convert the file") from error
+        except RecursionError as error:
+            raise UserError(f"{self.path} row {number + 1:,} is nested too deeply; fix or remove the row") from error
+        if following != "end":
+            raise UserError(
+                f"{self.path} ends after row {number:,}, before the end of its array; it may be cut off: create it "
+                "again"
+            )
+
+    def _ends_early(self, rows: int, *, is_array: bool) -> UserError:
+        if is_array:
+            return UserError(
+                f"{self.path} has another array after the first one, of {rows:,} rows; join them: "
+                f"{_lines_from(self.path)}; then use data.path=lines.jsonl"
+            )
+        return UserError(f"{self.path} has text after its array of {rows:,} rows; correct the file")
 
     def _content(self, row: Any) -> Any:
         if not isinstance(row, dict):
             raise UserError(f" is {_described(row)}, not an object with a column per name; fix or remove it")
         return self.column.content_of(row)
+
+
+def _end_of_space(text: str, at: int) -> int:
+    """Return the position of the first character of ``text`` from ``at`` on that is not whitespace."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
 
 
 def _is_array(path: Path) -> bool:
@@ -610,7 +679,10 @@ def row_of(number: int, place: Place, found: Any, content: Callable[[Any], Any])
     try:
         if isinstance(found, UserError):
             raise found
-        return Row(number, content(found), place=place)
+        read = content(found)
+        if isinstance(read, Changed):
+            return Row(number, read.content, place=place, is_new=True, has_zero_weight=read.has_zero_weight)
+        return Row(number, read, place=place)
     except UserError as error:
         return Row(number, "", place=place, error=UserError(AtRow(place, str(error))))
 
@@ -661,11 +733,40 @@ class RowFiles(Source):
         return hashlib.sha256(key_of(self._hashed) + self._column.identity.encode()).digest()
 
     def units(self) -> list[Unit]:
-        return [
+        units = [
             unit
             for file in self._hashed
             for unit in units_of_file(file.path, self._column, file.size_bytes, file.stamp)
         ]
+        _check_renamed([unit for unit in units if isinstance(unit, JsonLines | JsonArray)], self._column)
+        return units
+
+
+class _Names:
+    """The names of the columns of a row."""
+
+    def content_of(self, row: Mapping[str, Any]) -> list[str]:
+        return list(row)
+
+
+def _check_renamed(units: "Sequence[JsonLines | JsonArray]", column: Column) -> None:
+    """Raise ``UserError`` if no row of ``units`` has a column that ``data.columns`` names. Reads rows until all are
+    found, usually one."""
+    missing, names = dict(column.renamed), dict[str, None]()
+    rows = (row for unit in units if missing for row in replace(unit, column=_Names()).all_rows())
+    for row in rows:
+        if row.error is None:
+            names.update(dict.fromkeys(map(str, row.content)))
+            missing = {ours: theirs for ours, theirs in missing.items() if theirs not in names}
+        if not missing:
+            return
+    if names and missing:
+        ours, theirs = next(iter(missing.items()))
+        more = [f"and {len(names) - _SHOWN_COLUMNS:,} more"] if len(names) > _SHOWN_COLUMNS else []
+        raise UserError(
+            f"no row of {units[0].path}{' or the other files' if units[-1].path != units[0].path else ''} has a column "
+            f"{theirs!r}, which data.columns.{ours} names; they have {', '.join([*[*names][:_SHOWN_COLUMNS], *more])}"
+        )
 
 
 def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | None) -> Iterator[Unit]:

@@ -86,6 +86,10 @@ class Row(NamedTuple):
     unit."""
     error: UserError | None = None
     """Reason why the row is not a valid document. Its content is then empty."""
+    is_new: bool = False
+    """Whether earlier versions read the row in another way."""
+    has_zero_weight: bool = False
+    """Whether the row is left out because its ``weight`` is 0. Its content is then empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

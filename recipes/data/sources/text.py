@@ -32,16 +32,18 @@ class RowsSection(SourceSection):
     """Column of the text, in Hugging Face datasets and in .jsonl and .parquet files."""
     messages_column: str = "messages"
     """Column of the conversation (``data.format=chat``)."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Names of other columns of conversations and pairs, such as ``data.columns.prompt=question_text``."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """Names of other columns of conversations and pairs, such as ``data.columns.prompt=question_text``; null: the
+    column is not read."""
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
         for name, column in self.columns.items():
             if name not in COLUMNS:
                 near = get_close_matches(name, COLUMNS, 1)
-                hint = f"did you mean data.columns.{near[0]}={column}?" if near else f"they are {', '.join(COLUMNS)}"
-                yield f"data.columns.{name}={column}: no column is called so here; {hint}"
+                typed = "null" if column is None else column
+                hint = f"did you mean data.columns.{near[0]}={typed}?" if near else f"they are {', '.join(COLUMNS)}"
+                yield f"data.columns.{name}={typed}: no column is called so here; {hint}"
 
 
 class TextSection(RowsSection):

@@ -9,6 +9,10 @@ import pytest
 from serried.commands.prepare_data import prepare
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.recipes.data.chat import conversations as chat
+from serried.recipes.data.chat.conversations import CHATML
+from serried.recipes.data.prepared.prepare import prepare as prepare_data
+from serried.recipes.data.readers import json_parquet_rows
 from serried.recipes.data.readers.json_parquet_rows import Column, units_of_file
 from serried.recipes.text.causal_lm import CausalLM
 from tests.support.chat_templates import QWEN3
@@ -49,8 +53,8 @@ def test_columns_beside_messages_are_read(tmp_path: Path) -> None:
         {"messages": [U, A], "system": "You count.", "tools": [{"type": "function", "function": function}]},
         [U, A],
         "",
-        "line 4: column 'weight' is a number (0.5), and a row is trained on (1) or not (0); fix the row, or give the "
-        "column another name",
+        "line 4: column 'weight' is a number (0.5), and a row is trained on (1) or not (0); fix the row, or ignore the "
+        "column: data.columns.weight=null",
         [U, A],
         "line 6: it has both 'messages' and 'prompt' and 'completion', which are two conversations; name one: "
         "data.columns.messages=messages, or remove the others",
@@ -72,9 +76,116 @@ def test_pairs_of_hh_and_sharegpt_have_the_prompt_apart(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_prompt_beside_whole_conversations_is_not_repeated(tmp_path: Path) -> None:
+    other = {**A, "content": "4"}
+    asked, three, four = (
+        {"from": kind, "value": text} for kind, text in (("human", "Add."), ("gpt", "3"), ("gpt", "4"))
+    )
+    rows = [
+        {"conversations": [asked], "chosen": [asked, three], "rejected": [asked, four]},
+        {"conversations": [asked, three], "chosen": [asked, three], "rejected": [asked, four]},
+        {"prompt": [U], "chosen": [U, A], "rejected": [U, other]},
+        {"prompt": [U], "chosen": [A], "rejected": [other]},
+        {"conversations": [asked], "chosen": [three], "rejected": [four]},
+    ]
+    shared = {"prompt": [asked], "chosen": [three], "rejected": [four]}
+    plain = {"prompt": [U], "chosen": [A], "rejected": [other]}
+    assert contents(tmp_path / "a.jsonl", rows, PAIRS) == [shared, shared, plain, plain, shared]
+
+
+def conversations(path: Path, beside: dict[str, Any]) -> list[str]:
+    """The words that prepare a file of chats, of which every other row has the columns ``beside``."""
+    rows = [
+        {"messages": [{**U, "content": f"Add {number}."}, A], **(beside if number % 2 else {})} for number in range(40)
+    ]
+    contents(path, rows, CHAT)
+    return [
+        "recipe=sft",
+        f"data.path={path}",
+        f"data.cache_dir={path.parent / 'cache'}",
+        "data.validation_fraction=0.2",
+    ]
+
+
+def test_weights_of_rows_are_counted_or_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = conversations(tmp_path / "a.jsonl", {"weight": 0})
+    assert prepare(words) == 0
+    printed = capsys.readouterr().out
+    assert "left out: 20 rows of weight 0" in printed
+    assert " empty" not in printed
+    words = conversations(tmp_path / "a.jsonl", {"weight": 0.7})
+    with pytest.raises(UserError, match=r"line 2: column 'weight' is a number \(0\.7\).*data\.columns\.weight=null"):
+        prepare(words)
+    assert prepare([*words, "data.columns.weight=null"]) == 0
+    assert "left out" not in capsys.readouterr().out
+    rows = [{"messages": [{**U, "content": f"Add {number}."}, A], "weight": 0} for number in range(40)]
+    contents(tmp_path / "a.jsonl", rows, CHAT)
+    with pytest.raises(UserError, match=r"^all 40 rows of .* have weight 0: .*data\.columns\.weight=null"):
+        prepare(words)
+
+
+FUNCTION = {"name": "add", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("beside", "ignored", "is_same"),
+    [
+        ({"source": "web"}, [], True),
+        ({"weight": 1}, [], True),
+        ({"weight": 0}, [], False),
+        ({"weight": 0}, ["data.columns.weight=null"], True),
+        ({"functions": [FUNCTION]}, [], False),
+        ({"functions": [FUNCTION]}, ["data.columns.functions=null"], True),
+    ],
+)
+def test_rows_that_are_read_in_another_way_than_before_get_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any], ignored: list[str], is_same: bool
+) -> None:
+    (tmp_path / "t.jinja").write_text("{{ tools or '' }}" + CHATML)
+    words = [*conversations(tmp_path / "a.jsonl", beside), f"data.chat_template={tmp_path / 't.jinja'}"]
+    with monkeypatch.context() as before:  # the earlier version did not read these columns
+        before.setattr(chat, "_FORMAT", chat.EARLIER_FORMATS[0])
+        before.setattr(json_parquet_rows, "_WEIGHT", "not read")
+        before.setattr(json_parquet_rows, "_FUNCTIONS", "not read")
+        earlier = prepare_data(compose(words).data)
+    lines: list[str] = []
+    now = prepare_data(compose([*words, *ignored]).data, lines.append)
+    assert (now.key == earlier.key) == is_same
+    assert any("WARNING" in line and str(earlier.folder) in line for line in lines) == (not is_same)
+    elsewhere = prepare_data(compose([*words, *ignored, f"data.cache_dir={tmp_path / 'other'}"]).data)
+    assert (elsewhere.key == earlier.key) == is_same
+
+
+def test_data_that_an_intact_earlier_folder_shows_to_differ_get_another_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = conversations(tmp_path / "a.jsonl", {})
+    with monkeypatch.context() as before:
+        before.setattr(chat, "_FORMAT", chat.EARLIER_FORMATS[0])
+        before.setattr(json_parquet_rows.Column, "content", lambda *found: [U, {**A, "content": str(found[1])}])
+        earlier = prepare_data(compose(words).data)
+    assert prepare_data(compose(words).data).key != earlier.key
+
+
+def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+    words = conversations(tmp_path / "a.jsonl", {"persona": "You count."})
+    assert prepare([*words, "data.columns.system=persona"]) == 0, "some rows have it"
+    with pytest.raises(UserError) as caught:
+        prepare([*words, "data.columns.system=person"])
+    assert str(caught.value) == (
+        f"no row of {tmp_path / 'a.jsonl'} has a column 'person', which data.columns.system names; they have messages, "
+        "persona"
+    )
+    array = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "a.jsonl").write_text(json.dumps(array))
+    with pytest.raises(UserError, match=r"^no row of .* has a column 'person', which data\.columns\.system names"):
+        prepare([*words, "data.columns.system=person"])
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [
+        ("data.columns.promt=null", "no column is called so here; did you mean data.columns.prompt=null?"),
         ("data.chat_template_kwargs=5", "is not a mapping of names to values; e.g. 'data.chat_template_kwargs={enable"),
         ("data.chat_template_kwargs.tools=5", "data.chat_template_kwargs.tools: every template gets it from the row"),
         ("data.columns.promt=q", "no column is called so here; did you mean data.columns.prompt=q?"),

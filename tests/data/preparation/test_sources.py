@@ -331,6 +331,16 @@ def test_rows_of_a_json_array_are_documents(tmp_path: Path, name: str, indent: i
     ("content", "said"),
     [
         ('[{"text": "a"}, {"text": "b', r"a\.json row 2 is not JSON: .*; the file may be cut off: create it again"),
+        ('[{"text": "a"},\n', r"a\.json ends after row 1, before the end of its array; it may be cut off: create it"),
+        ('[{"text": "a"}', r"a\.json ends after row 1, before the end of its array; it may be cut off: create it"),
+        ('[{"text": "a"},]', r"a\.json row 2 is not JSON: "),
+        ('[{"text": "a"} {"text": "b"}]', r"a\.json has text \(.*\) after row 1, not a comma or the end of the array"),
+        (
+            '[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]',
+            r"another array after the first one, of 2 .*: jq -c .*jsonl",
+        ),
+        ('[{"text": "a"} or {"text": "b"}]', r"a\.json has text \(.*\) after row 1, not a comma or the end of the"),
+        ('[{"text": "a"}] x', r"a\.json has text after its array of 1 rows; correct the file"),
         ('[{"text": "a"}, 5]', r"a\.json row 2 is a number \(5\), not an object with a column per name; fix or"),
         ('[{"text": "a"}, {"body": "b"}]', r"a\.json row 2 has no column 'text'; its columns are body"),
     ],
@@ -338,6 +348,15 @@ def test_rows_of_a_json_array_are_documents(tmp_path: Path, name: str, indent: i
 def test_bad_rows_of_a_json_array_are_named(tmp_path: Path, content: str, said: str) -> None:
     write(tmp_path, {"a.json": content})
     assert re.search(said, refusal(tmp_path / "a.json", tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64])
+def test_rows_of_a_json_array_are_the_same_in_pieces_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "PIECE_BYTES", piece_bytes)
+    write(tmp_path, {"a.jsonl": f" \n{json.dumps([{'text': text, 'n': 12} for text in TEXTS], indent=1)}\n \n"})
+    assert [row.content for row in all_rows(tmp_path / "a.jsonl")] == TEXTS
 
 
 def test_a_json_file_with_an_object_over_several_lines_is_refused(tmp_path: Path) -> None:

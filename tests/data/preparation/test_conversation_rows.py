@@ -21,7 +21,7 @@ U, A = {"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"
 CHAT, PAIRS = Column("messages", "chat"), Column("chosen", "preference")
 
 
-def contents(path: Path, rows: list[dict[str, Any]], column: Column) -> list[Any]:
+def contents(path: Path, rows: list[Any], column: Column) -> list[Any]:
     """The content of each row, or the message for one that has none."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (unit,) = units_of_file(path, column, path.stat().st_size, None)

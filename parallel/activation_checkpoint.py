@@ -95,7 +95,7 @@ def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str | Mix, ev
     names = plan.blocks_in(module)
     if not names:
         raise UserError(
-            f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be computed again; "
+            f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be recomputed; "
             "return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_checkpoint=none"
         )
     blocks = [module.get_submodule(name) for name in names[::every]]

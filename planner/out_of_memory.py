@@ -165,7 +165,7 @@ def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> li
     """Return lines on the memory used by this run, and on the use of the full GPU."""
     if held:
         parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
-    else:  # not all of it is allocated yet
+    else:  # not all of these tensors are allocated yet, so use the planned sizes
         parts = [
             f"parameters {size(planned.parameters)}", f"gradients {size(planned.gradients)}",
             f"optimizer state {size(planned.optimizer_state)}",

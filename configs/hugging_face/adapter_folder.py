@@ -17,7 +17,7 @@ PREFIX = "base_model.model."
 """Prefix that PEFT writes before the name of a module of the base model."""
 _A, *_OTHERS = ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 """Suffixes of the tensor names of an adapter."""
-_MERGE = "merge them with PEFT"
+_MERGE = "merge the adapters with PEFT's merge_and_unload()"
 _FREE = {
     "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode",  # origin of the adapters
     "lora_dropout",  # only for training

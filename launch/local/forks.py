@@ -39,8 +39,8 @@ class Forked:
 
 
 def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
-    """Import the ranks' modules with ``load``. Return whether the ranks can be forks; if not, nothing may be
-    imported.
+    """Import the ranks' modules with ``load``. Return whether the ranks can be forked. If they cannot,
+    the modules may not have been imported.
 
     Other threads do not exist in a fork: a lock that one of them holds stays locked, and OpenMP would wait for
     its threads. A script may have started threads. CUDA does not work in a fork if its driver was initialized

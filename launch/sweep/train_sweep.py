@@ -34,7 +34,7 @@ _FRUITLESS_RUNS = 3
 _NOT_COMPARED = ("run", "launch", "slurm", "track", "profile", "dry_run")
 """Config sections that do not change a run's result."""
 _PATIENCE = ("trainer.early_stopping_patience", "trainer.patience")
-"""Key in the reason of an early stop, and its name in earlier versions."""
+"""Config key that the reason of an early stop names, and the key's name in earlier versions."""
 
 
 class _AskedToStop(BaseException):

@@ -111,9 +111,9 @@ class Exchange(Dispatch):
 
 
 class _Reordered(torch.autograd.Function):
-    """``rows[order]`` whose backward gathers.
+    """Computes ``rows[order]``. The backward is a gather.
 
-    The backward of torch's indexing adds, which is slower and not deterministic on a GPU.
+    The backward of torch's indexing is a scatter-add, which is slower, and not deterministic on a GPU.
     """
 
     @staticmethod

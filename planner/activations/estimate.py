@@ -74,7 +74,7 @@ def _vocabulary_rows(model: nn.Module, plan: ParallelPlan) -> int | None:
 
 
 def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
-    """Return the share of the work on a block on each rank."""
+    """Return each rank's share of the work on a block."""
     return Share(
         context=layout.context,
         keys=layout.context if layout.context_method == "ring" else 1,

@@ -22,7 +22,8 @@ class Share(NamedTuple):
     sequence: int = 1
     """Ranks that activations between these matrices are sharded over."""
     blocks: float = 1.0
-    """Share of the blocks, multiplied by the number of micro-batches between their forward and backward."""
+    """This rank's share of the model's blocks, multiplied by the number of micro-batches whose activations it holds for
+    the backward."""
     waits: float = 0.0
     """Like ``blocks``, for micro-batches whose weight gradients are deferred (zero-bubble schedules): the gradients of
     the outputs are held until then."""

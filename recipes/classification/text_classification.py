@@ -60,8 +60,8 @@ class TextClassification(Classification):
         self._heads: list[str] = []
         if run.adapter.method != "none" and not self.config.pretrained:
             raise UserError(
-                f"adapter.method={run.adapter.method} with task.pretrained=false: adapters are trained on the weights "
-                "of a model, and these stay frozen; use task.pretrained=true"
+                f"adapter.method={run.adapter.method} with task.pretrained=false: only adapters are trained, so the "
+                "model's weights would stay random; use task.pretrained=true"
             )
 
     # data -----------------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ class CausalLM(TextTask):
         self._trainer = run.trainer
         if run.adapter.method != "none" and self._model.path and not self._model.pretrained:
             raise UserError(
-                f"adapter.method={run.adapter.method} with model.pretrained=false: adapters are trained on the weights "
-                "of a model, and these stay frozen; use model.pretrained=true"
+                f"adapter.method={run.adapter.method} with model.pretrained=false: only adapters are trained, so the "
+                "model's weights would stay random; use model.pretrained=true"
             )
         self._text = TextData(run.data, run.trainer)
         self._text_bytes: TextBytes | None = None

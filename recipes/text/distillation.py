@@ -78,7 +78,7 @@ class Distillation(CausalLM):
         if own and self._teacher_ids() not in (None, ids_of_tokens(json.loads(own))):
             raise UserError(
                 f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="
-                f"{self._data.tokenizer}; they must have one vocabulary: use another teacher or model"
+                f"{self._data.tokenizer}; teacher and model must share one vocabulary; use another teacher or model"
             )
 
     def _teacher_ids(self) -> dict[str, int] | None:

@@ -32,7 +32,7 @@ _HEAD, _SCORE = "lm_head", "score.weight"
 _CLASSIFIERS = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 """Names of transformers' sequence classification classes that do not follow from the name of the language model."""
 _WITHOUT_CLASSIFIER = ("glm4_moe",)
-"""Model families without such a class."""
+"""Model families for which transformers has no sequence classification class."""
 
 
 class ScoreHead(nn.Module):

@@ -103,7 +103,8 @@ class Rows:
 
 
 def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number of an event that belongs to a step, named after the section in which trackers show it."""
+    """Yield the name and value of each number in an event that belongs to a step. Names begin with the section in which
+    trackers show the number."""
     if event["event"] == _LOGGED:
         yield from _named(_LOGGED, event.get("metrics"))
         return

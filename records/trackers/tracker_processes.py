@@ -95,7 +95,7 @@ class _TrackerProcess:
             self._process = subprocess.Popen(
                 [*COMMAND, name, str(run_dir), *options],
                 cwd=working_directory,
-                stdin=subprocess.PIPE,  # closes when this process ends, in any way
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,

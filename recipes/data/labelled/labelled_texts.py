@@ -59,7 +59,10 @@ def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any
     on ``side``. Raises ``UserError`` if there is no valid tokenizer."""
     tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
     if not file.is_file():
-        raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
+        raise UserError(
+            f"task.model={folder} has no tokenizer.json; save the model's fast tokenizer "
+            "there with tokenizer.save_pretrained(FOLDER)"
+        )
     try:
         encoder = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no specific exception

@@ -36,7 +36,7 @@ class CsvRows(Unit):
                         yield row_of(count, Place(str(self.path), count, "row"), row, self.column.content_of)
                     count += 1
         except UnicodeDecodeError:
-            raise UserError(f"cannot read {self.path}: it is not UTF-8") from None
+            raise UserError(f"cannot read {self.path}: it is not UTF-8; convert it, e.g. with iconv -t UTF-8") from None
         except csv.Error as error:  # it may hide other rows, so it cannot be skipped as a bad row
             raise UserError(f"cannot read {self.path}, row {count + 1}: {error}; fix or remove the row") from None
         finally:

@@ -252,7 +252,8 @@ class Gradients:
         """[V, D]; empty if the weight ``is_frozen``"""
 
     def add(self, chunk: Chunk, of_logits: Tensor) -> None:
-        """Add the contribution of the logits' gradients ``of_logits`` [T, rows]."""
+        """Accumulate the gradients of hidden states and weight of ``chunk``, from the gradient ``of_logits`` of its
+        logits, [T, rows]."""
         low = of_logits.to(self.low_weight.dtype)
         self.hidden[chunk.mine] = self._vocabulary.sum_tokens(low @ self.low_weight)
         if not self.weight.numel():

@@ -145,7 +145,7 @@ def test_a_student_of_adapters_learns_in_bf16(models: Path, tmp_path: Path, caps
         (["task.teacher=null"], "task.name=distillation needs a teacher: task.teacher=FOLDER_OR_NAME"),
         (["task.teacher=nowhere"], "error: task.teacher=nowhere: cannot read nowhere/config.json"),
         (["task.teacher={}/unknown"], "task.teacher={}/unknown: {}/unknown/config.json has model_type bert"),
-        (["task.teacher={}/other"], "predicts 300 tokens and the model 257; they must have one vocabulary"),
+        (["task.teacher={}/other"], "predicts 300 tokens and the model 257; "),
         (["data.sequence_length=512"], "data.sequence_length=512 exceeds"),
         (["parallel=fsdp", "parallel.pipeline=2"], "parallel.pipeline=2 with task.name=distillation"),
         (

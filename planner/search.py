@@ -16,7 +16,7 @@ from serried.configs.errors import UserError
 from serried.configs.formats import columns, size
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.compile import check_blocks
-from serried.parallel.layout.checks import checked_layout, with_values
+from serried.parallel.layout.checks import check_compile, checked_layout, with_values
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.nf4 import is_packed, whole_numel
 from serried.parallel.parallelize import check_plan
@@ -27,7 +27,13 @@ from serried.planner.memory_formula import Sizes, formula_memory, planned_memory
 from serried.planner.plan_lines import seconds_text
 from serried.planner.plan_terms import Fits
 from serried.planner.step_plan import fits_of
-from serried.planner.time.planned_time import planned_cluster, planned_device, planned_rates, unknown_device
+from serried.planner.time.planned_time import (
+    measured_rates,
+    planned_cluster,
+    planned_device,
+    planned_rates,
+    unknown_device,
+)
 from serried.planner.time.published_rates import software_for
 from serried.planner.time.step_work import doubts, job_of, shape_of, unknown_why
 from serried.planner.time.time_model import Job, held_elements, step_of
@@ -211,6 +217,7 @@ class _Machine:
         self.rates_of = str(config.plan.rates or software_for(device.name))
         self.limit = _USABLE_SHARE * device.memory_bytes
         self._has_own_rates = bool(config.plan.rates)
+        self.has_gpus = config.launch.device != "cpu" and not (config.plan.rates and not measured_rates(config).is_gpu)
 
     def seconds(self, job: Job, *, is_quick: bool = False) -> float:
         """Return the time of a step; ``is_quick``: by a formula instead of the timeline."""
@@ -265,6 +272,16 @@ class _Model:
                 self._refused[kind] = error
         if refused := self._refused[kind]:
             raise refused
+
+    def compiles(self, config: RunConfig, layout: Layout) -> bool:
+        """Return whether ``trainer.compile=auto`` compiles blocks on ``layout``, as a run decides."""
+        if config.trainer.activation_checkpoint == "offload":
+            return False
+        with suppress(UserError):
+            check_compile(config, layout)
+            check_blocks(self.module, self.plan, config.trainer.keeps_less)
+            return True
+        return False
 
     def rough_bytes(self, config: RunConfig, job: Job) -> float:
         """Return an approximate number of bytes that the first rank needs."""
@@ -338,6 +355,8 @@ class _Search:
         config = _changed(self.config, overrides)
         try:
             layout, accumulation = checked_layout(config, self.processes)
+            if config.trainer.compile == "auto":
+                config = _compiled(config, self.machine.has_gpus and self.model.compiles(config, layout))
             self.model.check(config, layout)
         except UserError:
             return None
@@ -476,6 +495,11 @@ def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
 def _value(config: RunConfig, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
+
+
+def _compiled(config: RunConfig, compiles: bool) -> RunConfig:
+    """Return ``config`` with this value of ``trainer.compile``; not validated again, since a search has thousands."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": compiles})})
 
 
 def _changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:

@@ -59,7 +59,7 @@ class Loop:
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             if self.step:
                 self._evaluator.make_up(self.step)
-            is_over, is_dropped, has_gone_back = self._shutdown.stops, False, False
+            is_over, is_dropped = self._shutdown.stops, False
             while not is_over:
                 try:
                     started = time.perf_counter()
@@ -67,9 +67,7 @@ class Loop:
                         self._begin_step()
                         for step, batches in enumerate(loader, start=self.step + 1):
                             try:
-                                # A rollback is recorded with the next save: the step after it is not dropped.
-                                self._train(step, batches, may_drop=not has_gone_back)
-                                has_gone_back = False
+                                self._train(step, batches)
                             except StepDropped:
                                 is_dropped = True
                                 self._save_step_before()
@@ -91,7 +89,7 @@ class Loop:
                     is_over = True
                 except GoBack as back:  # if this step also requests a stop, the run stops after the next one
                     self.start_at(self._rollback(back))
-                    is_over, has_gone_back = is_dropped, True
+                    is_over = is_dropped
 
     def _loader(self) -> BatchLoader:
         """Return a loader of this rank's batches from the next step to the last."""
@@ -107,13 +105,15 @@ class Loop:
             self._timed_step = step
             self._context.pulse.phases.begin(self._context.session.device)
 
-    def _train(self, step: int, batches: list[Any], *, may_drop: bool) -> None:
+    def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
         self._context.pulse.enter(TRAIN, step)
         on_device = [to_device(batch, self._context.session.device) for batch in batches]
         parallel, seed = self._state.parallel, self._context.config.trainer.seed
         seeds = self._data.micro_batch_seeds(step, seed, len(batches), parallel.layout, parallel.place.data_rank)
         vote = partial(self._shutdown.vote, self._steps_to_save(step))
+        # A rollback is recorded with the next save, so the step after it is not dropped.
+        may_drop = self._rollback.went_back_to != self.steps_done
         before = self._shutdown.before_micro_batches(step, len(batches)) if may_drop else None
         result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds, before)
         self._data.step = step

@@ -28,6 +28,8 @@ class Rollback:
         self._data, self._state = data, state
         self._progress, self._saver = progress, saver
         self._log, self._meter = log, meter
+        self.went_back_to: int | None = None
+        """Step of the checkpoint that the latest rollback of this start went back to."""
         self._count = 0
         """Number of rollbacks of the run so far."""
 
@@ -53,7 +55,7 @@ class Rollback:
         self._saver.go_back(self._newest_of_run(start))
         self._progress.resume(start)
         context.callbacks.load_state_dict(start.state)
-        self._count += 1
+        self._count, self.went_back_to = self._count + 1, start.step
         self._data.skip(start.step, samples)
         context.pulse.phases.take()  # discard times of the undone step
         self._log.rolled_back(start, back.step, samples, str(back))

@@ -465,7 +465,7 @@ def write_summary(
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,
-        "zero_weight": counts.zero_weight, "split_rows": counts.split_rows, "split_documents": counts.split_documents,
+        "zero_weight": counts.zero_weight, "split_rows": counts.split.rows, "split_documents": counts.split.documents,
         "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip

@@ -54,6 +54,19 @@ class TokenCounts:
 
 
 @dataclass
+class SplitRows:
+    """Conversations that became several documents, because their template drops or changes earlier turns."""
+
+    rows: int = 0
+    documents: int = 0
+    """Number of documents that these conversations became."""
+
+    def add(self, other: "SplitRows") -> None:
+        self.rows += other.rows
+        self.documents += other.documents
+
+
+@dataclass
 class Counts:
     """Counts of the documents of a source, or of a part of it."""
 
@@ -74,10 +87,7 @@ class Counts:
     highest: float = 0.0
     long: int = 0
     """Number of documents that are tokenized in pieces."""
-    split_rows: int = 0
-    """Number of conversations that became several documents, because their template drops or changes earlier turns."""
-    split_documents: int = 0
-    """Number of documents that these conversations became."""
+    split: SplitRows = field(default_factory=SplitRows)
     new_rows: int = 0
     """Number of conversations that earlier versions of this library encoded differently."""
 
@@ -88,8 +98,7 @@ class Counts:
         self.zero_weight += other.zero_weight
         self.held_out += other.held_out
         self.long += other.long
-        self.split_rows += other.split_rows
-        self.split_documents += other.split_documents
+        self.split.add(other.split)
         self.new_rows += other.new_rows
         self.bad += other.bad
         self.bad_rows = [*self.bad_rows, *other.bad_rows][:SHOWN_ROWS]
@@ -106,7 +115,8 @@ class Counts:
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":
         """Create the counts from the result of ``dataclasses.asdict``."""
-        return cls(**{**plain, **{split: TokenCounts(**plain[split]) for split in SPLITS}})
+        tokens = {split: TokenCounts(**plain[split]) for split in SPLITS}
+        return cls(**{**plain, **tokens, "split": SplitRows(**plain["split"])})
 
 
 def place_of(row: Row, unit: str) -> float:
@@ -196,8 +206,8 @@ def write_shards(
                 counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
                 counts.new_rows += document.is_new or row.is_new
-                counts.split_rows += bool(document.before)
-                counts.split_documents += len(document.before) + bool(document.before)
+                if document.before:
+                    counts.split.add(SplitRows(1, 1 + len(document.before)))
                 for whole in document.before:
                     writers[split].add(whole, begins=True, place=row.place)
                     of_split.tokens += len(whole.tokens)

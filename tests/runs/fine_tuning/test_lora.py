@@ -373,7 +373,7 @@ def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
         ),
         (
             {"modules_to_save": ["lm_head"]},
-            "has modules_to_save .lm_head.; this value is not supported; merge them with",
+            "has modules_to_save .lm_head.; this value is not supported; merge the adapters with",
         ),
         (
             {"target_modules": ["q_proj", "lm_head"]},

@@ -327,7 +327,10 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'null'}"], "has the label None, and that is not a class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
-        (["adapter=lora", "task.pretrained=false"], "adapters are trained on the weights of a model"),
+        (
+            ["adapter=lora", "task.pretrained=false"],
+            "only adapters are trained, so the model's weights would stay random",
+        ),
         (["adapter=lora", "adapter.modules=[classifier]"], "matches none of the 12 linear layers"),
         (["parallel=fsdp", "parallel.tensor=2", "launch.processes=2"], "declares no roles"),
     ):

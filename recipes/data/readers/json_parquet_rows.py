@@ -258,7 +258,7 @@ class Column:
         for name in (self.name, _SHARED):
             if name not in row:
                 continue
-            if pair and not self.renamed and row[name] and all(row[each] for each in pair):
+            if pair and not self.renamed and row[name] and all(row[side] for side in pair):
                 both = " and ".join(map(repr, pair))
                 raise UserError(
                     f": it has both {name!r} and {both}, which are two conversations; name one: "

@@ -17,7 +17,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.configs.schema.data import DataSection
 from serried.recipes.data.chat.reply_spans import Render, Reply, Sample, content_in, find_samples
-from serried.recipes.data.readers.json_parquet_rows import without_nulls
+from serried.recipes.data.readers.columns import without_nulls
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.tokenizers.chat_template import Message, Template, TooMuch, Unlearnable
 from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows

@@ -19,7 +19,7 @@ from serried.recipes.data.labelled.splits_and_classes import (
     validation_split,
 )
 from serried.recipes.data.readers.csv_rows import CsvRows
-from serried.recipes.data.readers.json_parquet_rows import JsonLines
+from serried.recipes.data.readers.json_rows import JsonLines
 from serried.recipes.data.readers.source import SHOWN_ROWS, bad_rows
 from serried.recipes.data.readers.source_files import assignment, library
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.recipes.data.readers.json_parquet_rows import RowContent, row_of
+from serried.recipes.data.readers.columns import RowContent, row_of
 from serried.recipes.data.readers.source import Place, Row, Unit
 from serried.recipes.data.readers.source_files import Stamp, open_plain, unchanged
 

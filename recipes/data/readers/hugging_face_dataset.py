@@ -15,16 +15,11 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
-from serried.recipes.data.readers.json_parquet_rows import (
-    Column,
-    JsonLines,
-    ParquetRows,
-    documents_of,
-    row_of,
-    rows_of,
-    units_of_file,
-)
+from serried.recipes.data.readers.columns import Column, row_of
+from serried.recipes.data.readers.json_rows import JsonLines
+from serried.recipes.data.readers.parquet_rows import ParquetRows, documents_of, rows_of
 from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.row_files import units_of_file
 from serried.recipes.data.readers.source import Place, Row, Source, Unit
 from serried.recipes.data.readers.source_files import SourceFile, files_state, kind_of, library, quiet
 

@@ -10,9 +10,11 @@ from pydantic import Field
 from serried.configs.errors import UserError
 from serried.configs.schema.data import SourceSection, register_source
 from serried.configs.schema.fields import PathText
+from serried.recipes.data.readers.columns import COLUMNS, Column
 from serried.recipes.data.readers.find_files import check_path, find_files
-from serried.recipes.data.readers.json_parquet_rows import COLUMNS, Column, RowFiles, holds_rows
+from serried.recipes.data.readers.json_rows import holds_rows
 from serried.recipes.data.readers.plain_text import TextFiles
+from serried.recipes.data.readers.row_files import RowFiles
 from serried.recipes.data.readers.source import Source
 from serried.recipes.data.readers.source_files import assignment, ending_of, kind_of
 

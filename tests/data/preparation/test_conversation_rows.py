@@ -12,8 +12,9 @@ from serried.configs.errors import UserError
 from serried.recipes.data.chat import conversations as chat
 from serried.recipes.data.chat.conversations import CHATML
 from serried.recipes.data.prepared.prepare import prepare as prepare_data
-from serried.recipes.data.readers import json_parquet_rows
-from serried.recipes.data.readers.json_parquet_rows import Column, units_of_file
+from serried.recipes.data.readers import columns
+from serried.recipes.data.readers.columns import Column
+from serried.recipes.data.readers.row_files import units_of_file
 from serried.recipes.text.causal_lm import CausalLM
 from tests.support.chat_templates import QWEN3
 
@@ -145,8 +146,8 @@ def test_rows_that_are_read_in_another_way_than_before_get_another_key(
     words = [*conversations(tmp_path / "a.jsonl", beside), f"data.chat_template={tmp_path / 't.jinja'}"]
     with monkeypatch.context() as before:  # the earlier version did not read these columns
         before.setattr(chat, "_FORMAT", chat.EARLIER_FORMATS[0])
-        before.setattr(json_parquet_rows, "_WEIGHT", "not read")
-        before.setattr(json_parquet_rows, "_FUNCTIONS", "not read")
+        before.setattr(columns, "_WEIGHT", "not read")
+        before.setattr(columns, "_FUNCTIONS", "not read")
         earlier = prepare_data(compose(words).data)
     lines: list[str] = []
     now = prepare_data(compose([*words, *ignored]).data, lines.append)
@@ -162,7 +163,7 @@ def test_data_that_an_intact_earlier_folder_shows_to_differ_get_another_key(
     words = conversations(tmp_path / "a.jsonl", {})
     with monkeypatch.context() as before:
         before.setattr(chat, "_FORMAT", chat.EARLIER_FORMATS[0])
-        before.setattr(json_parquet_rows.Column, "content", lambda *found: [U, {**A, "content": str(found[1])}])
+        before.setattr(columns.Column, "content", lambda *found: [U, {**A, "content": str(found[1])}])
         earlier = prepare_data(compose(words).data)
     assert prepare_data(compose(words).data).key != earlier.key
 

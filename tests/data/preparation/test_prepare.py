@@ -22,8 +22,8 @@ import pytest
 import serried.recipes.data.prepared.prepare as preparing
 import serried.recipes.data.prepared.token_shards
 import serried.recipes.data.prepared.tokenize
-import serried.recipes.data.readers.json_parquet_rows
 import serried.recipes.data.readers.reading_progress
+import serried.recipes.data.readers.row_files
 import serried.recipes.data.readers.source_files
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
@@ -63,7 +63,7 @@ def rows(folder: Path, count: int = 300) -> Path:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards and units of 2 kB, so that little text has many."""
     monkeypatch.setattr(serried.recipes.data.prepared.tokenize, "_SHARD_BYTES", 2000)
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "_UNIT_BYTES", 700)
+    monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", 700)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
@@ -286,7 +286,7 @@ def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypa
     source = rows(tmp_path / "rows")
     one = prepare(section(source, tmp_path / "one"))
     monkeypatch.setattr(serried.recipes.data.prepared.tokenize, "_SHARD_BYTES", 1)
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "_UNIT_BYTES", 700)
+    monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", 700)
     many = prepare(section(source, tmp_path / "many"))
     assert len(one.shards["train"]) == 1 < len(many.shards["train"])
     assert one.key == many.key

@@ -17,7 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import serried.recipes.data.readers.json_parquet_rows
+import serried.recipes.data.readers.json_rows
+import serried.recipes.data.readers.row_files
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, data_section
 from serried.recipes.data.prepared.prepare import Prepared, _dividing_fraction, prepare
@@ -103,7 +104,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> No
 @pytest.mark.parametrize("unit_bytes", [1, 40, 333, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
 def test_every_line_is_in_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int, end: str) -> None:
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", unit_bytes)
     texts = ["a", "é" * 30, "b\nc", "d" * 100, "e"]
     write(tmp_path, {"a.jsonl": lines(texts).replace("\n", end).removesuffix(end)})
     assert [row.content for row in all_rows(tmp_path)] == texts
@@ -195,7 +196,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: bytes | str, expected: str
 
 
 def test_the_line_is_counted_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "_UNIT_BYTES", 100)
+    monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", 100)
     for bad in (0, 57, 199):
         texts: list[Any] = list(TEXTS)
         texts[bad] = 1.5
@@ -354,7 +355,7 @@ def test_bad_rows_of_a_json_array_are_named(tmp_path: Path, content: str, said: 
 def test_rows_of_a_json_array_are_the_same_in_pieces_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(serried.recipes.data.readers.json_rows, "PIECE_BYTES", piece_bytes)
     write(tmp_path, {"a.jsonl": f" \n{json.dumps([{'text': text, 'n': 12} for text in TEXTS], indent=1)}\n \n"})
     assert [row.content for row in all_rows(tmp_path / "a.jsonl")] == TEXTS
 
@@ -585,7 +586,7 @@ def chats_with_mistakes(path: Path) -> Path:
 
 
 def test_all_bad_rows_are_named_at_once_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serried.recipes.data.readers.json_parquet_rows, "_UNIT_BYTES", 1000)
+    monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", 1000)
     path = chats_with_mistakes(tmp_path / "chats.jsonl")
     message = refusal(path, tmp_path / "cache", format="chat")
     head, *rows = message.split("\n")

@@ -18,7 +18,8 @@ from serried.configs.schema.declaration import BUILT_IN
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.data.chat.preference_pairs import PairEncoder, pair_encoder
-from serried.recipes.data.readers.json_parquet_rows import Column, units_of_file
+from serried.recipes.data.readers.columns import Column
+from serried.recipes.data.readers.row_files import units_of_file
 from serried.recipes.data.samples.pair_dataset import PairBatch
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 from serried.recipes.models.layers import attention_choice

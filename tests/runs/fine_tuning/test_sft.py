@@ -9,7 +9,8 @@ import pytest
 
 from serried.commands import export_models
 from serried.recipes.data.prepared.summary import marked_lines
-from serried.recipes.data.readers.json_parquet_rows import Column, units_of_file
+from serried.recipes.data.readers.columns import Column
+from serried.recipes.data.readers.row_files import units_of_file
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 from testing import runs
 

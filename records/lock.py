@@ -32,8 +32,8 @@ class FolderLock:
         if self._stand_in is None:
             return None
         return (
-            f"{Path(self._file.name).parent} is on a disk without file locks: a second start in it on another machine "
-            "is not noticed, and both would damage the run; start it once"
+            f"{Path(self._file.name).parent} is on a disk that does not support file locks: a second start of this run "
+            "on another machine would not be detected, and would damage the run; start the run only once"
         )
 
     def fileno(self) -> int:

@@ -41,7 +41,8 @@ def check_metric_names(names: Iterable[str]) -> None:
     """Raise ``UserError`` if a task gives a metric the name of a value that every run records."""
     if taken := [name for name in names if name in _OURS]:
         raise UserError(
-            f"every run records a value named {taken[0]}; give the metric {taken[0]} of the task another name"
+            f"the task has a metric named {taken[0]}, but every run records its own value with this name; rename the "
+            "metric"
         )
 
 

@@ -257,7 +257,7 @@ def refuse_links(path: Path) -> None:
     for link in written + found:
         if os.path.islink(link):  # noqa: PTH114 -- Path.is_symlink raises
             raise UserError(
-                f"{link} is a link to {link.readlink()}, and a run writes in its own folder alone; remove the link, "
+                f"{link} is a link to {link.readlink()}, but a run writes only inside its own folder; remove the link, "
                 "or use run.dir=FOLDER"
             )
 

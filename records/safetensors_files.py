@@ -171,7 +171,7 @@ class TensorFolder:
     def _take(self, file: str, index: str | None) -> None:
         path = self.folder / file
         if index is not None and not _is_there(path):
-            raise UserError(f"{self.folder / index} names {_shown(file)}, but that file does not exist; copy it too")
+            raise UserError(f"{self.folder / index} names {_shown(file)}, which does not exist; copy that file too")
         found = read_header(path)
         if index is None:
             self.file_of = dict.fromkeys(found, file)
@@ -179,7 +179,10 @@ class TensorFolder:
             if of != file:
                 continue
             if name not in found:
-                raise UserError(f"{self.folder / str(index)} says that {_shown(name)} is in {file}, but it is not")
+                raise UserError(
+                    f"{self.folder / str(index)} lists the tensor {_shown(name)} in {file}, but that file does not "
+                    "contain it; copy the files of the model again"
+                )
             self.specs[name], self._begins[name] = found[name]
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
@@ -201,7 +204,7 @@ class TensorFolder:
                 while remaining:
                     read = os.preadv(file.fileno(), [remaining[:_READ_BYTES]], position)
                     if read == 0:
-                        _refuse(path, f"it has become shorter and ends at byte {position}, inside of {_shown(name)}")
+                        _refuse(path, f"it was truncated while open: it ends at byte {position}, in {_shown(name)}")
                     remaining, position = remaining[read:], position + read
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -229,18 +232,18 @@ def read_header(path: Path) -> dict[str, Entry]:
                 text = file.read(int.from_bytes(start, "little"))
         entries = json.loads(text)
     except (SafetensorError, ValueError, RecursionError) as error:
-        _refuse(path, f"{_shown(str(error))}; it may be cut short: copy it again")
+        _refuse(path, f"{_shown(str(error))}; the file may be truncated; copy it again")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     entries.pop("__metadata__", None)
     found: dict[str, Entry] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in DTYPES:
-            _refuse(path, f"{_shown(name)} has the dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
+            _refuse(path, f"the tensor {_shown(name)} has dtype {entry['dtype']}, not one of {', '.join(DTYPES)}")
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         # Without zeros: [0, 2**40, 2**40] has no bytes, and yet torch cannot compute its strides.
         if len(shape) > _MOST_DIMS or math.prod(filter(None, shape)) * dtype.itemsize > _LARGEST_TENSOR_BYTES:
-            _refuse(path, f"{_shown(name)} has the shape {_shown(entry['shape'])}")
+            _refuse(path, f"the tensor {_shown(name)} has the shape {_shown(entry['shape'])}, which is too large")
         found[name] = Entry(TensorSpec(name, dtype, shape), 8 + len(text) + entry["data_offsets"][0])
     return found
 
@@ -259,7 +262,7 @@ def _read_index(path: Path) -> dict[str, str]:
         # Any other name could lead out of the folder, or cannot be a file name.
         plain = isinstance(file, str) and file.isprintable() and not set(file) & {"/", "\\"}
         if not plain or not file.endswith(".safetensors"):
-            _refuse(path, f"it names the file {_shown(file)}; only *.safetensors beside it are read")
+            _refuse(path, f"it names the file {_shown(file)}; only *.safetensors files in the same folder are read")
     return weight_map
 
 
@@ -273,7 +276,7 @@ def _known_format(start: bytes) -> str | None:
     if is_pickle or start.startswith(b"PK\x03\x04"):
         return f"it looks like a pickle (torch.save), which is never loaded; {_CONVERT}"
     if start == b"version ":
-        return "it is a pointer of git-lfs; fetch the file itself with: git lfs pull"
+        return "it is a git-lfs pointer instead of the file; download the file with: git lfs pull"
     return None
 
 

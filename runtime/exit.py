@@ -225,7 +225,7 @@ class Cause:
             patience = f"launch.step_timeout_seconds={self._section.step_timeout_seconds:g}"
             return f"{_SILENCE} in time ({patience}): {text}"
         if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
-            return f"{_END_OF_ANOTHER}, or the network between them broke: {text}"
+            return f"{_END_OF_ANOTHER}, or the network connection to it broke: {text}"
         return text
 
 

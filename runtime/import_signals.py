@@ -37,7 +37,7 @@ def _end(number: int, _: FrameType | None) -> None:
     if os.environ.get("RANK", "0") == "0" and not is_told:
         name = signal.Signals(number).name
         with suppress(OSError):  # the reader is gone
-            os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
+            os.write(2, f"stopped: {name} before training began; run the same command to start it\n".encode())
     os._exit(EXIT_STOPPED)
 
 
@@ -66,7 +66,7 @@ def check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError:
         raise UserError(
-            "there is no folder for temporary files that can be written; use TMPDIR=FOLDER, an environment variable"
+            "found no writable folder for temporary files; set the environment variable TMPDIR=FOLDER"
         ) from None
 
 

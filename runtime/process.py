@@ -116,7 +116,7 @@ def torchrun_says() -> tuple[int, int, int, int]:
     if env.get("WORLD_SIZE", "1") != "1" and not _is_number(port := env["MASTER_PORT"]):
         wrong.append(f"MASTER_PORT={port}")
     if wrong:
-        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun to set it")
+        raise UserError(f"{', '.join(wrong)}: must be a whole number; start with torchrun, which sets it")
     rank, local_rank, world, local_world = map(int, values)
     if not (local_rank <= rank < world and local_rank < local_world <= world):
         raise UserError(f"{', '.join(given)} contradict each other; start with torchrun to set them, or unset them")
@@ -188,9 +188,9 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
         if asked is not None and asked != actual:
             nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
             raise UserError(
-                f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
-                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or launch=local, or "
-                "plan: dry_run=true"
+                f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start the run with: "
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or use launch=local, "
+                "or dry_run=true to print the plan only"
             )
     return started
 
@@ -219,8 +219,8 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
     gpus = accelerator_count()
     if 1 < gpus < local_world:
         raise UserError(
-            f"{local_world} processes on this machine but {gpus} GPUs visible; use --nproc_per_node={gpus}, or "
-            "launch.device=cpu"
+            f"{local_world} processes were started on this machine, but only {gpus} GPUs are visible; use "
+            f"--nproc_per_node={gpus}, or launch.device=cpu"
         )
     return torch.device(kind, 0 if gpus == 1 else local_rank)
 
@@ -243,7 +243,7 @@ def refuse_shared_gpu(names: Sequence[str | None]) -> None:
     for rank, name in enumerate(names):
         if name is not None and (first := names.index(name)) < rank:
             raise UserError(
-                f"ranks {first} and {rank} on {name.partition(' ')[0]} see the same GPU and no other; use "
+                f"ranks {first} and {rank} on {name.partition(' ')[0]} share the only GPU that they can see; use "
                 "--nproc_per_node=1, or launch.device=cpu"
             )
 
@@ -347,12 +347,12 @@ def check_surroundings(words: Sequence[str]) -> None:
         raise UserError(f"ulimit -v {limit >> 10} is too little to import torch; use ulimit -v unlimited")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < _LEAST_OPEN_FILES:
-        raise UserError(f"ulimit -n {limit} lets too few files be open at a time; use ulimit -n 1024")
+        raise UserError(f"ulimit -n {limit} allows too few open files; use ulimit -n 1024")
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{word} is not UTF-8 text; rename the file, or type it in UTF-8") from None
+            raise UserError(f"{word} is not UTF-8 text; rename the file, or type the argument in UTF-8") from None
 
 
 def remember_script() -> None:

@@ -239,8 +239,8 @@ def check_interface() -> None:
         found = [name for _, name in socket.if_nameindex()]
     if found and (unknown := [name for name in named.split(",") if name and name not in found]):
         raise UserError(
-            f"{INTERFACE}={named}: there is no network interface {unknown[0]} on {host_name()}. It has "
-            f"{', '.join(found)}; unset {INTERFACE}, or use {INTERFACE}={found[-1]}"
+            f"{INTERFACE}={named}: {host_name()} has no network interface {unknown[0]}, only {', '.join(found)}; unset "
+            f"{INTERFACE}, or use {INTERFACE}={found[-1]}"
         )
 
 

@@ -156,7 +156,8 @@ class Session:
             for expected, found in zip_longest(values[0].splitlines(), other.splitlines()):
                 if expected != found:
                     raise UserError(
-                        f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start them alike"
+                        f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start all ranks with "
+                        "the same command, files and environment"
                     )
 
     def first_step_done(self, seconds: float = 0.0) -> None:
@@ -323,7 +324,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
             raise TrainingFailed(
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}; "
-                "check that rank 0 runs and that this host can reach it"
+                "check that rank 0 is running and that this host can reach that address"
             ) from error
         facts = session.gather([os.getpid(), only_gpu(device, local_world)])
         session.cause.processes = [process for process, _ in facts]

@@ -164,7 +164,7 @@ class Signals:
         if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
             return None
         started = "the command" if LAUNCHER in os.environ else "torchrun"
-        return f"the end of {started} (process {self._parent})"
+        return f"{started} (process {self._parent}) ended"
 
     @property
     def received(self) -> str | None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _OUTPUT = "output"
 _LONGEST_REPORT_LINES = 100
-_NOT_STARTED = "stopped    before training began; the same command starts it"
+_NOT_STARTED = "stopped    before training began; run the same command to start it"
 _GONE = 256
 """Recorded instead of exit code 0 for a rank that ended before the run did. No process can have this exit code."""
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")

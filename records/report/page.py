@@ -117,9 +117,9 @@ def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
     main = [{key: run.curves[key] for key in _MAIN_CURVES if key in run.curves} for run in runs]
     fitting = most // weight([dict.fromkeys(_MAIN_CURVES, Curve([], []))])
     best = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))[:fitting]
-    of_best = "" if weight(main) <= most else f" of the best {fitting}"
+    of_best = "" if weight(main) <= most else f" of the best {fitting} runs"
     drawn = [curves if not of_best or index in best else {} for index, curves in enumerate(main)]
-    return drawn, f"With so many runs only loss and validation{of_best} are drawn. A report of fewer has all charts."
+    return drawn, f"Only the loss charts{of_best} are drawn for so many runs. A report of fewer runs has all charts."
 
 
 def _rank(run: Records) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _summary(run: Records) -> dict[str, Any]:
     status, end = run.status, run.starts[-1]["end"] if run.starts else None
-    state = status.state if status else (end or {}).get("state") or ("unknown" if run.starts else "not begun")
+    state = status.state if status else (end or {}).get("state") or ("unknown" if run.starts else "not started")
     loss, validation = _of(run, "loss", "training"), _of(run, "validation", DEFAULT_VALIDATION)
     reason, planned = (status.reason if status else None) or (end or {}).get("reason"), run.config.get("trainer.steps")
     return {
@@ -176,18 +176,18 @@ def _next(run: Records, state: str) -> dict[str, str]:
     saved = [mark.step for mark in run.marks if mark.kind == "checkpoint"]
     if state == "finished":
         return {
-            "text": "Its newest checkpoint as a plain model folder",
+            "text": "Export the newest checkpoint as a Hugging Face model folder",
             "command": f"serried export run.dir={folder} out=FOLDER dtype=bf16",
         }
     if state == "running":
-        return {"text": "How it stands now", "command": f"serried status run.dir={folder}"}
+        return {"text": "Show the current state", "command": f"serried status run.dir={folder}"}
     if state == "stopped" and run.status and run.config.get("trainer.stop_at") == run.status.step:
         return {"text": "To resume, run the same command without trainer.stop_at, or with a higher one"}
     if state in ("stopped", "failed") and saved:
-        return {"text": f"Run the same command to resume from its newest checkpoint, that of step {max(saved)}"}
+        return {"text": f"Run the same command to resume from the newest checkpoint (step {max(saved)})"}
     if state in ("stopped", "failed"):
-        return {"text": "It has saved no checkpoint; the same command starts again"}
-    return {"text": "Run the same command to start it" if state == "not begun" else "Run the same command to resume"}
+        return {"text": "No checkpoint was saved; run the same command to start again from the beginning"}
+    return {"text": "Run the same command to start it" if state == "not started" else "Run the same command to resume"}
 
 
 def _metrics(run: Records) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ def _add(records: Records, event: dict[str, Any]) -> None:
     elif kind == "checkpoint":
         _mark(records, "checkpoint", step, f"checkpoint of step {step}")
     elif kind == "spike":
-        _mark(records, "spike", step, f"a spike in step {step}{', which was skipped' if event.get('skipped') else ''}")
+        _mark(records, "spike", step, f"loss spike in step {step}{' (skipped)' if event.get('skipped') else ''}")
     elif kind == "rollback":
         since = f" from step {event['from_step']}" if is_count(event.get("from_step")) else ""
         _mark(records, "rollback", step, f"returned to step {step}{since}: {event.get('reason') or 'no reason given'}")
@@ -174,8 +174,8 @@ def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:
         records.waited_seconds += waited
         records.timed_seconds += whole
     if event.get("skipped"):
-        why = "its loss or gradient was not finite" if event.get("nonfinite") else "it was a spike"
-        _mark(records, "skipped", step, f"step {step} was skipped: {why}, and nothing changed")
+        why = "its loss or gradient was not finite" if event.get("nonfinite") else "its loss or gradient was a spike"
+        _mark(records, "skipped", step, f"step {step} was skipped without an update: {why}")
 
 
 def _add_evaluation(records: Records, step: int, event: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class Follower:
     def _restart(self, reason: str) -> NoReturn:
         """Replace this process by a new program: a client that failed may fail again in the same process."""
         if self._is_online:
-            self._report("warning", f"{reason}; its records are kept in {self._run_dir / 'wandb'}")
+            self._report("warning", f"{reason}; records are kept in {self._run_dir / 'wandb'}")
         else:
             self._has_ended.wait(_RESTART_SECONDS)
         _kill_children()

@@ -46,7 +46,7 @@ class Trackers:
                 process = _TrackerProcess(name, self._run_dir, self._say, [str(niceness), *options], working_directory)
                 self._processes.append(process)
             except OSError as error:
-                self._say(f"WARNING    {LABELS[name]}: cannot start its process: {error.strerror}")
+                self._say(f"WARNING    {LABELS[name]}: cannot start the tracker process: {error.strerror}")
 
     def finish(self) -> None:
         """Signal to the processes that no more records follow. Does not wait; may be called twice."""
@@ -60,7 +60,7 @@ class Trackers:
         for process in self._processes:
             process.thread.join(max(0.0, deadline - time.monotonic()))
             if process.thread.is_alive():
-                process.warn("it has not taken everything yet, and its process continues for two minutes at most")
+                process.warn("not all records are sent yet; the tracker process continues for at most two minutes")
             process.has_warned = True  # the run has ended: report nothing more
         self._processes = []
 
@@ -73,7 +73,7 @@ class Trackers:
         self._say(f"{'tracking':<10} sending to {' and '.join(LABELS[name] for name in self._names)}")
         taken = [process.name for process in self._processes if process.wait() == 0]
         for name in taken:
-            self._say(f"{'tracking':<10} {LABELS[name]} has taken everything")
+            self._say(f"{'tracking':<10} {LABELS[name]} has received all records")
         return taken == self._names
 
 
@@ -130,4 +130,4 @@ class _TrackerProcess:
             elif not self.has_warned:
                 self._say(f"{'tracking':<10} {text}")
         if code := self._process.wait():
-            self.warn(f"its process was killed by signal {-code}" if code < 0 else f"its process ended with {code}")
+            self.warn(f"its process was killed by signal {-code}" if code < 0 else f"its process exited with {code}")

@@ -515,7 +515,7 @@ class TakenName(Tiny):
         (NoModel, ["trainer.steps=many"], r"trainer.steps=many \(overrides\) is not a whole number"),
         (NoModel, [], r"NoModel.build_model\(\) returned None"),
         (ChangingNames, [], "return the same names from every batch"),
-        (TakenName, [], "give the metric lr of the task another name"),
+        (TakenName, [], "the task has a metric named lr, but every run records its own value with this name"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -299,14 +299,14 @@ def test_an_environment_below_a_folder_with_a_space_is_no_obstacle_to_forks(tmp_
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_path: Path) -> None:
     done = launched(tmp_path, f"os.kill(os.getpid(), signal.{name}); time.sleep(60)", "code = 1")
-    said = f"stopped: {name} before training began; the same command starts it\n"
+    said = f"stopped: {name} before training began; run the same command to start it\n"
     assert (done.returncode, done.stdout, done.stderr) == (75, "", said)
 
 
 @pytest.mark.parametrize(
     ("launch", "said"),
     [
-        (["launch=local", "launch.processes=2"], "before training began; the same command starts it"),
+        (["launch=local", "launch.processes=2"], "before training began; run the same command to start it"),
         pytest.param([], "while the processes were joining; run the same command to resume", marks=pytest.mark.slow),
     ],
 )
@@ -336,7 +336,7 @@ os._exit(main({[*tiny_overrides(text, tmp_path / "run"), "launch.device=cpu", *l
 def test_signal_between_two_forks_reaches_every_rank(name: str, tmp_path: Path) -> None:
     strike = f"os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.{name}))"
     done = launched(tmp_path, strike, "time.sleep(60)")
-    assert done.stdout == "stopped    before training began; the same command starts it\n"
+    assert done.stdout == "stopped    before training began; run the same command to start it\n"
     assert (done.returncode, done.stderr) == (75, "")
 
 

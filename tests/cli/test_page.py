@@ -171,7 +171,7 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
     last = metrics(run_dir)[-1]["loss"]
     for told in (
         "finished", f"{last:.4f}", "31.5M", "1 restart", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
-        "books", "node-b", "4 copies of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
+        "books", "node-b", "4 replicas of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
         "1 logged step undone", "accuracy", "0.8721", "images/s, median",
     ):  # fmt: skip
         assert told in text, told
@@ -311,8 +311,8 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
     ("count", "charts", "drawn", "told"),
     [
         (40, 13, 40, ""),
-        (400, 2, 400, "With so many runs only loss and validation are drawn."),
-        (1000, 2, 100, "With so many runs only loss and validation of the best 100 "),
+        (400, 2, 400, "Only the loss charts are drawn for so many runs."),
+        (1000, 2, 100, "Only the loss charts of the best 100 runs are drawn"),
     ],
 )
 def test_many_runs_fit_a_page(count: int, charts: int, drawn: int, told: str, run_dir: Path) -> None:
@@ -348,7 +348,7 @@ def test_report_of_many_runs_shows_charts_of_the_best_and_a_table_of_all(
     file = tmp_path / "report.html"
     file.write_text(render([replace(records, path=Path(f"run-{number}")) for number in range(800)]), encoding="utf-8")
     with chromium.page(file) as page:
-        assert "loss and validation of the best" in page.js("document.getElementById('summary').innerText")
+        assert "Only the loss charts of the best" in page.js("document.getElementById('summary').innerText")
         assert page.js("charts.map((chart) => chart.spec.id)") == ["loss"]
         assert colours_drawn(page, "loss") > 100
         assert page.js("document.querySelectorAll('.results tbody tr').length") == 800

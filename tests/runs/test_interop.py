@@ -291,7 +291,7 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
     first.write_bytes(content[:-5])
     assert f"{first} cannot be used" in refusal(text, run_dir, resume)
     first.unlink()
-    assert "but that file does not exist; copy it too" in refusal(text, run_dir, resume)
+    assert "which does not exist; copy that file too" in refusal(text, run_dir, resume)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04")

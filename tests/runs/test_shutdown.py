@@ -137,7 +137,7 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
     finally:
         signal.signal(number, before)
     assert done.returncode == 75
-    said = f"stopped: {number.name} before training began; the same command starts it\n"
+    said = f"stopped: {number.name} before training began; run the same command to start it\n"
     assert (done.stdout, done.stderr) == ("", said)
 
 
@@ -688,7 +688,7 @@ def test_error_of_the_lost_store_after_the_end_of_the_launcher_is_a_stop(monkeyp
 
     assert found(of_store.value)[1] == 70, "the launcher still runs"
     signals._parent = -1
-    assert found(of_store.value) == ("the end of torchrun (process -1)", 75)
+    assert found(of_store.value) == ("torchrun (process -1) ended", 75)
     assert found(ZeroDivisionError("here"))[1] == 70
 
 
@@ -710,7 +710,7 @@ def test_no_process_outlives_its_torchrun_unsaved(
         until(lambda: not any(map(is_alive, processes)))
     printed = (tmp_path / "output.txt").read_text()
     # The kernel's SIGTERM may come before the last thread of torchrun has gone.
-    reasons = ["SIGTERM on all ranks", f"the end of torchrun (process {agent.pid})"]
+    reasons = ["SIGTERM on all ranks", f"torchrun (process {agent.pid}) ended"]
     assert status(run_dir)["state"] == "stopped", printed
     assert status(run_dir)["reason"] in reasons
     assert steps_saved(run_dir)[-1] == status(run_dir)["step"]

@@ -98,20 +98,25 @@ def test_ranks_that_see_the_same_gpu_and_no_other_are_refused(spawned: Cluster) 
     for answer in answers:
         assert answer.value["refused"].startswith("ranks 0 and 1 on ")
         assert answer.value["refused"].endswith(
-            "see the same GPU and no other; use --nproc_per_node=1, or launch.device=cpu"
+            "share the only GPU that they can see; use --nproc_per_node=1, or launch.device=cpu"
         )
 
 
 def test_equal_names_of_gpus_are_refused_only_on_one_host() -> None:
     refuse_shared_gpu(["n0 GPU-a", "n0 GPU-b", "n1 GPU-a", "n1 GPU-b"])
     refuse_shared_gpu([None, None, "n1 GPU-a"])
-    with pytest.raises(UserError, match="ranks 1 and 3 on n1 see the same GPU"):
+    with pytest.raises(UserError, match="ranks 1 and 3 on n1 share the only GPU"):
         refuse_shared_gpu([None, "n1 GPU-a", "n1 GPU-b", "n1 GPU-a"])
 
 
 @pytest.mark.parametrize(
     ("count", "local_world", "expected"),
-    [(8, 8, "cuda:3"), (1, 8, "cuda:0"), (0, 8, "cpu"), (4, 8, "8 processes on this machine but 4 GPUs visible; use")],
+    [
+        (8, 8, "cuda:3"),
+        (1, 8, "cuda:0"),
+        (0, 8, "cpu"),
+        (4, 8, "8 processes were started on this machine, but only 4 GPUs are visible; use"),
+    ],
 )
 def test_device_follows_from_the_gpus_that_a_process_sees(
     count: int, local_world: int, expected: str, monkeypatch: pytest.MonkeyPatch

@@ -311,7 +311,7 @@ def test_second_start_on_a_disk_without_locks_is_refused_and_the_first_warns_of_
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     first = RunFolder(tmp_path / "run")
-    assert f"{tmp_path}/run is on a disk without file locks: a second start" in (first.warning or "")
+    assert f"{tmp_path}/run is on a disk that does not support file locks: a second start" in (first.warning or "")
     with pytest.raises(UserError, match="another process is training"):
         RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "other").close()
@@ -328,7 +328,7 @@ def test_warning_of_a_disk_without_locks_is_printed_by_a_run_and_a_sweep(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     ended = run_here(tiny_overrides(text, tmp_path / "run", "trainer.steps=1"))
-    assert f"WARNING    {tmp_path}/run is on a disk without file locks" in ended.printed
+    assert f"WARNING    {tmp_path}/run is on a disk that does not support file locks" in ended.printed
     with _claimed(SimpleNamespace(folder=tmp_path / "sweep")) as lock:  # type: ignore[arg-type]
         assert lock.warning
 

@@ -155,7 +155,7 @@ def test_wandb_service_killed_keeps_every_record_offline(text: Path, tmp_path: P
     records.steps(4, 6)
     records.end()
     (warning,) = records.warnings()
-    assert f"its records are kept in {run_dir}/wandb. To send later: serried send run.dir={run_dir}" in warning
+    assert f"records are kept in {run_dir}/wandb. To send later: serried send run.dir={run_dir}" in warning
     assert [row["step"] for row in wandb_run(run_dir)["history"]] == list(range(1, 7))
     assert main(["send", f"run.dir={run_dir}"]) == 0
     assert {row["step"] for row in server.runs["abcd1234"].history} == set(range(1, 7))
@@ -183,7 +183,7 @@ def test_end_does_not_wait_for_a_tracker_that_hangs_and_it_takes_everything_late
     records.folder.record("stop", step=3, state="finished", reason="all steps done")
     records.trackers.end(seconds=0.1)
     (warning,) = records.warnings()
-    assert "TensorBoard: it has not taken everything yet" in warning
+    assert "TensorBoard: not all records are sent yet" in warning
     os.kill(tracker, signal.SIGCONT)
     await_trackers(run_dir)
     records.folder.close()
@@ -219,8 +219,8 @@ def test_send_writes_the_records_of_an_ended_run_from_any_folder(
     assert (tmp_path / "store").exists()
     assert not any((tmp_path / "elsewhere").iterdir())
     printed = capsys.readouterr().out
-    assert "tracking   TensorBoard has taken everything\n" in printed
-    assert "tracking   MLflow has taken everything\n" in printed
+    assert "tracking   TensorBoard has received all records\n" in printed
+    assert "tracking   MLflow has received all records\n" in printed
     assert main(["send", f"run.dir={tmp_path / 'rum'}"]) == 78
     assert f"{run_dir}?" in capsys.readouterr().err
 

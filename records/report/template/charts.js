@@ -25,7 +25,7 @@ class Chart {
       this[name] = value;
       this.draw();
     };
-    const whole = "the whole of the spikes that leave the scale";
+    const whole = "show spikes at full height";
     this.spikes = this.spec.clips && toggle("spikes", false, set("isWhole"), whole);
     if (this.spikes) this.spikes.hidden = true;
     const log = this.spec.log && toggle("log", this.isLog, set("isLog"), "logarithmic scale");

@@ -8,8 +8,8 @@ const LEFT = 70;
 const BOTTOM = 40;
 const TABLES = {
   fastest: "Fastest",
-  covered: "Fastest of those that published runs cover",
-  smaller: "Slower, each with the least memory of those that are as fast",
+  covered: "Fastest layouts that published runs cover",
+  smaller: "Slower layouts that need less memory than any faster one",
 };
 const listed = Object.keys(TABLES).flatMap((name) => page[name]);
 
@@ -80,14 +80,14 @@ fill(
   ),
 );
 const note =
-  "Large dots are the layouts listed below, as planned. Small ones are all others that fit, by a shorter formula. " +
-  "A dot under the pointer names its overrides. The line is the memory that may be used.";
-fill("charts", wideCard("Time of a step against memory of a rank", scatter(), make("p.note", note)));
+  "Large dots are the layouts listed below. Small dots are all other layouts that fit, estimated by a shorter formula. " +
+  "Hover over a dot to see its overrides. The line is the usable memory.";
+fill("charts", wideCard("Step time and memory per rank", scatter(), make("p.note", note)));
 for (const [name, title] of Object.entries(TABLES))
   if (page[name].length)
-    fill("sections", wideCard(title, table(["time", "tokens/s a device", "memory", "overrides"], rows(page[name]))));
+    fill("sections", wideCard(title, table(["time", "tokens/s per device", "memory", "overrides"], rows(page[name]))));
 fill(
   "footer",
-  "Times are computed, not measured; those within 5% cannot be told apart.",
+  "Times are computed, not measured; differences below 5% are not significant.",
   doubts.length ? ` ?: a rough guess, as no published run has ${doubts.join(", nor ")}.` : "",
 );

@@ -58,7 +58,7 @@ function tiles(run) {
       ranks > 1 && `${compact(run.tokens_per_second / ranks)} a rank`,
     ],
     run.mfu != null && ["FLOPs utilisation", percent(run.mfu), "median"],
-    run.memory_bytes != null && ["peak memory", bytes(run.memory_bytes), ranks > 1 && "of the fullest rank"],
+    run.memory_bytes != null && ["peak memory", bytes(run.memory_bytes), ranks > 1 && "highest of all ranks"],
     run.data_share != null && ["waiting for data", percent(run.data_share), "of the time"],
   ].filter(Boolean);
 }
@@ -72,7 +72,7 @@ function ending(run) {
   const silent = run.last_time && page.written - run.last_time;
   const running =
     run.state === "running" && silent != null
-      ? `The last line was written ${duration(silent)} before this page${silent > 900 ? ": is it still there? A run that is killed by force cannot say so" : ""}.`
+      ? `The last line was written ${duration(silent)} before this page${silent > 900 ? ". If the run was killed, it could not record its end" : ""}.`
       : "";
   const reason =
     run.reason && run.state !== "finished"
@@ -221,7 +221,7 @@ function endings() {
     run.reason ?? "–",
     run.next.command ? make("code.command", run.next.command) : run.next.text,
   ]);
-  return wideCard("How they ended", ...folded("run", rows, table(headings("state", "why", "next"), rows)));
+  return wideCard("How the runs ended", ...folded("run", rows, table(headings("state", "why", "next"), rows)));
 }
 
 function named(run) {
@@ -244,7 +244,7 @@ function starts() {
         ? [start.state, start.reason].filter(Boolean).join(": ")
         : start === run.starts.at(-1) && run.state === "running"
           ? "running"
-          : "killed: it could not say why",
+          : "killed without recording a reason",
     ]),
   );
   if (!rows.length) return null;
@@ -253,7 +253,7 @@ function starts() {
       run.counts.undone > 0 &&
       make(
         "p.note",
-        `${several ? `${run.name}: ` : ""}${count(run.counts.undone, "logged step")} undone by a crash or a rollback, and trained again: the faint dots beside the loss.`,
+        `${several ? `${run.name}: ` : ""}${count(run.counts.undone, "logged step")} discarded by a crash or a rollback and trained again: the faint dots in the loss chart.`,
       ),
   );
   const told = table(headings("when", "steps", "time", "on", "end"), rows, "starts");
@@ -262,7 +262,7 @@ function starts() {
 
 function axesOf(start) {
   const axes = Object.entries(start.mesh).filter(([, degree]) => degree > 1);
-  return axes.length ? axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") : "alone";
+  return axes.length ? axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") : "single process";
 }
 
 function sources() {
@@ -310,19 +310,19 @@ function meshText(start) {
   const { pipeline = 1, replicate = 1, shard = 1, context = 1, tensor = 1, expert = 1 } = start.mesh;
   const ranks = count(start.world_size, "rank");
   const block = shard * context * tensor;
-  if (block === 1 && pipeline === 1) return `${ranks}, each with a whole copy of the model.`;
-  const stages = pipeline > 1 ? ` ${pipeline} stages of the model follow each other.` : "";
-  const experts = expert > 1 ? ` Experts are divided over ${expert} ranks.` : "";
+  if (block === 1 && pipeline === 1) return `${ranks}, each with a full copy of the model.`;
+  const stages = pipeline > 1 ? ` The model is split into ${pipeline} pipeline stages.` : "";
+  const experts = expert > 1 ? ` Experts are sharded over ${expert} ranks.` : "";
   const holds = [
-    shard > 1 && `shards in ${shard}`,
-    context > 1 && `sequences in ${context}`,
-    tensor > 1 && `matrices in ${tensor}`,
+    shard > 1 && `parameters by ${shard} (FSDP)`,
+    context > 1 && `sequences by ${context} (context)`,
+    tensor > 1 && `matrices by ${tensor} (tensor)`,
   ].filter(Boolean);
-  const divided = holds.length > 1 || context > 1 || tensor > 1 ? ` They divide ${holds.join(", ")}.` : "";
+  const divided = holds.length > 1 || context > 1 || tensor > 1 ? ` Sharded: ${holds.join(", ")}.` : "";
   const how =
     replicate === 1
-      ? `${ranks} hold one copy of the model together, 1/${pipeline * block} each.`
-      : `${ranks}: ${replicate} copies of the model, a colour each; ${pipeline * block} ranks share one.`;
+      ? `${ranks} share one copy of the model; each holds 1/${pipeline * block}.`
+      : `${ranks}: ${replicate} replicas of the model, one color per replica of ${count(pipeline * block, "rank")}.`;
   return `${how}${divided}${stages}${experts}`;
 }
 
@@ -364,9 +364,9 @@ function coordinates(rank, axes) {
 
 function differences() {
   if (!several) return null;
-  const title = "What differs in their config";
+  const title = "Config differences";
   const keys = Object.keys(page.differences);
-  if (!keys.length) return wideCard(title, make("p.note", "Nothing."));
+  if (!keys.length) return wideCard(title, make("p.note", "None."));
   const codes = keys.map((key) => make("code", key));
   if (runs.length > 6) {
     const byRun = runs.map((run, index) => [named(run), ...keys.map((key) => page.differences[key][index])]);
@@ -381,7 +381,7 @@ function configuration() {
   if (!keys.length) return null;
   const rows = keys.map((key) => [make("code", key), page.config[key]]);
   const told = make("details", make("summary", count(keys.length, "key")), table(null, rows, "pairs"));
-  return wideCard(several ? "Config that they share" : "Config", told);
+  return wideCard(several ? "Shared config" : "Config", told);
 }
 
 function environments() {
@@ -405,8 +405,8 @@ function footer() {
     "p",
     `Written ${moment(page.written)} by serried report. `,
     thinned
-      ? "Of long curves the page holds the lowest and the highest of each stretch, so spikes survive; smoothing averages all points. "
+      ? "Long curves are thinned to the lowest and highest point of each interval, so spikes are kept; smoothing averages all points. "
       : "",
-    `Every number is in ${several ? "the runs' " : ""}metrics.jsonl. Drag to zoom, double-click for all.`,
+    `Every number is in ${several ? "the runs' " : ""}metrics.jsonl. Drag to zoom, double-click to reset.`,
   );
 }

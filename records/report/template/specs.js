@@ -17,7 +17,7 @@ const AXES = {
     tick: compact,
     title: (x) => `${exact(x)} ${unit()}`,
   },
-  seconds: { label: "time of training", tick: duration, title: (x) => duration(x) },
+  seconds: { label: "training time", tick: duration, title: (x) => duration(x) },
 };
 const WHOLE_TICKS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
 const SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30]
@@ -55,20 +55,20 @@ const SPECS = [
   { id: "lr", title: "Learning rate", log: true, rough: true, zero: true, format: compact },
   { id: "throughput", title: "Throughput, per second", zero: true, clips: true, format: compact },
   { id: "mfu", title: "Model FLOPs utilisation", zero: true, format: percent },
-  { id: "memory", title: "Memory, the fullest rank", rough: true, zero: true, format: bytes, binary: true },
+  { id: "memory", title: "Peak memory of any rank", rough: true, zero: true, format: bytes, binary: true },
   {
     id: "time_split",
-    title: "Where the time of a step goes",
+    title: "Time per part of a step",
     stacked: true,
     rough: true,
     zero: true,
     format: stepTime,
   },
-  { id: "data_share", title: "Waiting for data, share of the step", zero: true, clips: true, format: percent },
+  { id: "data_share", title: "Waiting for data, share of step time", zero: true, clips: true, format: percent },
   { id: "source_tokens", title: "Tokens by source", rough: true, zero: true, format: compact },
-  { id: "expert_load", title: "Most loaded expert, tokens against the mean", zero: true, format: ratio },
+  { id: "expert_load", title: "Most loaded expert, tokens relative to the mean", zero: true, format: ratio },
   { id: "scale", title: "Loss scale", log: true, startsLog: true, rough: true, format: compact },
-  { id: "slowest", title: "Slowest rank, time against the median", rough: true, format: ratio },
+  { id: "slowest", title: "Slowest rank, time relative to the median", rough: true, format: ratio },
 ];
 
 /** One chart for each metric of the task, in training and on the validation sets. */

@@ -192,6 +192,11 @@ READERS: tuple[Reader, ...] = (
         f"{_NO_EFFECT} on a CPU, where the state is in host memory anyway", "",
     ),
     Reader(
+        "schedule.warmup_steps", lambda run: run.config.schedule.warmup_ratio is None,
+        f"{_NO_EFFECT}: schedule.warmup_ratio={{config.schedule.warmup_ratio:g}} replaces it",
+        "schedule.warmup_ratio=null",
+    ),
+    Reader(
         "schedule.warmup_steps", lambda run: run.config.schedule.warmup_steps < run.last_step,
         "is not below trainer.steps={config.trainer.steps}: the learning rate only rises",
         "schedule.warmup_steps={tenth}",

@@ -78,7 +78,8 @@ def overview(
     if layout.shard * layout.context > 1:
         gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
         mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
-    schedule, used_for = config.schedule, check_optimizer(config.optim, model, plan, layout)
+    schedule = config.schedule.with_warmup_steps(trainer.steps)
+    used_for = check_optimizer(config.optim, model, plan, layout)
     place_of_state = ", state in host memory" if config.offloads_state else ""
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""

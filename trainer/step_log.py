@@ -77,8 +77,9 @@ class StepLog:
 
     def _respond(self, step: int, result: StepResult) -> None:
         config = self._context.config
+        warmup_steps = config.schedule.with_warmup_steps(config.trainer.steps).warmup_steps
         advice = (
-            f"Lower optim.lr={config.optim.lr:g}, raise schedule.warmup_steps={config.schedule.warmup_steps}, or look "
+            f"Lower optim.lr={config.optim.lr:g}, raise schedule.warmup_steps={warmup_steps}, or look "
             "at the data of those steps"
         )
         if note := respond(config.health, step, result, advice):

@@ -218,7 +218,6 @@ _Config = Mapping[str, Any]
 _FIGURES: dict[str, tuple[str, Callable[[float, _Config], float]]] = {
     "steps_of_tokens": ("1000", lambda n, at: math.ceil(n / at["trainer.global_batch"] / at["data.sequence_length"])),
     "accumulated": ("512", lambda n, at: n * at["trainer.micro_batch"] * _processes(at)),
-    "warmup_of_share": ("100", lambda n, at: math.ceil(n * at["trainer.steps"])),
     "share_of_lr": ("0.1", lambda n, at: min(1.0, n / float(at["optim.lr"]))),
 }
 """Placeholders of advice in addition to ``{value}``: an example, and a function of the typed value and the other values

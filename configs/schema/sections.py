@@ -11,7 +11,8 @@ code that opens the files.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from fractions import Fraction
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -215,6 +216,15 @@ class ScheduleSection(Section):
     """Name of the schedule; ``schedule=NAME`` sets it."""
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from near 0 to ``optim.lr``."""
+    warmup_ratio: Number | None = Field(default=None, ge=0, le=1)
+    """Warm-up as a fraction of all steps, rounded up; replaces ``warmup_steps``."""
+
+    def with_warmup_steps(self, steps: int) -> Self:
+        """Return the section for a run of ``steps``, in which ``warmup_steps`` is the number that applies."""
+        if self.warmup_ratio is None:
+            return self
+        warmup_steps = math.ceil(Fraction(repr(self.warmup_ratio)) * steps)
+        return self.model_copy(update={"warmup_steps": warmup_steps, "warmup_ratio": None})
 
 
 HARNESS = "lm_eval:"

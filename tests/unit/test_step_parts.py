@@ -61,6 +61,15 @@ def test_schedule_without_warm_up_starts_at_the_peak_and_may_be_all_warm_up() ->
     assert learning_rate(1, 1, 1.0, schedule("wsd", min_lr_ratio=0, decay_fraction=0.1)) == 1.0
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
+def test_warm_up_as_a_ratio_gives_the_rates_of_as_many_steps(name: str) -> None:
+    by_ratio = schedule(name, warmup_ratio=0.07, warmup_steps=40)
+    by_steps = schedule(name, warmup_steps=8)  # 0.07 x 101 = 7.07, rounded up
+    rates = [[learning_rate(step, 101, 2.0, section) for step in range(1, 102)] for section in (by_ratio, by_steps)]
+    assert rates[0] == rates[1]
+    assert learning_rate(1, 101, 2.0, schedule(name, warmup_ratio=0.0)) == learning_rate(1, 101, 2.0, schedule(name))
+
+
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([1.0, 2.0**16, 2.0**99]))
 def test_loss_scale_moves_as_torch_grad_scaler_does(overflows: list[bool], interval: int, initial: float) -> None:
     section = PrecisionSection(name="fp16", initial_scale=initial, growth_interval=interval)

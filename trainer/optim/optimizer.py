@@ -172,8 +172,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def learning_rate(step: int, steps: int, peak: float, section: ScheduleSection) -> float:
     """Return the learning rate of optimizer step ``step`` (1 is the first, ``steps`` the last).
 
-    Warm-up is linear and reaches ``peak`` at step ``warmup_steps``. Then the schedule determines the learning rate.
+    Warm-up is linear and reaches ``peak`` at its last step. Then the schedule determines the learning rate.
     """
+    section = section.with_warmup_steps(steps)
     if step <= section.warmup_steps:
         return peak * step / section.warmup_steps
     return float(schedules.get(section.name).load()(step, steps, peak, section))

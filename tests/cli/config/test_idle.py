@@ -37,6 +37,7 @@ SITUATIONS = {
     "optim.dampening=0.1": "optim=sgd optim.momentum=0",
     "optim.offload=true": "launch.device=cpu",
     "schedule.warmup_steps=300": "",
+    "schedule.warmup_steps=5": "schedule.warmup_ratio=0.1",
     "trainer.activation_checkpoint_every=1": "",
     "trainer.eval_every=1k": "",
     "trainer.log_every=1k": "",
@@ -118,6 +119,7 @@ READ_ALWAYS = {
     "recipe", "dry_run", "run.name", "run.dir", "task.name", "task.label_smoothing", "task.z_loss",
     *(f"parallel.{axis}" for axis in ("strategy", "replicate", "shard", "context", "tensor", "pipeline", "expert")),
     "precision.name", "precision.quantize_aware", "adapter.method", "optim.name", "optim.weight_decay", "schedule.name",
+    "schedule.warmup_ratio",
     *(f"trainer.{name}" for name in (
         "steps", "epochs", "global_batch", "micro_batch", "activation_checkpoint", "ema_decay",
         "compile", "max_grad_norm", "seed", "deterministic", "max_minutes",

@@ -118,7 +118,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("gradient_accumulation_steps=4 launch.processes=2", "trainer.global_batch=64"),
         ("optim.beta2=0.99", "optim.betas=[0.9,0.99]"),
         ("beta1=0.8", "optim.betas=[0.8,0.95]"),
-        ("warmup_ratio=0.1", "schedule.warmup_steps=30"),
+        ("warmup_ratio=0.1", "schedule.warmup_ratio=0.1"),
         ("min_lr=6e-5 learning_rate=6e-4", "schedule.min_lr_ratio=0.1"),
         ("slurm.time=4h", "slurm.time_minutes=240"),
         ("slurm.time=1d2h30m", "slurm.time_minutes=1590"),

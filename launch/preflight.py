@@ -168,20 +168,20 @@ def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
         if others and 2 * count > len(found):
             for fact, value in found:
                 if value != usual:
-                    findings.blame(fact["host"], f"{name} is {value}, elsewhere {usual}")
+                    findings.blame(fact["host"], f"{name} is {value}, but {usual} on most ranks")
         elif others:
             first_host: dict[Any, str] = {}
             for fact, value in found:
                 first_host.setdefault(value, fact["host"])
             told = "; ".join(f"{value} on {host}" for value, host in first_host.items())
-            findings.common.append(f"{name} differs: {told}")
+            findings.common.append(f"{name} differs between nodes: {told}")
 
 
 def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findings) -> None:
     for name, what, least in (
         ("matmul", "matrix products run at", _SLOW_SHARE["cpu" if device_type == "cpu" else "gpu"]),
-        ("pairs", "exchange of data with the others runs at", _SLOW_WIRE_SHARE),
-        ("host_pairs", "exchange of host memory with the other nodes runs at", _SLOW_WIRE_SHARE),
+        ("pairs", "data exchange with other ranks runs at", _SLOW_WIRE_SHARE),
+        ("host_pairs", "exchange of host memory with other nodes runs at", _SLOW_WIRE_SHARE),
     ):
         known = [fact for fact in facts if fact.get(name)]
         if len(known) < (1 if name == "matmul" else 3):  # both ends of one link measure the same
@@ -202,11 +202,13 @@ def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
     senders = Counter(rank for fact in wrong for rank in fact["collectives"]["gather_wrong"] if rank != fact["rank"])
     guilty = [fact for fact in known if 2 * senders[fact["rank"]] > len(known) - 1 and len(known) > 2]
     for fact in guilty or (wrong if 2 * len(wrong) < len(known) else []):
-        how = "its data arrives wrong in an all-gather" if guilty else "wrong results of collectives"
+        how = "sends wrong data in an all-gather" if guilty else "gets wrong results from collectives"
         findings.blame(fact["host"], f"rank {fact['rank']}: {how}")
     if not guilty and 2 * len(wrong) >= len(known):
         ranks = ", ".join(str(fact["rank"]) for fact in wrong)
-        findings.common.append(f"collectives give wrong results on rank {ranks}; find the faulty one with fewer nodes")
+        findings.common.append(
+            f"collectives give wrong results on ranks {ranks}; run this on fewer nodes to find the faulty one"
+        )
 
 
 def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Findings) -> None:
@@ -214,20 +216,28 @@ def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Find
     for fact in facts:
         host, ahead = fact["host"], fact["clock"] - middle
         if abs(ahead) > _CLOCK_SECONDS:
-            findings.blame(host, f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others'")
+            findings.blame(host, f"the clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the median")
         if fact["device"] is not None and fact["device"]["free_share"] < _FREE_SHARE:
             free = fact["device"]["free_share"]
-            findings.blame(host, f"rank {fact['rank']}: {free:.0%} of device memory is free; another process uses it")
+            findings.blame(
+                host, f"rank {fact['rank']}: only {free:.0%} of device memory is free; another process uses the rest"
+            )
         if fact["unresolved"]:
-            text = f"{host}: no address for {', '.join(fact['unresolved'])}"
+            text = f"{host}: cannot resolve the host name {', '.join(fact['unresolved'])}"
             if text not in findings.warnings:
                 findings.warnings.append(text)
         files, needed = fact["open_files"], _SOCKETS_PER_PEER * len(facts)
-        text = f"{host}: at most {files} open files, and {len(facts)} ranks may need {needed}; use: ulimit -Hn {needed}"
+        text = (
+            f"{host}: the limit of open files is {files}, but {len(facts)} ranks may need {needed}; use: "
+            f"ulimit -Hn {needed}"
+        )
         if files is not None and files < needed and text not in findings.warnings:
             findings.warnings.append(text)
         shared = fact["shared_memory"]
-        text = f"{host}: /dev/shm has {size(shared or 0)}, below {ranks_per_node} x 128 MiB; containers: --shm-size=8g"
+        text = (
+            f"{host}: /dev/shm has {size(shared or 0)}, less than {ranks_per_node} x 128 MiB for its ranks; start a "
+            "container with --shm-size=8g"
+        )
         if (shared or 0) < ranks_per_node * _SHARED_MEMORY_BYTES_PER_RANK and text not in findings.warnings:
             findings.warnings.append(text)
 
@@ -235,18 +245,21 @@ def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Find
 def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | None, findings: Findings) -> None:
     for fact in facts:
         if fact["sees_run_dir"] is False:
-            findings.blame(fact["host"], f"does not see what rank 0 writes to {run_dir}: it must be on a shared disk")
+            findings.blame(
+                fact["host"], f"does not see files that rank 0 writes to {run_dir}; use run.dir=FOLDER on a shared disk"
+            )
     known = [fact["disk"] for fact in facts if fact["disk"]]
     if not known:
         return
     free, inodes = min(found["free_bytes"] for found in known), [found["free_inodes"] for found in known]
     if needed_bytes is not None and free < needed_bytes:
         findings.common.append(
-            f"{run_dir} has {size(free)} free, and the kept checkpoints and one being written take "
+            f"{run_dir} has {size(free)} free, but the checkpoints to keep and the one being written need "
             f"{size(needed_bytes)}; use run.dir=FOLDER on another disk, or lower checkpoint.keep"
         )
     if any(count is not None and count < _INODES for count in inodes):
-        findings.common.append(f"{run_dir} has room for {min(count for count in inodes if count is not None)} files")
+        left = min(count for count in inodes if count is not None)
+        findings.common.append(f"{run_dir} has room for only {left} files; use run.dir=FOLDER on another disk")
     for fact in facts:
         if fact["disk"] and fact["disk"]["write_bytes_per_second"] < _WRITE_BYTES_PER_SECOND:
             speed = size(fact["disk"]["write_bytes_per_second"])

@@ -42,8 +42,8 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], o
 def _refuse_idle_dry_run(config: RunConfig) -> None:
     if config.slurm.dry_run and config.launch.name != "slurm":
         raise UserError(
-            f"slurm.dry_run=true prints what launch=slurm would submit, and this is launch={config.launch.name}; use "
-            "launch=slurm, or dry_run=true for the plan of the run"
+            "slurm.dry_run=true prints the script that launch=slurm would submit, but this is "
+            f"launch={config.launch.name}; use launch=slurm, or dry_run=true to print the plan of the run"
         )
 
 
@@ -60,15 +60,15 @@ def planned_sweep(argv: Sequence[str]) -> Sweep:
     cannot run it from here."""
     if is_started():
         raise UserError(
-            "-m under torchrun would start every run in every process; use it without torchrun: python train.py -m "
+            "-m under torchrun would start every run in every process; start without torchrun: python train.py -m "
             f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
     sweep = read_sweep(argv)
     is_submitted = sweep.points[0].config.launch.name == "slurm"
     if is_submitted and sweep.search is not None:
         raise UserError(
-            "search.trials with launch=slurm: a search chooses each run when the ones before it have ended; submit one "
-            "job that trains them all: sbatch ... --wrap 'python train.py -m launch=local search.trials=20 ...'"
+            "search.trials cannot be used with launch=slurm, as each trial depends on the results of earlier trials; "
+            "submit one job for all trials: sbatch ... --wrap 'python train.py -m launch=local search.trials=20 ...'"
         )
     if is_submitted:
         refuse_unequal([point.config for point in sweep.points])
@@ -99,10 +99,10 @@ def describe_runs(sweep: Sweep | None) -> str:
     if sweep.search is not None:
         corner = values_shown(sweep.keys, sweep.points[0])
         return (
-            f"\n{'sweep':<10} {runs}: {keys}; each is chosen when it starts; the ends of the space are checked, and "
-            f"this is the plan of one of them, {corner}"
+            f"\n{'sweep':<10} {runs}: {keys}; the values of a run are chosen when it starts; the ends of the space are "
+            f"checked, and the plan above is for one of them: {corner}"
         )
-    lines = [("sweep", f"{runs}: {keys}; all are checked, and this is the plan of the first")]
+    lines = [("sweep", f"{runs}: {keys}; all are checked, and the plan above is for the first")]
     lines += [
         (f"run {number}/{sweep.runs}", f"{values_shown(sweep.keys, point)}: {point.config.run.dir}")
         for number, point in enumerate(sweep.points[:_RUNS_DESCRIBED], start=1)

@@ -251,7 +251,7 @@ def _gone(failed: Mapping[int, int]) -> str | None:
     if not gone:
         return None
     which = f"rank {gone[0]}" if len(gone) == 1 else f"ranks {', '.join(gone[:-1])} and {gone[-1]}"
-    return f"{which} ended with exit code 0 before the run did: something called os._exit() or exit()"
+    return f"{which} ended with exit code 0 before the run finished: code in it called os._exit() or exit()"
 
 
 def _remove_output(output: Path) -> None:

@@ -64,8 +64,8 @@ def refuse_unequal(configs: Sequence[RunConfig]) -> None:
         if value != first[key]:
             one, another = ("null" if setting is None else setting for setting in (first[key], value))
             raise UserError(
-                f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job: "
-                f"all its tasks get the same. Start one sweep for each value: {key}={one} {configs[0].another_run}"
+                f"{key} is {one} in one run and {another} in another, but with launch=slurm a sweep is one array job, "
+                f"whose tasks share this setting; start one sweep per value: {key}={one} {configs[0].another_run}"
             )
 
 
@@ -123,8 +123,8 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
             answered = time.monotonic()
         elif time.monotonic() - answered > _SILENT_SECONDS:
             raise UserError(
-                f"squeue has not answered for {_SILENT_SECONDS} s, so job {job} is cancelled; see `squeue --me` (if it "
-                f"still lists the job: scancel {job}), and run the same command when that answers"
+                f"squeue has not answered for {_SILENT_SECONDS} s, so job {job} is cancelled; check `squeue --me` (if "
+                f"it still lists the job: scancel {job}), and run the same command again when squeue answers"
             )
         now = next((queued_job for queued_job in queued or [] if queued_job.name == job), None)
         # Until Slurm has considered the job, its reason is (None).
@@ -153,7 +153,7 @@ def _result(job: str, folder: Path, last: str) -> int:
     end = next((number for number, line in enumerate(found) if line.startswith(f"{last} ")), None)
     say("\n".join(found if end is None else found[: end + 1]))
     if end is None:
-        say(f"failed: job {job} ended before its line `{last}`; see {folder / job}*.log")
+        say(f"failed: job {job} ended without printing the line `{last}`; see {folder / job}*.log")
         return EXIT_STOPPED if code == EXIT_STOPPED else EXIT_FAILED
     return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
 
@@ -278,8 +278,8 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         if _NO_LINE.search(str(value)):  # bash would run the text after a line break
             key = {"output": "run.dir", "job-name": "run.name"}.get(name, f"slurm.{name}")
             raise UserError(
-                f"{key}: {str(value)!r} holds a line break, a control character or bytes that are not UTF-8, "
-                f"and options of sbatch cannot contain these; use {key}=OTHER"
+                f"{key}: {str(value)!r} contains a line break, a control character or bytes that are not UTF-8, "
+                f"which options of sbatch cannot contain; use {key}=OTHER"
             )
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
     options += [
@@ -298,7 +298,7 @@ def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
         if waiting := jobs_of(_absolute(config.run.dir), queued):
             number = waiting[0].name.partition("_")[0]
             raise UserError(
-                f"{config.run.dir} has a job in the queue already: {waiting[0].describe()}; wait for it, cancel it "
+                f"{config.run.dir} already has a job in the queue: {waiting[0].describe()}; wait for it, cancel it "
                 f"(scancel {number}), queue behind it (slurm.dependency=afterany:{number}), or use {config.another_run}"
             )
 
@@ -315,19 +315,21 @@ def _sbatch(path: Path) -> str:
         )  # fmt: skip
     except FileNotFoundError:
         raise _NothingSubmitted(
-            "launch=slurm needs sbatch, and it is not on this machine's PATH; submit from a login node of the cluster, "
-            "or print the script: slurm.dry_run=true"
+            "launch=slurm needs sbatch, which is not on the PATH of this machine; submit from a login node of the "
+            "cluster, or print the script with slurm.dry_run=true"
         ) from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
+        raise UserError(
+            f"sbatch has not answered for {_PATIENCE_SECONDS} s; check `sinfo`, and run the command again"
+        ) from None
     if done.returncode and _UNCONFIGURED in done.stderr:
         raise _NothingSubmitted(
-            "Slurm is installed here but has no configuration: no slurm.conf in /etc/slurm, and no server for "
-            "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
+            "Slurm is installed on this machine but not configured: it found neither slurm.conf in /etc/slurm nor a "
+            "configuration server; submit from a login node of the cluster, or set SLURM_CONF=FILE"
         )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise _NothingSubmitted(f"Slurm refuses the job: {said}; to see its script: slurm.dry_run=true")
+        raise _NothingSubmitted(f"Slurm refused the job: {said}; to print the script: slurm.dry_run=true")
     return done.stdout.strip().partition(";")[0]
 
 

@@ -89,7 +89,7 @@ def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
     for run_dir in run_dirs:
         if names := _noted(run_dir):
             raise UserError(
-                f"squeue does not answer, and job {names[-1]}, submitted for {run_dir}, may be running or waiting; see "
-                "`squeue --me`, and run the same command when that answers"
+                f"squeue does not answer, so job {names[-1]} for {run_dir} may still be queued or running; check "
+                "`squeue --me`, and run the same command again when squeue answers"
             )
     return []

@@ -46,13 +46,14 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         where = "before training began"
         reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
     else:
-        return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
+        return EXIT_FAILED, f"failed before training began; see the logs of the nodes in {start.parent}"
     is_same, fruitless = _note(run_dir, start, state, step, reason)
     if reason.startswith(_WANTED):
         return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; run the same command to resume"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
-        what = f"ended {where}" if is_same else f"saved nothing, and the last one ended {where}"
-        fix = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "fix that"
+        what = f"ended {where}" if is_same else f"saved no checkpoint, and the last one ended {where}"
+        is_out_of_time = reason.startswith(_OUT_OF_TIME)
+        fix = "raise slurm.time_minutes, or lower checkpoint.every" if is_out_of_time else "fix the cause"
         return (
             EXIT_FAILED,
             f"crash loop: two starts in a row {what} ({reason}). Not queued again; {fix}, and submit the same command",

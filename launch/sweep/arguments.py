@@ -26,10 +26,10 @@ SEARCH_EXAMPLE = "-m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
 GRID_EXAMPLE = "-m optim.lr=1e-3,3e-3"
 _ONE_VALUE = {
     "run.name": "each run gets its own name",
-    "run.dir": "each run gets its own folder inside it",
-    "launch": "all runs start the same way",
-    "dry_run": "it prints the plan of the first run",
-    "slurm.dry_run": "it prints the script of all runs",
+    "run.dir": "each run gets its own folder inside this one",
+    "launch": "all runs are started in the same way",
+    "dry_run": "a dry run prints the plan of the first run only",
+    "slurm.dry_run": "a dry run prints one script for all runs",
 }
 
 
@@ -65,7 +65,7 @@ def read_words(argv: Sequence[str]) -> Words:
             override = parser.parse_override(word)
         except HydraException:
             if "," in value and not (known and known.is_free_text):
-                words.mistakes.append(f"{word} cannot be read as values to sweep over; e.g. {GRID_EXAMPLE}")
+                words.mistakes.append(f"{word} is not a valid list of values to sweep over; e.g. {GRID_EXAMPLE}")
             else:
                 words.fixed.append(word)
             continue
@@ -83,8 +83,8 @@ def values_of(override: Override) -> list[str]:
     value = override.value()
     if isinstance(value, RangeSweep) and not _length(value) <= MOST_RUNS:
         raise UserError(
-            f"{override.input_line} has more than {MOST_RUNS} values; give fewer, or let a search choose between two "
-            f"ends: {SEARCH_EXAMPLE}"
+            f"{override.input_line} has more than {MOST_RUNS} values; give fewer values, or search a range: "
+            f"{SEARCH_EXAMPLE}"
         )
     try:
         if isinstance(value, Glob):

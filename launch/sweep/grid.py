@@ -45,10 +45,12 @@ def _grid(words: Words) -> Sweep:
     values = _values(words)
     runs = math.prod(map(len, values.values()))
     if runs > MOST_RUNS:
-        words.mistakes.append(f"a grid of {runs} runs, more than {MOST_RUNS}; give fewer values, or search.trials=20")
+        words.mistakes.append(
+            f"the grid has {runs} runs, and at most {MOST_RUNS} are allowed; give fewer values, or add search.trials=20"
+        )
     if words.mistakes or not values:
         compose(words.fixed, found=words.mistakes)  # raises with all mistakes
-        raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")
+        raise UserError(f"-m sweeps over keys with several values, but no key has several; e.g. {GRID_EXAMPLE}")
     keys = tuple(values)
     combinations = [dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values.values())]
     label = labels(keys)
@@ -60,7 +62,7 @@ def _grid(words: Words) -> Sweep:
     for chosen in combinations:
         point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)
         if point.config.run.dir in points:
-            raise UserError(f"two runs of the sweep would share {point.config.run.dir}; give every value once")
+            raise UserError(f"two runs of the sweep would use {point.config.run.dir}; give each value only once")
         points[point.config.run.dir] = point
     return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
 
@@ -71,7 +73,7 @@ def _values(words: Words) -> dict[str, list[str]]:
     for key, override in words.swept.items():
         try:
             if override.is_interval_sweep():
-                raise UserError(f"{override.input_line}: an interval is not a list of values; add search.trials=20")
+                raise UserError(f"{override.input_line}: an interval can only be searched; add search.trials=20")
             values[key] = values_of(override)
         except UserError as error:
             words.mistakes += error.args

@@ -77,7 +77,7 @@ def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
     deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
     while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
         if not is_told:
-            say(f"waiting    for another process, which is training in {run_dir}")
+            say(f"waiting    for another process that is training in {run_dir}")
         is_told = True
         time.sleep(_LOOK_SECONDS)
     return not signals.received

@@ -59,7 +59,7 @@ class Search:
         while len(tried) < self.trials:
             suggestion = self._suggest(study, tried)
             if suggestion is None:
-                say(f"search     ended after {len(tried)} of {self.trials} trials: no values are left to try")
+                say(f"search     ended after {len(tried)} of {self.trials} trials: all combinations were tried")
                 return
             trial, point = suggestion
             tried.append(trial.params)
@@ -100,7 +100,7 @@ def read_search(words: Words) -> Sweep:
             words.mistakes += error.args
     if words.mistakes or not space:
         compose(words.fixed, found=words.mistakes)  # raises with all mistakes
-        raise UserError(f"search.trials searches values, and no key has several; e.g. {SEARCH_EXAMPLE}")
+        raise UserError(f"search.trials needs a key with several values or a range; e.g. {SEARCH_EXAMPLE}")
     corners = _corners(space)
     name = f"search-{in_a_name('-'.join(labels(list(space)).values()))}"
     builder = PointBuilder.of(words.fixed, corners[0], name, inside=True)
@@ -122,7 +122,7 @@ def _read_options(words: Words) -> dict[str, str]:
     options = dict(words.options)
     for name in sorted({*options} - {*_OPTIONS}):
         known = ", ".join(f"search.{each}={value}" for each, value in _OPTIONS.items())
-        words.mistakes.append(f"unknown key search.{name}={options.pop(name)}; a search has {known}")
+        words.mistakes.append(f"unknown key search.{name}={options.pop(name)}; the keys of a search are {known}")
     if "trials" not in options:
         words.mistakes.append(f"search.{' search.'.join(options)} needs the number of trials: search.trials=20")
     options = _OPTIONS | options
@@ -130,7 +130,9 @@ def _read_options(words: Words) -> dict[str, str]:
         count = parse_count(options[name])
         if not isinstance(count, int) or count < lowest:
             example = f"e.g. search.{name}={_OPTIONS[name]}"
-            words.mistakes.append(f"search.{name}={options[name]} is not a whole number from {lowest} on; {example}")
+            words.mistakes.append(
+                f"search.{name}={options[name]} is not a whole number of at least {lowest}; {example}"
+            )
         options[name] = str(count)
     if options["sampler"] not in _SAMPLERS:
         words.mistakes.append(f"search.sampler={options['sampler']} is not one of {', '.join(_SAMPLERS)}")
@@ -178,8 +180,8 @@ def _earlier(builder: PointBuilder, space: Mapping[str, BaseDistribution]) -> di
         except (KeyError, ValueError):
             typed = " ".join(f"{key}={value}" for key, value in trials[name].items())
             raise UserError(
-                f"{builder.sweep_folder} has trials outside this space, such as {typed}; search a space that holds "
-                f"them, or use {builder.config.another_run} for another search"
+                f"{builder.sweep_folder} has earlier trials outside this search space, such as {typed}; widen the "
+                f"space to include them, or start another search with {builder.config.another_run}"
             ) from None
         earlier[name] = parameters
     return earlier

@@ -78,7 +78,7 @@ def _claimed(sweep: Sweep) -> FolderLock:
         return lock_folder(folder)
     except BlockingIOError:
         another = sweep.points[0].config.another_run
-        raise UserError(f"another process is running this sweep, {folder}; wait for it, or use {another}") from None
+        raise UserError(f"another process is running this sweep in {folder}; wait for it, or use {another}") from None
     except OSError as error:
         raise UserError(f"cannot write the sweep's folder {folder}: {error.strerror}; use run.dir=FOLDER") from None
 
@@ -164,7 +164,7 @@ def _write(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome], write
             write_report(started, folder / "report.html")
             files.append("report.html")
         except Exception as error:  # the runs are trained, with or without a report
-            say(f"WARNING    no report: {in_one_line(error)}")
+            say(f"WARNING    cannot write the report: {in_one_line(error)}")
     if files:
         say(f"files      {folder}: {', '.join(files)}")
 
@@ -201,7 +201,7 @@ class _Runs:
             raise _AskedToStop
         if not self.started:
             what = f"{self._sweep.runs} runs: {' x '.join(self._sweep.keys)}"
-            say(f"sweep      {what}; the output of each is in its folder, {CONSOLE}")
+            say(f"sweep      {what}; the output of a run is in {CONSOLE} in its folder")
         self.started += 1
         before = outcome_of(point)
         if _is_done(point, before):
@@ -235,8 +235,8 @@ class _Runs:
         self._last_reason = reason
         if self._fruitless == _FRUITLESS_RUNS:
             raise TrainingFailed(
-                f"{_FRUITLESS_RUNS} runs in a row failed for the same reason before their first step, so the rest is "
-                "skipped; fix that and run the same command again"
+                f"{_FRUITLESS_RUNS} runs in a row failed for the same reason before their first step, so the other "
+                "runs are skipped; fix the cause and run the same command again"
             )
 
 

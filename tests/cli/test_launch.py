@@ -111,7 +111,7 @@ def test_slurm_dry_run_without_launch_slurm_is_refused(tmp_path: Path, capsys: p
         assert main([*words, "slurm.dry_run=true", f"run.dir={tmp_path}"]) == 78
         said = capsys.readouterr()
         assert said.out == ""
-        assert said.err.startswith("error: slurm.dry_run=true prints what launch=slurm would submit")
+        assert said.err.startswith("error: slurm.dry_run=true prints the script that launch=slurm would submit")
         assert len(said.err.splitlines()) == 1
 
 
@@ -348,7 +348,7 @@ def test_killed_rank_of_a_launcher_is_named(tmp_path: Path) -> None:
 
 def test_rank_that_ends_with_0_before_the_run_does_is_named(tmp_path: Path) -> None:
     done = launched(tmp_path, "pass", "rank == '1' and os._exit(0); time.sleep(60)")
-    reason = "rank 1 ended with exit code 0 before the run did: something called os._exit() or exit()"
+    reason = "rank 1 ended with exit code 0 before the run finished: code in it called os._exit() or exit()"
     assert (done.returncode, done.stderr) == (70, f"failed: {reason}\n")
 
 
@@ -358,7 +358,7 @@ def test_ranks_that_all_end_with_0_before_the_run_does_have_failed(tmp_path: Pat
     done = launched(tmp_path, "pass", rank)
     assert done.returncode == 70
     assert done.stderr.startswith("failed: rank")
-    assert "ended with exit code 0 before the run did" in done.stderr
+    assert "ended with exit code 0 before the run finished" in done.stderr
     ended = status(tmp_path / "run")
     assert (ended["state"], ended["step"], ended["exit_code"]) == ("failed", 3, 70)
     assert ended["reason"] in done.stderr
@@ -532,7 +532,7 @@ def test_slurm_without_a_configuration_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert cli.main(["submit", f"run.dir={tmp_path / 'run'}"]) == 78
     told = capsys.readouterr().err
-    assert told.startswith("error: Slurm is installed here but has no configuration: ")
+    assert told.startswith("error: Slurm is installed on this machine but not configured: ")
     assert "res_nsearch" not in told
     assert len(told.splitlines()) == 1
 
@@ -546,7 +546,7 @@ def test_line_break_in_a_folder_is_no_line_of_the_script(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("error: run.dir: ")
-    assert "holds a line break" in shown.err
+    assert "contains a line break" in shown.err
     assert len(shown.err.splitlines()) == 1
 
 
@@ -560,7 +560,7 @@ def test_job_that_slurm_refuses_leaves_no_folder(
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     assert train([*sweep, "launch=slurm", "launch.device=cpu", f"run.dir={tmp_path / 'a/b/run'}"]) == 78
-    told = "error: Slurm refuses the job: invalid partition; to see its script: slurm.dry_run=true\n"
+    told = "error: Slurm refused the job: invalid partition; to print the script: slurm.dry_run=true\n"
     assert capsys.readouterr().err == told
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
@@ -613,7 +613,7 @@ def test_two_starts_without_a_checkpoint_are_a_crash_loop(tmp_path: Path) -> Non
     assert end_a_start(tmp_path, state="stopped", step=99, reason="SIGTERM on all ranks")[0] == 75
     code, line = end_a_start(tmp_path, state="stopped", step=140, reason="SIGUSR1 on rank 0")
     assert code == 70
-    assert "two starts in a row saved nothing, and the last one ended at step 140 (SIGUSR1 on rank 0)" in line
+    assert "two starts in a row saved no checkpoint, and the last one ended at step 140 (SIGUSR1 on rank 0)" in line
     assert "raise slurm.time_minutes" in line
     assert end_a_start(tmp_path, "2", state="running", step=150)[0] == 75, "who submits again has mended something"
     (tmp_path / "slurm" / "2.stopped").touch()

@@ -58,15 +58,18 @@ def test_equal_nodes_are_fit() -> None:
 @pytest.mark.parametrize(
     ("finding", "expected"),
     [
-        ({"versions": {"driver": "550.9"}}, "driver is 550.9, elsewhere 570.1"),
-        ({"device": {"name": "NVIDIA A100"}}, "device name is NVIDIA A100, elsewhere NVIDIA H200"),
-        ({"device": {"free_share": 0.5}}, "rank 3: 50% of device memory is free; another process uses it"),
+        ({"versions": {"driver": "550.9"}}, "driver is 550.9, but 570.1 on most ranks"),
+        ({"device": {"name": "NVIDIA A100"}}, "device name is NVIDIA A100, but NVIDIA H200 on most ranks"),
+        ({"device": {"free_share": 0.5}}, "rank 3: only 50% of device memory is free; another process uses the rest"),
         ({"matmul": 420e12}, "rank 3: matrix products run at 70% of the median"),
-        ({"pairs": 10e9}, "rank 3: exchange of data with the others runs at 25% of the median"),
-        ({"host_pairs": 1e9}, "rank 3: exchange of host memory with the other nodes runs at 33% of the median"),
-        ({"clock": -7.0}, "its clock is 7.0 s behind the others'"),
-        ({"sees_run_dir": False}, "does not see what rank 0 writes to runs/x: it must be on a shared disk"),
-        ({"collectives": {"is_reduce_wrong": True}}, "rank 3: wrong results of collectives"),
+        ({"pairs": 10e9}, "rank 3: data exchange with other ranks runs at 25% of the median"),
+        ({"host_pairs": 1e9}, "rank 3: exchange of host memory with other nodes runs at 33% of the median"),
+        ({"clock": -7.0}, "the clock is 7.0 s behind the median"),
+        (
+            {"sees_run_dir": False},
+            "does not see files that rank 0 writes to runs/x; use run.dir=FOLDER on a shared disk",
+        ),
+        ({"collectives": {"is_reduce_wrong": True}}, "rank 3: gets wrong results from collectives"),
         ({"problems": ["disk: OSError: no space"], "disk": None}, "rank 3: disk: OSError: no space"),
     ],
 )
@@ -86,25 +89,25 @@ def _nothing(finding: dict[str, Any]) -> dict[str, None]:
 def test_rank_whose_data_is_wrong_at_all_others_is_at_fault() -> None:
     wrong = {"collectives": {"is_reduce_wrong": True, "gather_wrong": [2]}}
     text = told(*(node(rank, **wrong) for rank in (0, 1, 3, 4)))
-    assert "unfit      node2: rank 2: its data arrives wrong in an all-gather" in text
+    assert "unfit      node2: rank 2: sends wrong data in an all-gather" in text
     assert "--exclude=node2" in text
 
 
 def test_problem_of_all_nodes_excludes_none() -> None:
     full = {"disk": {"free_bytes": GIB}}
     text = told(*(node(rank, **full) for rank in range(5)))
-    assert "runs/x has 1.0GiB free, and the kept checkpoints and one being written take 10.0GiB; use " in text
+    assert "runs/x has 1.0GiB free, but the checkpoints to keep and the one being written need 10.0GiB; use " in text
     assert "--exclude" not in text
     wrong = {"collectives": {"is_reduce_wrong": True}}
     text = told(*(node(rank, **wrong) for rank in range(5)))
-    assert "unfit      collectives give wrong results on rank 0, 1, 2, 3, 4" in text
+    assert "unfit      collectives give wrong results on ranks 0, 1, 2, 3, 4" in text
 
 
 def test_possible_later_problems_are_warnings() -> None:
     text = told(node(1, shared_memory=64 * 2**20), node(2, unresolved=["node4"]), node(3, open_files=19))
-    assert "WARNING    node1: /dev/shm has 64.0MiB, below 1 x 128 MiB" in text
-    assert "WARNING    node2: no address for node4" in text
-    assert "WARNING    node3: at most 19 open files, and 5 ranks may need 20; use: ulimit -Hn 20" in text
+    assert "WARNING    node1: /dev/shm has 64.0MiB, less than 1 x 128 MiB for its ranks" in text
+    assert "WARNING    node2: cannot resolve the host name node4" in text
+    assert "WARNING    node3: the limit of open files is 19, but 5 ranks may need 20; use: ulimit -Hn 20" in text
     assert text.endswith("verdict    fit: 5 nodes, 5 ranks")
 
 
@@ -145,9 +148,9 @@ def examine(run_dir: str, bad: int, how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("older", "torch is 2.9.1, elsewhere "),
+        ("older", "torch is 2.9.1, but "),
         ("slow", "rank 1: matrix products run at "),
-        ("wrong", "rank 1: wrong results of collectives"),
+        ("wrong", "rank 1: gets wrong results from collectives"),
     ],
 )
 def test_a_bad_rank_of_three_is_found(how: str, expected: str, cluster: Cluster, tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_a_bad_rank_of_three_is_found(how: str, expected: str, cluster: Cluster,
 def test_two_different_nodes_are_both_kept(cluster: Cluster, tmp_path: Path) -> None:
     answers = cluster.run(2, "tests.cli.test_preflight:examine", run_dir=str(tmp_path), bad=1, how="older")
     assert {answer.value for answer in answers} == {70}
-    assert "unfit      torch differs: " in answers[0].printed
+    assert "unfit      torch differs between nodes: " in answers[0].printed
     assert "2.9.1 on node1" in answers[0].printed
     assert "--exclude" not in answers[0].printed
 

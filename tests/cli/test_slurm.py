@@ -115,7 +115,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     job = submit(slurm, *argv)
     again = at_login(slurm, "serried.cli", "submit", "launch.nodes=2", *argv)
     assert again.returncode == 78
-    assert f"has a job in the queue already: {job} " in again.stderr
+    assert f"already has a job in the queue: {job} " in again.stderr
     shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert f"job    {job} " in shown
 
@@ -211,7 +211,7 @@ def test_job_refused_by_slurm_is_one_line(slurm: SlurmCluster, text: Path, tmp_p
     argv = tiny_overrides(text, tmp_path / "run", "slurm.partition=no-such", "launch.nodes=2")
     done = at_login(slurm, "serried.cli", "submit", *argv)
     assert done.returncode == 78
-    assert done.stderr.startswith("error: Slurm refuses the job: ")
+    assert done.stderr.startswith("error: Slurm refused the job: ")
     assert "invalid partition specified: no-such" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -338,6 +338,7 @@ def test_preflight_names_the_unfit_node(slurm: SlurmCluster, text: Path, tmp_pat
     done = at_login(slurm, "serried.cli", "preflight", *argv, f"slurm.container={container}")
     assert done.returncode == 70, done.stdout + done.stderr
     assert (
-        f"\nunfit      node1: does not see what rank 0 writes to {disk / 'run'}: it must be on a shared" in done.stdout
+        f"\nunfit      node1: does not see files that rank 0 writes to {disk / 'run'}; use run.dir=FOLDER on a shared"
+        in done.stdout
     )
     assert "\nexclude    slurm.exclude=node1, or sbatch --exclude=node1\nverdict    not fit: 2 nodes" in done.stdout

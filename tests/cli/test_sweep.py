@@ -321,7 +321,7 @@ def test_values_that_do_not_fit_are_replaced(tmp_path: Path) -> None:
 
 def test_trials_outside_the_space_are_refused(tmp_path: Path) -> None:
     tried(tmp_path, by_rate, 3, *_SPACE)
-    with pytest.raises(UserError, match=r"trials outside this space, such as optim.lr=.*use run.dir=OTHER"):
+    with pytest.raises(UserError, match=r"trials outside this search space, such as optim.lr=.*with run.dir=OTHER"):
         tried(tmp_path, by_rate, 4, "optim.lr=interval(0.5,1)", *_SPACE[1:])
 
 
@@ -442,30 +442,36 @@ def test_corners_of_a_search_are_checked_before_it_starts() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("trainer.seed=1", "no key has them"),
-        ("trainer.seed=1,1", "would share runs/tiny-seed-1"),
+        ("trainer.seed=1", "but no key has several"),
+        ("trainer.seed=1,1", "would use runs/tiny-seed-1"),
         ("trainer.sed=1,2", "did you mean trainer.seed=1,2?"),
         ("trainer.seed=range(5000)", "more than 1000"),
         ("trainer.seed=range(1,10000000000)", "has more than 1000 values"),
-        ("optim.lr=range(1,1e9)", "optim.lr=range(1,1e9) has more than 1000 values; give fewer, or let a search"),
+        (
+            "optim.lr=range(1,1e9)",
+            "optim.lr=range(1,1e9) has more than 1000 values; give fewer values, or search a range",
+        ),
         ("optim.lr=shuffle(range(1,1e9))", "has more than 1000 values"),
         ("optim.lr=range(1,2,1e-300)", "has more than 1000 values"),
         ("optim.lr=range(1,inf)", "has more than 1000 values"),
         ("trainer.seed=range(5,1)", "has no values"),
         ("trainer.seed=range(1,5,0)", "must not be zero"),
-        ("trainer.seed=range(1,", "cannot be read"),
-        ("trainer.seed=1,2]", "cannot be read as values to sweep over"),
-        ("schedule=cosine,wsd]", "cannot be read as values to sweep over"),
+        ("trainer.seed=range(1,", "is not a valid list of values"),
+        ("trainer.seed=1,2]", "is not a valid list of values to sweep over"),
+        ("schedule=cosine,wsd]", "is not a valid list of values to sweep over"),
         ("schedul=cosine,wsd", "did you mean schedule=cosine,wsd?"),
         ("optim.lr=interval(1,2)", "add search.trials=20"),
         ("run.dir=a,b", "cannot be swept"),
         ("launch=local,torchrun", "cannot be swept"),
         ("hydra.sweeper.n_trials=5 optim.lr=1,2", "-m search.trials=20"),
-        ("search.trials=20", "no key has several"),
+        ("search.trials=20", "needs a key with several values"),
         ("search.seed=1 optim.lr=1e-3,1e-2", "needs the number of trials: search.trials=20"),
-        ("search.trials=x optim.lr=1,2", "is not a whole number from 1 on; e.g. search.trials=20"),
-        ("search.trials=2 search.seed=-1 optim.lr=1,2", "search.seed=-1 is not a whole number from 0 on"),
-        ("search.trials=2 search.trial=3 optim.lr=1,2", "unknown key search.trial=3; a search has search.trials=20"),
+        ("search.trials=x optim.lr=1,2", "is not a whole number of at least 1; e.g. search.trials=20"),
+        ("search.trials=2 search.seed=-1 optim.lr=1,2", "search.seed=-1 is not a whole number of at least 0"),
+        (
+            "search.trials=2 search.trial=3 optim.lr=1,2",
+            "unknown key search.trial=3; the keys of a search are search.trials=20",
+        ),
         ("search.trials=2 search.sampler=grid optim.lr=1,2", "search.sampler=grid is not one of tpe, random"),
         ("search.trials=2 optim.lr=1e-3,1e-2 trainer.eval_every=0", "use trainer.eval_every="),
         (
@@ -518,7 +524,7 @@ def test_dry_run_lists_the_runs_below_the_plan_of_the_first(capsys: pytest.Captu
     assert main(["-m", "dry_run=true", "launch.device=cpu", *words]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].startswith("sweep      7 runs: optim.lr; ")
-    assert printed[-1].endswith("this is the plan of one of them, lr=1e-05")
+    assert printed[-1].endswith("the plan above is for one of them: lr=1e-05")
     assert any("runs/tiny-search-lr/trial-N" in line for line in printed)
 
 
@@ -576,7 +582,7 @@ def test_nothing_is_submitted_twice_while_squeue_does_not_answer(
     for again in (["-m", *words], [*words[:2], f"run.dir={runs}/seed-2"]):
         assert main(again) == 78
         told = capsys.readouterr().err
-        assert "squeue does not answer, and job 17_" in told
+        assert "squeue does not answer, so job 17_" in told
         assert len(told.splitlines()) == 1
     assert submitted.read_text() == "x\n"
 
@@ -635,7 +641,7 @@ def test_report_compares_started_runs_and_may_fail(tmp_path: Path, capsys: pytes
 
         summarize(sweep, outcomes, fails)
         printed = capsys.readouterr().out
-        assert "WARNING    no report: " in printed
+        assert "WARNING    cannot write the report: " in printed
         assert "report.html" not in printed.splitlines()[-1]
 
 

@@ -3,14 +3,16 @@
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
 from serried.launch.slurm.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.sweep.sweep_table import RECORD, read_summary, table
+from serried.records.goodput import goodput_of
 from serried.records.lock import is_locked
 from serried.records.metrics import METRICS, last_of_each_kind
-from serried.records.status import STATUS, read_status
+from serried.records.status import STATUS, Status, read_status
 from serried.runtime.process import host_name
 
 
@@ -46,22 +48,56 @@ def describe_run(run_dir: Path) -> str:
         ended = "" if status.exit_code is None else f", exit code {status.exit_code}"
         reason = f": {status.reason}" if status.reason else ""
         is_running = status.state == "running"
-        if is_running and _is_gone(run_dir) and read_status(run_dir) == status:  # it has not ended in the meantime
+        if is_running and _is_killed(run_dir, status):
             is_running, ended = False, ", but its process is gone; run the same command to resume"
         lines.append(("state", f"{status.state}{reason}{ended}"))
         lines.append(("step", _step(run_dir, status.step, is_running=is_running)))
+        goodput = goodput_of(run_dir, now=time.time() if is_running else None)
+        if goodput.starts:
+            lines.append(("goodput", goodput.line()))
     if jobs and jobs[0].state != "PENDING":
         number = jobs[0].name
         lines.append(("watch", f"tail -F {shlex.quote(str(run_dir / 'slurm' / f'{number}-node-0.log'))}"))
-    return "\n".join(f"{name:<6} {text}" for name, text in lines)
+    return "\n".join(f"{name:<7} {text}" for name, text in lines)
 
 
-def _is_gone(run_dir: Path) -> bool:
-    """Return whether the process of a ``running`` run is certainly gone: rank 0 ran on this host, and its lock is
-    free."""
+def run_values(run_dir: Path) -> dict[str, Any]:
+    """Return the state of a run for other programs; values that are not known are None.
+
+    Keys: ``run``, ``state`` (``not started``, ``running``, ``killed``, ``stopped``, ``failed`` or ``finished``),
+    ``reason``, ``exit_code``, ``step``, ``steps``, ``loss``, ``eta_seconds``, ``last_line_seconds`` (age of the newest
+    record), ``jobs`` (Slurm's job numbers), ``goodput`` (productive share of the wall-clock time) and
+    ``goodput_seconds`` (its parts).
+    """
+    status, last = read_status(run_dir), last_of_each_kind(run_dir / METRICS)
+    step, now = last.get("step", {}), time.time()
+    state = status.state if status else "not started"
+    state = "killed" if status is not None and state == "running" and _is_killed(run_dir, status) else state
+    goodput = goodput_of(run_dir, now=now if state == "running" else None)
+    newest = max((event["time"] for event in last.values() if is_number(event.get("time"))), default=None)
+    steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
+    return {
+        "run": str(run_dir),
+        "state": state,
+        "reason": status and status.reason,
+        "exit_code": status and status.exit_code,
+        "step": status and status.step,
+        "steps": steps if is_count(steps) else None,
+        "loss": step.get("loss"),
+        "eta_seconds": step.get("eta_seconds") if state == "running" else None,
+        "last_line_seconds": None if newest is None else max(0.0, now - newest),
+        "jobs": [job.name for job in jobs_of(run_dir, queued_jobs() or [])],
+        "goodput": goodput.productive_share if goodput.starts else None,
+        "goodput_seconds": goodput.seconds if goodput.starts else None,
+    }
+
+
+def _is_killed(run_dir: Path, status: Status) -> bool:
+    """Return whether the process of a ``running`` run is certainly gone: rank 0 ran on this host, its lock is free, and
+    it has not recorded its end in the meantime."""
     hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
     is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]
-    return is_here and is_locked(run_dir) is False
+    return is_here and is_locked(run_dir) is False and read_status(run_dir) == status
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:

@@ -10,6 +10,8 @@ from serried.configs.plain_data import NotPlainData, is_count, is_number, open_r
 from serried.configs.schema.sections import DEFAULT_VALIDATION
 
 METRICS = "metrics.jsonl"
+LOST_METRICS = "lost.jsonl"
+"""File with the lines of steps that a crash or a rollback undid."""
 _OURS = frozenset((
     "event", "time", "step", "set", "nonfinite", "loss", "grad_norm", "lr", "lr_by_group", "samples", "tokens",
     "source_tokens", "source_losses", "seconds", "step_seconds", "tokens_per_second", "tokens_per_second_per_device",

@@ -13,14 +13,15 @@ from typing import IO, Any
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, open_regular
 from serried.records.files import write_atomically
+from serried.records.goodput import Goodput, goodput_of
 from serried.records.lock import LOCK, is_same_file, lock_folder
-from serried.records.metrics import METRICS, parse_event
+from serried.records.metrics import LOST_METRICS, METRICS, parse_event
 from serried.records.status import STATUS, Status, read_status, write_status
 
 PROFILES = "profile"
 IMAGES = "images"
 RECORDS = (
-    "config.yaml", "environment.json", METRICS, "lost.jsonl", STATUS, "report.html", "log", "checkpoints", "wandb",
+    "config.yaml", "environment.json", METRICS, LOST_METRICS, STATUS, "report.html", "log", "checkpoints", "wandb",
     "tensorboard", PROFILES, IMAGES,
 )  # fmt: skip
 """Files and folders of a run. They are moved aside when another run starts in the same folder."""
@@ -52,6 +53,8 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
         self._earlier = read_status(path)
+        self.earlier_seconds = 0.0
+        """Wall-clock time of the run that ``set_run_aside`` moved."""
 
     @property
     def warning(self) -> str | None:
@@ -87,6 +90,7 @@ class RunFolder:
         unfinished = aside.with_name(f".{aside.name}{_UNFINISHED}")
         unfinished.mkdir()
         self._finish(unfinished)
+        self.earlier_seconds = goodput_of(aside).total_seconds
         return aside
 
     def _finish(self, unfinished: Path) -> None:
@@ -152,7 +156,7 @@ class RunFolder:
         for line in text.splitlines():
             (kept if _is_of(line, step) else lost).append(line + b"\n")
         if lost:
-            with (self.path / "lost.jsonl").open("ab") as aside:
+            with (self.path / LOST_METRICS).open("ab") as aside:
                 aside.writelines(lost)
         if b"".join(kept) != text:
             write_atomically(self.path / METRICS, b"".join(kept))
@@ -168,6 +172,13 @@ class RunFolder:
         line = json.dumps({"event": event, **finite, "time": round(time.time(), 3)}, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
         self._unless_it_fails(METRICS, self._write)
+
+    def record_stop(self, step: int, state: str, reason: str) -> Goodput:
+        """Append the event ``stop`` to ``metrics.jsonl``, with the goodput of the run, and return the goodput."""
+        found = goodput_of(self.path, {"event": "stop", "step": step, "time": time.time()})
+        seconds = {name: round(value, 3) for name, value in found.seconds.items()}
+        self.record("stop", step=step, state=state, reason=reason, goodput=seconds)
+        return found
 
     def add_images(self, name: str, step: int, contents: Iterable[bytes]) -> list[str]:
         """Write PNG images of the series ``name``. Returns their paths within the folder. A full disk ends no run.
@@ -216,7 +227,7 @@ class RunFolder:
     def fail(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run failed at ``step``, if it had started."""
         if self._metrics is not None:
-            self.record("stop", step=step, state="failed", reason=reason)
+            self.record_stop(step, "failed", reason)
             self.status("failed", step=step, reason=reason, exit_code=exit_code)
 
     def stop_early(self, step: int, reason: str, exit_code: int) -> None:
@@ -225,7 +236,7 @@ class RunFolder:
         Also recorded if the run had not started, so that its launcher may start it again.
         """
         if self._metrics is not None:
-            self.record("stop", step=step, state="stopped", reason=reason)
+            self.record_stop(step, "stopped", reason)
         elif self._earlier is not None:
             if self._earlier.state == "finished":
                 return
@@ -249,7 +260,7 @@ class RunFolder:
 def refuse_links(path: Path) -> None:
     """Refuse links among files that are appended to and folders that files are moved into. A folder from another person
     may contain links to any file of the user. Other files are always replaced, not written through."""
-    written = [path / name for name in (LOCK, METRICS, "lost.jsonl", "log", "output", IMAGES)]
+    written = [path / name for name in (LOCK, METRICS, LOST_METRICS, "log", "output", IMAGES)]
     found: list[Path] = []
     with suppress(OSError):  # such as a name that is too long: the code that creates the folder reports it
         for pattern in ("log/*", ".tracker-*.lock", f".earlier-*{_UNFINISHED}"):

@@ -108,6 +108,7 @@ class Trainer:
         log.started(
             layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
             hosts=session.gather(session.host()), tracker_run_id=tracker_run_id,
+            earlier_seconds=_earlier_seconds(context),
         )  # fmt: skip
         self.state = state = TrainingState(
             context, model, layout, start, base, before, planned.mix if planned else None
@@ -285,6 +286,13 @@ def _flops(task: RunTask, module: nn.Module) -> float | None:
             counts[parameter.requires_grad] += whole_numel(parameter)
     whole = task.flops_per_sample(counts[True] + counts[False])
     return whole and whole * (1 - counts[False] / (counts[True] + counts[False]) / 3)
+
+
+def _earlier_seconds(context: Context) -> float:
+    """Return the duration of the starts of this run that ended before their first checkpoint. Rank 0 knows it."""
+    if context.folder is None or context.config.checkpoint.resume == "never":
+        return 0.0
+    return context.folder.earlier_seconds
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:

@@ -85,6 +85,7 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
                 ],
                 "images": _images(run, _IMAGE_BYTES // len(runs)),
                 "starts": [_start(start, start is run.starts[-1]) for start in run.starts],
+                "goodput": [_goodput_of_start(parts) for parts in run.goodput.starts],
                 "environment": {key: value for key, value in environment.items() if key not in shared},
                 **_drawn(run, of_run, buckets, marks if of_run else 0),
             }
@@ -242,6 +243,11 @@ def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
         "state": end.get("state"),
         "reason": end.get("reason"),
     }
+
+
+def _goodput_of_start(parts: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of each part of a start's wall-clock time, without parts that took no time."""
+    return {name: round(seconds, 2) for name, seconds in parts.items() if seconds >= 0.005}
 
 
 def _drawn(run: Records, curves: _Curves, points: float, most_marks: int) -> dict[str, Any]:

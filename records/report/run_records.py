@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from serried.configs.plain_data import flatten, is_count, is_number, read_if_there
 from serried.configs.renamed_keys import read_saved_config_if_there
-from serried.records.metrics import METRICS, logged_images, named_metrics, read_events
+from serried.records.goodput import Goodput, goodput
+from serried.records.metrics import LOST_METRICS, METRICS, logged_images, named_metrics, read_events
 from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
@@ -80,6 +81,8 @@ class Records:
     undone_lines: int = 0
     """Number of logged steps that a crash or a rollback undid."""
 
+    goodput: Goodput = field(default_factory=lambda: goodput([]))
+
     @property
     def elapsed_seconds(self) -> float:
         """Total running time of all starts, in seconds."""
@@ -91,10 +94,12 @@ def read_records(run_dir: Path) -> Records:
     config = flatten(read_saved_config_if_there(run_dir / "config.yaml"))
     environment = read_if_there(run_dir / "environment.json")
     records = Records(run_dir, config, environment, read_status(run_dir))
-    for event in read_events(run_dir / METRICS):
+    events, lost = list(read_events(run_dir / METRICS)), list(read_events(run_dir / LOST_METRICS))
+    records.goodput = goodput([*events, *lost])
+    for event in events:
         _add(records, event)
     undone: dict[int, float] = {}
-    for event in read_events(run_dir / "lost.jsonl"):
+    for event in lost:
         if event.get("event") == "step" and (step := event.get("step")) is not None:
             records.undone_lines += 1
             undone[step] = _number(event.get("loss"))

@@ -1,5 +1,6 @@
 """``serried preflight``, ``serried submit`` and ``serried status``."""
 
+import json
 from pathlib import Path
 
 from serried.configs.errors import EXIT_FINISHED, UserError
@@ -55,21 +56,28 @@ def submit(words: list[str]) -> int:
 
 
 def status(words: list[str]) -> int:
-    """Show the state of a run or sweep and of its job; by default, of all runs in runs/."""
+    """Show the state of a run or sweep, of its job and of its goodput; by default, of all runs in runs/.
+
+    --json       print one JSON object per run instead
+    """
     from serried.configs.compose import compose
-    from serried.launch.show_status import describe_run, runs_in
+    from serried.launch.show_status import describe_run, run_values, runs_in
     from serried.launch.sweep.train_sweep import update_summary
     from serried.records.report import write_report
 
+    is_json = "--json" in words
+    words = [word for word in words if word != "--json"]
     words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
             raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
-        say(describe_run(run_dir))
+        say(json.dumps(run_values(run_dir)) if is_json else describe_run(run_dir))
         update_summary(run_dir, write_report)
         return EXIT_FINISHED
     folders = runs_in(Path("runs"))
     if not folders:
         raise UserError("there is no run in runs; use run.dir=FOLDER")
-    return say("\n\n".join(describe_run(folder) for folder in folders))
+    if is_json:
+        return say("\n".join(json.dumps(run_values(folder)) for folder in folders))
+    return say("\n\n".join(map(describe_run, folders)))

@@ -17,6 +17,7 @@ import yaml
 import serried.trainer.run
 from serried.cli import main
 from serried.launch.sweep.sweep_table import Outcome, write_summary
+from serried.records.goodput import goodput_of
 from serried.records.report import write_report
 from serried.records.report.page import render
 from serried.records.report.run_records import Curve, read_records
@@ -354,6 +355,24 @@ def test_report_of_many_runs_shows_charts_of_the_best_and_a_table_of_all(
         assert page.js("document.querySelectorAll('.results tbody tr').length") == 800
         page.click(".choice [data-value=tokens]")
         assert colours_drawn(page, "loss") > 100
+
+
+@pytest.mark.page
+def test_goodput_has_a_bar_for_each_start_with_its_parts_to_scale(
+    chromium: Browser, page_file: Path, run_dir: Path
+) -> None:
+    starts = goodput_of(run_dir).starts
+    with chromium.page(page_file) as page:
+        widths = page.js(
+            "[...document.querySelectorAll('.stack')].map((bar) => Object.fromEntries([...bar.children].map((part) =>"
+            " [part.title.replace(/ [^ ]*$/, ''), part.getBoundingClientRect().width / bar.clientWidth])))"
+        )
+    longest = max(sum(parts.values()) for parts in starts)
+    assert len(widths) == len(starts) == 2
+    for bar, parts in zip(widths, starts, strict=True):
+        shares = {name: seconds / longest for name, seconds in parts.items() if seconds >= 0.005}
+        assert bar == {name: pytest.approx(share, abs=0.01) for name, share in shares.items()}
+    assert widths[1]["gap"] > 0.9  # a day in the queue
 
 
 @pytest.mark.page

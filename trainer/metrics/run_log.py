@@ -1,6 +1,7 @@
 """Console and metrics.jsonl output of a run."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,10 +58,12 @@ class RunLog:
         peak_flops: float | None,
         hosts: Sequence[str],
         tracker_run_id: str,
+        earlier_seconds: float = 0.0,
     ) -> None:
         """Record the start of the run.
 
         ``hosts``: host name of each rank. ``peak_flops``: peak FLOP/s of one device, None if not known.
+        ``earlier_seconds``: duration of the starts that ended before their first checkpoint.
         """
         self._record(
             "start",
@@ -75,6 +78,8 @@ class RunLog:
             flops_per_sample=flops_per_sample,
             memory_bytes=peak_memory_bytes(self._session.device)[0],
             tracker_run_id=tracker_run_id,
+            since_process_seconds=round(time.monotonic() - self._session.started, 3),
+            **({"earlier_seconds": round(earlier_seconds, 3)} if earlier_seconds else {}),
         )
         self._callbacks.call("on_start", start.step)
         self._callbacks.raise_failure()
@@ -167,7 +172,7 @@ class RunLog:
         loss = means["loss"]
         finite = {source: value if math.isfinite(value) else None for source, value in by_source.items()}
         more: dict[str, Any] = {"source_losses": finite} if finite else {}
-        self._record("eval", step=step, set=name, tokens=weight, **means, **more)
+        self._record("eval", step=step, set=name, tokens=weight, seconds=round(seconds, 3), **means, **more)
         parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
         self._console.say(
             f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  {name} loss "
@@ -229,6 +234,12 @@ class RunLog:
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(counts.first_loss)} -> {_loss(counts.last_loss)}{validation}"
         )
+        state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
+        reason = (
+            progress.finished_because(step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+        )
+        if self._folder is not None:
+            self._console.say(f"goodput    {self._folder.record_stop(step, state, reason).line()}")
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
@@ -246,17 +257,12 @@ class RunLog:
             f"{opens_in and f', opens in {opens_in}'}: {checkpoint}{of_best}"
         )
         self._console.say(f"next       {self._next(step, request)}")
-        state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
-        reason = (
-            progress.finished_because(step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
-        )
         if is_finished and counts.skipped >= MANY_SKIPPED * step:
             self._console.say(
                 f"WARNING    {counts.skipped:,} of {step:,} steps ({counts.skipped / step:.0%}) were skipped and "
                 "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
             )
         if self._folder is not None:  # before on_end, during which the process may be killed
-            self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
         self._callbacks.call("on_end", step, progress.validation)
         self._callbacks.raise_failure()

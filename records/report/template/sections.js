@@ -51,6 +51,7 @@ function tiles(run) {
     ...run.metrics.slice(0, 4).map((metric) => [metric.name, compact(metric.value), metric.set]),
     ["step", exact(run.step), run.eta_seconds == null ? done : `${done}, ${duration(run.eta_seconds)} to go`],
     run.tokens != null && [run.unit, compact(run.tokens), run.samples != null && `${compact(run.samples)} sequences`],
+    run.goodput.length > 0 && ["goodput", percent(productive(run)), "productive steps of the wall-clock time"],
     run.seconds > 0 && ["time", duration(run.seconds), run.starts.length > 1 && `in ${run.starts.length} starts`],
     run.tokens_per_second != null && [
       `${run.unit}/s, median`,
@@ -183,7 +184,17 @@ function runToggle(run, index) {
 // ---- below the curves
 
 function sections() {
-  return [logged(), differences(), endings(), starts(), sources(), meshes(), environments(), configuration()].filter(Boolean);
+  return [
+    logged(),
+    differences(),
+    endings(),
+    starts(),
+    goodput(),
+    sources(),
+    meshes(),
+    environments(),
+    configuration(),
+  ].filter(Boolean);
 }
 
 /** The last text and images of each name that callbacks logged. */
@@ -259,6 +270,45 @@ function starts() {
   const told = table(headings("when", "steps", "time", "on", "end"), rows, "starts");
   return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, ...undone));
 }
+
+const PARTS = ["productive", "compile", "start", "data", "save stall", "evaluation", "lost steps", "gap", "other"];
+
+function productive(run) {
+  const seconds = (part) => sum(run.goodput.map((parts) => (part ? (parts[part] ?? 0) : sum(Object.values(parts)))));
+  return seconds("productive") / (seconds() || 1);
+}
+
+/** Wall-clock time of each start, and of the gap before it, as a stacked bar. */
+function goodput() {
+  const longest = Math.max(...runs.flatMap((run) => run.goodput.map((parts) => sum(Object.values(parts)))));
+  if (!(longest > 0)) return null;
+  const bar = (parts) => {
+    const segments = PARTS.filter((part) => parts[part] > 0).map((part) => {
+      const segment = make("span", { class: `part ${part.replace(" ", "-")}`, title: `${part} ${duration(parts[part])}` });
+      segment.style.width = `${(parts[part] / longest) * 100}%`;
+      return segment;
+    });
+    return make("div.stack", ...segments);
+  };
+  const rows = runs.flatMap((run) =>
+    run.goodput.map((parts, index) => [
+      ...(several ? [named(run)] : []),
+      moment(run.starts.at(index - run.goodput.length)?.time),
+      duration(sum(Object.values(parts))),
+      percent((parts.productive ?? 0) / (sum(Object.values(parts)) || 1)),
+      bar(parts),
+    ]),
+  );
+  const seen = PARTS.filter((part) => runs.some((run) => run.goodput.some((parts) => parts[part] > 0)));
+  const legend = seen.map((part) => {
+    const seconds = sum(runs.flatMap((run) => run.goodput.map((parts) => parts[part] ?? 0)));
+    return make("span.key", make("span", { class: `part ${part.replace(" ", "-")}` }), `${part} ${duration(seconds)}`);
+  });
+  const bars = table(headings("start", "time", "productive", "all of the time"), rows, "goodput");
+  return wideCard("Goodput", make("p.note", ...legend), ...folded("start", rows, bars));
+}
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function axesOf(start) {
   const axes = Object.entries(start.mesh).filter(([, degree]) => degree > 1);

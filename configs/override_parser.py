@@ -34,6 +34,8 @@ from serried.configs.subcommand_arguments import last_of_each
 COMMAND_LINE = "command line"
 Action = Literal["train", "help", "config", "sweep"]
 _CONFIG_DIR = "--config-dir="
+_PLAIN_TEXTS = re.compile(r"""\[([^][{}"'$\\]+)\]""")
+"""A list of texts without quotes, such as ``[<tool>,</tool>]``, which Hydra's grammar may not read."""
 _NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
 
 
@@ -210,6 +212,8 @@ class CommandLine:
         is_several = parsed is not None and parsed.is_sweep_override()
         if key.is_free_text:
             self._read_text(key, value, None if is_several else parsed)
+        elif parsed is None and key.kind == "texts" and (texts := _PLAIN_TEXTS.fullmatch(value)):
+            self._accept(key, value, [text.strip() for text in texts[1].split(",")])
         elif parsed is None:
             self.mistakes.append(unfit(key, shown(value), COMMAND_LINE))
         elif is_several:

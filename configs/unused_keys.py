@@ -303,7 +303,7 @@ READERS: tuple[Reader, ...] = (
     Reader("model.pretrained", lambda run: run.model("path") is not None,
            f"{_NO_EFFECT} without a model to start from", ""),
     Reader(
-        "model.vocab_multiple", lambda run: run.model("vocab_size") is None,
+        "model.vocab_multiple", lambda run: run.model("vocab_size") is None or bool(run.data("added_tokens")),
         f"{_NO_EFFECT} with model.vocab_size={{config.model.vocab_size}}, which is not rounded",
         "model.vocab_size=null",
     ),

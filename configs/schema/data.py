@@ -80,6 +80,8 @@ Sources = dict[str, Annotated[SerializeAsAny[MixedSource], _by_name(MixedSource)
 """Sources of a mixture, under names that the user chooses."""
 ValidationSets = dict[str, Annotated[SerializeAsAny[SourceSection], _by_name(SourceSection)]]
 
+Tokens = tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...]
+
 
 class DataSection(LoadingSection, SourceSection):
     """Training data: keys common to all sources."""
@@ -107,6 +109,11 @@ class DataSection(LoadingSection, SourceSection):
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
     """``data.tokenizer=train``: size of the vocabulary to learn."""
+    add_tokens: Tokens = ()
+    """Tokens to add to the tokenizer, recognized in all text. Pretrained models get a new row for each in the embedding
+    and the head."""
+    add_special_tokens: Tokens = ()
+    """Special tokens to add, recognized in conversations; in plain text they remain text."""
     sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
     """Tokens per sequence."""
     packing: Literal["split", "best_fit", "none"] = "split"
@@ -133,6 +140,11 @@ class DataSection(LoadingSection, SourceSection):
     def isolates(self) -> bool:
         """Whether attention is masked between documents, and sequences may have several."""
         return self.isolate_documents and self.packing != "none"
+
+    @property
+    def added_tokens(self) -> Tokens:
+        """All tokens to add to the tokenizer."""
+        return (*self.add_tokens, *self.add_special_tokens)
 
     @property
     def is_streamed(self) -> bool:
@@ -188,6 +200,7 @@ class DataSection(LoadingSection, SourceSection):
                 f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; "
                 "use data.tokenizer=bytes, or an existing tokenizer"
             )
+        yield from self._mistakes_of_added_tokens((*made, "bytes"))
         yield from self._mistakes_of_chats()
         if self.format == "preference":
             yield from self._mistakes_of_pairs()
@@ -204,6 +217,16 @@ class DataSection(LoadingSection, SourceSection):
                 f"exists; use data.tokenizer={close}, or a Hugging Face name with its owner, "
                 "as in openai-community/gpt2"
             )
+
+    def _mistakes_of_added_tokens(self, fixed: Sequence[str]) -> Iterator[str]:
+        key = "add_tokens" if self.add_tokens else "add_special_tokens"
+        if self.added_tokens and self.tokenizer in fixed:
+            yield (
+                f"data.{key} needs the tokenizer of a model, and data.tokenizer={self.tokenizer} cannot be extended; "
+                "use data.tokenizer=MODEL_FOLDER"
+            )
+        for token in sorted({*self.add_tokens} & {*self.add_special_tokens}):
+            yield f"{token!r} is in both data.add_tokens and data.add_special_tokens; name it in one of them"
 
     def _mistakes_of_chats(self) -> Iterator[str]:
         kwargs = self.chat_template_kwargs

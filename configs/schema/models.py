@@ -107,7 +107,8 @@ class ModelSection(Section):
     vocab_size: Size | None = None
     """Number of rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1
-    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
+    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded, unless
+    ``data.add_tokens`` adds rows."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
     """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
 

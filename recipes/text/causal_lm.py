@@ -33,7 +33,14 @@ from serried.recipes.text.causal_lm_config import CausalLMSection
 from serried.recipes.text.generation import TextStream, chooser, continued, of_vocabulary, until_end, without_end
 from serried.recipes.text.model_files import NO_SETTINGS, Settings, end_ids, settings_in, special_ids, write_model_files
 from serried.recipes.text.text_data import TextData
-from serried.recipes.text.tokenizer_checks import check_tokenizer_of, check_unchanged, embedding_rows, note_of_other_ids
+from serried.recipes.text.vocabulary import (
+    check_tokenizer_of,
+    check_unchanged,
+    embedding_rows,
+    exported_with_fewer_rows,
+    note_of_other_ids,
+    notes_of_added_tokens,
+)
 from serried.records.safetensors_files import TensorFolder
 from serried.trainer.task import Piece, TextTask
 
@@ -145,7 +152,7 @@ class CausalLM(TextTask):
         """Return the number of token ids. Return None in a dry run that does not need it, to avoid reading files and
         importing libraries."""
         if not self._text.sources:
-            if self._data.tokenizer != "bytes" and self._model.vocab_size:
+            if self._data.tokenizer != "bytes" and self._model.vocab_size and not self._data.added_tokens:
                 return None
             if self._data.tokenizer == "train":
                 return self._data.vocab_size
@@ -197,6 +204,8 @@ class CausalLM(TextTask):
 
     def _vocabulary(self) -> str:
         rows, ids = self.vocab_size(), self._tokenizer_size()
+        if rows > (before := self._model.vocab_size or rows):
+            return f"{before:,}, resized to {rows:,}"
         return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
     def inputs(self, batch: Batch) -> Inputs:
@@ -251,6 +260,7 @@ class CausalLM(TextTask):
         truncation = None
         if self._text.sources:
             notes += note_of_other_ids(self._data, self._text.tokenizer)
+            notes += notes_of_added_tokens(self._data)
             truncation = getattr(self.dataset("train"), "truncation", None)
         notes += [warning] if truncation is not None and (warning := truncation()) else []
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
@@ -342,9 +352,9 @@ class CausalLM(TextTask):
         return self._family().exported(name, shape)
 
     def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
-        if not self._lacks_output_bias(folder):
-            return self.exported
-        return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
+        if self._lacks_output_bias(folder):
+            return lambda name, shape: () if name.endswith(_OUTPUT_BIAS) else self.exported(name, shape)
+        return exported_with_fewer_rows(self.exported, TensorFolder(folder), self.vocab_size())
 
     def _lacks_output_bias(self, folder: Path) -> bool:
         """Return whether the model in ``folder`` was saved by an earlier version, without the bias of the attention

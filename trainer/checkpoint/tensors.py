@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ from serried.parallel.checkpoint_mapping import Fragment
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.local_shards import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.layout.shard_specs import Box
-from serried.records.safetensors_files import TensorFolder
+from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.file_assignment import Part, windows_of
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, weights_alone
 from serried.trainer.optim.optimizer_state import ensure_state, tensor_state
@@ -27,6 +29,17 @@ _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked
 """Suffixes of tensors that a folder may contain although the model lacks them: they can be derived from others."""
 _OF_DRAFTS = "eh_proj.weight"
 """Suffix of a tensor that only layers for speculative decoding have."""
+
+
+class Readable(Protocol):
+    """Tensors that are read by elements, such as ``TensorFolder``."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Specs by name."""
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """Return ``count`` elements of tensor ``name``, flattened, starting at ``first``."""
 
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
@@ -166,7 +179,9 @@ def load_weights(
     floats = _names(fragment for part in weights if part.local.is_floating_point() for fragment in part.fragments)
     wanted = _fragments(shapes, exported)
     _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
-    _fill(tensors, (part for part in weights if part.name not in left_out))
+    loaded = [part for part in weights if part.name not in left_out]
+    _fill(tensors, loaded)
+    _fill_added_rows(tensors, loaded)
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
@@ -298,6 +313,33 @@ def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
                 into = local[ours.seen_from(box).indices()]
                 theirs = fragment.there(ours)
                 _read(folder, fragment.name, theirs, into.view(theirs.sizes))
+
+
+def _fill_added_rows(folder: TensorFolder, parts: Iterable[Part]) -> None:
+    """Fill the rows that embeddings have in addition to those in ``folder``, for added tokens."""
+    for part in parts:
+        fragment, shape, box = part.fragments[0], part.shards.shape, part.held.box
+        if len(part.fragments) > 1 or fragment.ours.sizes[1:] != shape[1:] or fragment.ours.sizes[:1] == shape[:1]:
+            continue
+        (first, *rest), (rows, *_) = fragment.ours.sizes, shape
+        added = box.overlap(Box((first, *(0,) * len(rest)), (rows - first, *rest)))
+        if added.numel:
+            mean = mean_of_rows(folder, fragment.name)
+            part.local[added.seen_from(box).indices()] = mean[added.columns()].to(part.local)
+
+
+def mean_of_rows(folder: Readable, name: str) -> Tensor:
+    """Return the mean of the rows of a tensor, in fp32: the initial value of a row that is added to it.
+
+    It is summed in fp64 in the order of the rows, so it is bitwise the same on every layout.
+    """
+    rows, *rest = folder.specs[name].shape
+    total, width = np.zeros(prod(rest)), prod(rest)
+    for first in range(0, rows, step := max(1, _PIECE_BYTES // 8 // width)):
+        count = min(step, rows - first)
+        values = folder.read_elements(name, first * width, count * width)
+        total += values.double().view(count, width).numpy().sum(axis=0)
+    return torch.from_numpy(total / rows).float().view(rest)
 
 
 def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:

@@ -147,6 +147,28 @@ class HuggingFaceTokenizer(Tokenizer):
     def spec(self) -> dict[str, Any]:
         return {"kind": "hugging_face", "files": self._files}
 
+    def with_tokens(self, tokens: Sequence[str], special: Sequence[str]) -> "HuggingFaceTokenizer":
+        """Return a copy with additional ``tokens`` and ``special`` tokens, as ``add_tokens`` of transformers adds them.
+
+        Tokens that were added before are skipped.
+        """
+        tokenizer = _parsed(self._files["tokenizer.json"])
+        known = tokenizer.get_added_tokens_decoder().values()
+        if not {*tokens, *special} - {token.content for token in known}:
+            return self
+        tokenizer.add_tokens(list(tokens))
+        tokenizer.add_special_tokens(list(special))
+        settings = _settings(self._files, "tokenizer_config.json")
+        key = "extra_special_tokens"  # as transformers 5 writes it
+        if not isinstance(settings.get(key), list):
+            key = "additional_special_tokens"  # as transformers 4 does
+        named = settings.get(key) or []
+        settings[key] = [*named, *(token for token in dict.fromkeys(special) if token not in named)]
+        files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
+        if special:
+            files["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        return HuggingFaceTokenizer({**self._files, **files})
+
 
 def _parsed(content: str) -> Any:
     tokenizers = library("tokenizers", "a tokenizer.json")
@@ -193,10 +215,21 @@ def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def named_tokenizer(section: DataSection) -> Tokenizer | None:
-    """Return the tokenizer that ``data.tokenizer`` names; None for tokenizers that are trained on the text."""
+    """Return the tokenizer that ``data.tokenizer`` names, with the added tokens; None for tokenizers that are trained
+    on the text."""
     if section.tokenizer == "bytes":
         return BytesTokenizer()
-    return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
+    if section.tokenizer in ("chars", "train"):
+        return None
+    found = find_tokenizer(section.tokenizer)
+    if not section.added_tokens:
+        return found
+    if isinstance(found, CharsTokenizer):
+        raise UserError(
+            f"data.tokenizer={section.tokenizer} has one id per character and cannot be extended; leave "
+            "data.add_tokens and data.add_special_tokens out"
+        )
+    return found.with_tokens(section.add_tokens, section.add_special_tokens)
 
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:

@@ -76,7 +76,7 @@ class HuggingFaceModel(LossFamily):
         path, found = self.section.path, self.section.architecture
         kind = str(found.get("model_type"))
         try:
-            self._config = transformers.AutoConfig.for_model(**without_code(found))
+            self._config = transformers.AutoConfig.for_model(**without_code(found) | {"vocab_size": self.vocab_size})
             self._config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
         except Exception as error:  # a model's code may raise any exception on an untrusted file

@@ -1,19 +1,25 @@
-"""Checks that a tokenizer fits the model, and that the model was trained with it."""
+"""Vocabulary of a model: rows for its tokenizer and for added tokens, and checks that model and tokenizer fit."""
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import parse_json
 from serried.configs.schema.data import DataSection
 from serried.configs.schema.models import ModelSection
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from serried.recipes.data.tokenizers.tokenizer import Tokenizer, changed_token, hugging_face_files
+from serried.parallel.checkpoint_mapping import Fragment
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer
+from serried.recipes.data.tokenizers.tokenizer import Tokenizer, changed_token, hugging_face_files, ids_of_tokens
 from serried.recipes.data.tokenizers.transformers_tokenizer import difference, opened
+from serried.records.safetensors_files import TensorFolder
+
+_SHOWN = 5
 
 
 def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> int:
     """Return the number of rows of the embedding: the configured number, or ``ids`` rounded up to a multiple of
-    ``model.vocab_multiple``.
+    ``model.vocab_multiple`` if it is not configured, or too small for added tokens.
 
     Args:
         ids: Size of the tokenizer; may be None if ``model.vocab_size`` is set.
@@ -22,15 +28,15 @@ def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> i
         UserError: The tokenizer has more ids than the model has rows.
     """
     rows = model.vocab_size
-    if rows is None:
+    if rows is None or (data.added_tokens and model.path and ids is not None and ids > rows):
         assert ids is not None
         return -(-ids // model.vocab_multiple) * model.vocab_multiple
     if ids is not None and ids > rows and model.path:
+        or_add = "" if data.tokenizer == "bytes" else ", or add rows for them: 'data.add_tokens=[TOKEN,...]'"
         raise UserError(
             f"data.tokenizer={data.tokenizer} has {ids} ids, and the embedding of model.path="
-            f"{model.path} has {rows} rows, so the last {ids - rows} would have none; use a tokenizer "
-            f"without them, or let transformers add rows, resize_token_embeddings({ids}) and "
-            "save_pretrained(FOLDER), and use model.path=FOLDER"
+            f"{model.path} has {rows} rows, so the last {ids - rows} would have none; use a tokenizer without them"
+            f"{or_add}"
         )
     if ids is not None and ids > rows:
         raise UserError(
@@ -38,6 +44,40 @@ def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> i
             f"use {_ways_to_fit(model, data, ids)}"
         )
     return rows
+
+
+def exported_with_fewer_rows(
+    exported: Callable[[str, Sequence[int]], tuple[Fragment, ...]], tensors: TensorFolder, rows: int
+) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
+    """Return ``exported`` for a folder in which embedding and head may lack rows of the vocabulary.
+
+    Args:
+        exported: Maps parameters to their location in a folder of the same vocabulary.
+        tensors: Tensors of the folder.
+        rows: Number of rows of the vocabulary.
+    """
+
+    def fewer(part: Fragment) -> Fragment:
+        spec = tensors.named_like([part.name]).specs.get(part.name)
+        lacks_rows = spec is not None and part.shape[:1] == (rows,) and spec.shape[1:] == part.shape[1:]
+        if spec is None or not lacks_rows or spec.shape[0] >= rows:
+            return part
+        return Fragment.whole(part.name, spec.shape)
+
+    return lambda name, shape: tuple(fewer(part) if part.is_whole else part for part in exported(name, shape))
+
+
+def notes_of_added_tokens(data: DataSection) -> list[str]:
+    """Return a note if tokens to add are in the vocabulary already."""
+    if not data.added_tokens:
+        return []
+    known = ids_of_tokens(parse_json(hugging_face_files(find_tokenizer(data.tokenizer))["tokenizer.json"]))
+    found = {token: known[token] for token in data.added_tokens if token in known}
+    if not found:
+        return []
+    listed = ", ".join(f"{token!r} ({number})" for token, number in [*found.items()][:_SHOWN])
+    more = ", ..." if len(found) > _SHOWN else ""
+    return [f"data.add_tokens: the vocabulary has these tokens already, with their ids: {listed}{more}"]
 
 
 def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:

@@ -1,0 +1,192 @@
+"""Added tokens: embedding and head get rows for them on any layout, and other software opens the result."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from serried.commands import export_models
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
+from testing import runs
+from testing.rank_pool import Cluster
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+TOOL, END = "<tool>", "<|end_of_tool|>"
+ADDED = [f"data.add_tokens=[{TOOL}]", f"data.add_special_tokens=[{END}]"]
+LAYOUTS = {
+    "fsdp": ["parallel=fsdp"],
+    "tensor": ["parallel=fsdp", "parallel.tensor=2"],
+    "pipeline": ["parallel=fsdp", "parallel.pipeline=2", "trainer.micro_batch=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model folders as transformers writes them, with and without tied embeddings, and conversations."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    calls = [{"role": "user", "content": f"{number} + 1?"} for number in range(40)]
+    replies = [{"role": "assistant", "content": f"{TOOL}add({number}, 1)"} for number in range(40)]
+    rows = [{"messages": list(turns)} for turns in zip(calls, replies, strict=True)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer(iter([json.dumps(rows)]), 300)
+    for name, is_tied in (("untied", False), ("tied", True)):
+        torch.manual_seed(3)
+        config = transformers.LlamaConfig(
+            vocab_size=tokenizer.vocab_size, tie_word_embeddings=is_tied, bos_token_id=0, eos_token_id=0, **SIZES
+        )
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
+        for file, content in tokenizer.spec()["files"].items():
+            (folder / name / file).write_text(content)
+    return folder
+
+
+def tuned(models: Path, run_dir: Path, *more: str, model: str = "untied") -> list[str]:
+    given = [
+        "recipe=sft", f"model.path={models / model}", f"data.path={models / 'chats.jsonl'}",
+        f"data.cache_dir={models / 'cache'}", f"run.dir={run_dir}", "precision=fp32", "data.sequence_length=64",
+        "data.isolate_documents=false", "trainer.steps=3", "trainer.global_batch=4", "trainer.micro_batch=2",
+        "trainer.eval_every=0", "trainer.log_every=1", "data.workers=0", "optim.lr=0.01", "schedule=constant",
+        "schedule.warmup_steps=0", "adapter.rank=4", "adapter.alpha=8", *ADDED, *more,
+    ]  # fmt: skip
+    if not any(word.startswith("adapter=") or word == "recipe=lora" for word in more):
+        given = [word for word in given if not word.startswith("adapter.")]
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
+
+
+def trained(cluster: Cluster, argv: list[str], run_dir: Path, ranks: int = 2) -> list[float]:
+    answers = cluster.run(ranks, "testing.runs:train_reported", argv=argv)
+    assert {answer.value for answer in answers} == {0}, answers[0].printed
+    return runs.losses(run_dir)
+
+
+def rows_in(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+def opened(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    run_dir = tmp_path_factory.mktemp("single") / "run"
+    ended = runs.run_here(tuned(models, run_dir))
+    assert ended.code == 0, ended.printed
+    before = rows_in(models / "untied")
+    assert f"vocabulary {before}, resized to {before + 2}" in ended.printed
+    return run_dir, runs.losses(run_dir)
+
+
+def expected_rows(weight: Tensor, rows: int) -> Tensor:
+    mean = weight.double().mean(dim=0, keepdim=True).float()
+    return torch.cat((weight, mean.expand(rows - len(weight), -1)))
+
+
+def start(models: Path, run_dir: Path, *more: str, model: str) -> list[str]:
+    return tuned(models, run_dir, "optim.lr=0", "trainer.steps=1", "model.vocab_multiple=8", *more, model=model)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pipeline")]
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("layout", ["one process", "tensor", *SLOW])
+def test_added_rows_of_any_layout_start_at_the_mean_of_the_others(
+    cluster: Cluster, models: Path, tmp_path: Path, layout: str, model: str
+) -> None:
+    argv = start(models, tmp_path / "run", *LAYOUTS.get(layout, []), model=model)
+    trained(cluster, argv, tmp_path / "run", 2 if layout in LAYOUTS else 1)
+    before, after = load_file(models / model / "model.safetensors"), runs.weights(tmp_path / "run")
+    rows = -(-(rows_in(models / model) + 2) // 8) * 8
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        is_resized = name in ("model.embed_tokens.weight", "lm_head.weight")
+        assert after[name].equal(expected_rows(weight, rows) if is_resized else weight), name
+
+
+@pytest.mark.parametrize("layout", ["tensor", *SLOW])
+def test_losses_with_added_tokens_of_two_ranks_equal_those_of_one(
+    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
+) -> None:
+    argv = tuned(models, tmp_path / "run", *LAYOUTS[layout])
+    assert trained(cluster, argv, tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
+
+
+def test_transformers_opens_the_tokenizer_and_the_model_with_added_tokens(
+    models: Path, tmp_path: Path, single: tuple[Path, list[float]]
+) -> None:
+    import transformers
+
+    import serried
+
+    run_dir, found = single
+    assert found[-1] < found[0]
+    assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'out'}"]) == 0
+    before, tokenizer = rows_in(models / "untied"), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(models / "untied")
+    theirs.add_tokens([TOOL])
+    theirs.add_special_tokens({"additional_special_tokens": [END]})
+    text = f"1 + {TOOL}2{END}"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == theirs(text)["input_ids"]
+    assert ids[-1] == before + 1
+    assert END in tokenizer.all_special_tokens
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix(END)
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        ours = serried.load_model(run_dir)(tokens)
+        torch.testing.assert_close(opened(tmp_path / "out")(tokens).logits, ours, atol=2e-5, rtol=0)
+    assert ours.shape[-1] == rows_in(tmp_path / "out") == before + 2
+
+
+def test_stopped_run_with_added_tokens_resumes_on_other_ranks(
+    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]]
+) -> None:
+    assert runs.run_here(tuned(models, tmp_path / "run", "trainer.stop_at=1")).code == 75
+    argv = tuned(models, tmp_path / "run", *LAYOUTS["tensor"])
+    assert trained(cluster, argv, tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["data.add_tokens=<tool>"], "data.add_tokens"),
+        (["data.tokenizer=bytes"], "data.add_tokens needs the tokenizer of a model, and data.tokenizer=bytes cannot"),
+        ([f"data.add_special_tokens=[{TOOL}]"], "'<tool>' is in both data.add_tokens and data.add_special_tokens"),
+    ],
+)
+def test_added_tokens_that_cannot_be_added_are_refused(
+    models: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
+    ended = runs.run_here(tuned(models, tmp_path / "run", *more))
+    assert message in ended.error
+    assert "\n" not in ended.error.strip()
+
+
+def test_resuming_with_other_added_tokens_is_refused(models: Path, tmp_path: Path) -> None:
+    assert runs.run_here(tuned(models, tmp_path / "run", "trainer.stop_at=1")).code == 75
+    other = tuned(models, tmp_path / "run", "data.add_tokens=[<other>]")
+    error = runs.run_here(other).error
+    assert "resuming from" in error
+    assert "data.add_tokens [<tool>] -> [<other>]" in error
+    allowed = [*other, "checkpoint.allow_changes=[data.add_tokens,data.path]"]
+    assert "'<tool>' had id" in runs.run_here(allowed).error
+
+
+def test_tokens_that_exist_are_skipped_and_listed(models: Path, tmp_path: Path) -> None:
+    argv = start(models, tmp_path / "run", "data.add_tokens=[a,b]", "data.add_special_tokens=[]", model="untied")
+    ended = runs.run_here(argv)
+    assert ended.code == 0, ended.printed
+    assert "the vocabulary has these tokens already, with their ids: 'a' (" in ended.printed
+    assert rows_in(runs.checkpoint(tmp_path / "run")) == rows_in(models / "untied")

@@ -139,7 +139,12 @@ class DataSection(LoadingSection, SourceSection):
     @property
     def isolates(self) -> bool:
         """Whether attention is masked between documents, and sequences may have several."""
-        return self.isolate_documents and self.packing != "none"
+        return self.packs_answers or (self.isolate_documents and self.packing != "none")
+
+    @property
+    def packs_answers(self) -> bool:
+        """Whether a sequence may have several answers of pairs, which are always isolated from each other."""
+        return self.packing == "best_fit" and self.format in ("preference", "unpaired")
 
     @property
     def added_tokens(self) -> Tokens:

@@ -1,7 +1,7 @@
 """Base class of tasks that train on pairs of answers: datasets, batches, and FLOPs of a pair."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serried.configs.schema.sections import WHOLE, RunConfig
 from serried.parallel.plan import LossTerms
+from serried.recipes.data.prepared.prepare import Prepared
 from serried.recipes.data.prepared.summary import marked_lines
 from serried.recipes.data.samples.mixture_dataset import mistakes_of
 from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
@@ -37,11 +38,17 @@ class PairTask(CausalLM):
             if split in held_out or split == WHOLE:
                 prepared, name = prepared.whole(), "validation"
             with mistakes_of(f"data.validation.{split}" if split in held_out else "data"):
-                self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
+                self._pairs[split] = self._open_pairs(prepared, name)
         return self._pairs[split]
 
+    def _open_pairs(self, prepared: Prepared, split: str) -> PairDataset:
+        return PairDataset(prepared, split, self._data.sequence_length, packs=self._data.packs_answers)
+
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        return collate_pairs(samples, ids, self._data.sequence_length, whole=self._needs_one_shape)
+        return collate_pairs(
+            samples, ids, self._data.sequence_length, whole=self._needs_one_shape, packed=self._data.packs_answers,
+            labelled=self._data.format == "unpaired",
+        )  # fmt: skip
 
     @functools.cached_property
     def _needs_one_shape(self) -> bool:
@@ -54,8 +61,9 @@ class PairTask(CausalLM):
 
     def example_batch(self, samples: int) -> PairBatch:
         tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)
-        reference = torch.zeros(samples, 2, dtype=torch.float64)
-        return PairBatch(tokens, tokens, tokens[:samples, 0], reference)
+        reference = torch.zeros(samples, 1, 2, dtype=torch.float64)
+        rows = tokens if self._data.packs_answers else None
+        return PairBatch(tokens, tokens, tokens[:samples, 0], reference, reference[:, :, 0], rows, rows)
 
     def weight_per_sample(self) -> int:
         return 1
@@ -64,7 +72,7 @@ class PairTask(CausalLM):
         return super().describe_data().replace("a sequence", "an answer with its prompt", 1)
 
     def describe_sample(self) -> list[str]:
-        pair: Pair = self.dataset("train")[0]
+        pair: Pair = self.dataset("train")[0][0]
         lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
         for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
             is_learned = np.concatenate(([False], targets != IGNORE))
@@ -78,15 +86,26 @@ class PairTask(CausalLM):
 
 
 def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:
-    """Return the sum of ``losses`` [pairs], and metrics that show how well ``rewards`` [pairs, 2] separate the answers.
+    """Return the weighted sum of ``losses`` [pairs], and metrics that show how well ``rewards`` [pairs, 2] separate the
+    answers.
 
     ``more``: further metrics [pairs]. Padding is excluded.
     """
-    is_pair, margins = batch.sample_ids >= 0, rewards[:, 0] - rewards[:, 1]
+    margins = rewards[:, 0] - rewards[:, 1]
     metrics = {
         "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
         "chosen_reward": rewards[:, 0], "rejected_reward": rewards[:, 1], **more,
     }  # fmt: skip
-    pairs = is_pair.sum()
-    sums = {name: (values.detach().where(is_pair, 0).sum(), pairs) for name, values in metrics.items()}
-    return LossTerms(losses.where(is_pair, 0).sum().float(), pairs, sums)
+    weights = batch.weights.flatten()
+    return weighted_terms(losses, weights, {name: (values, weights) for name, values in metrics.items()})
+
+
+def weighted_terms(losses: Tensor, weights: Tensor, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> LossTerms:
+    """Return the sum of ``losses`` [answers], and of ``metrics``, times their weights [answers]. Values of weight 0 may
+    be NaN."""
+
+    def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+        return (values * weights).where(weights > 0, 0).sum()
+
+    sums = {name: (weighted_sum(values.detach(), each), each.sum()) for name, (values, each) in metrics.items()}
+    return LossTerms(weighted_sum(losses, weights).float(), weights.sum(), sums)

@@ -1,21 +1,21 @@
 """Preference training: of two answers to a prompt, make the chosen one more likely than the rejected one.
 
-DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the initial model; ORPO
-(https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) need none. The loss is a sum over
-pairs and never a mean over a batch, so it does not depend on how pairs are batched.
+DPO (https://arxiv.org/abs/2305.18290) and IPO (https://arxiv.org/abs/2310.12036) compare with a reference, the initial
+model; ORPO (https://arxiv.org/abs/2403.07691), CPO (https://arxiv.org/abs/2401.08417) and SimPO
+(https://arxiv.org/abs/2405.14734) need none. The loss is a sum over pairs and never a mean over a batch, so it does not
+depend on how pairs are batched.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import ANY_FAMILY
-from serried.configs.schema.sections import RunConfig
+from serried.configs.schema.sections import DEFAULT_VALIDATION, TRAINING, RunConfig
 from serried.parallel.lora import without_adapters
 from serried.parallel.plan import Inputs, LossTerms
 from serried.recipes.data.prepared.prepare import cache_folder
@@ -23,6 +23,7 @@ from serried.recipes.data.samples.pair_dataset import PairBatch
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.text.pair_task import PairTask, pair_terms
 from serried.recipes.text.preference_config import PreferenceSection
+from serried.recipes.text.preference_losses import ipo_losses, margin_losses, orpo_losses
 from serried.trainer.task import Reference
 
 _FOLDER = "reference"
@@ -37,10 +38,11 @@ class Preference(PairTask):
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
-        if self.config.loss == "dpo" and not (self._model.path and self._model.pretrained):
+        if self.config.needs_reference and not (self._model.path and self._model.pretrained):
+            use = "model.pretrained=true" if self._model.path else "model.path=FOLDER_OR_NAME"
             raise UserError(
-                "task.loss=dpo compares with the initial model of the run, and random weights are not worth comparing "
-                f"with; use {'model.pretrained=true' if self._model.path else 'model.path=FOLDER_OR_NAME'}"
+                f"task.loss={self.config.loss} compares with the initial model of the run, and random weights are not "
+                f"worth comparing with; use {use}"
             )
 
     def build_model(self) -> nn.Module:
@@ -67,17 +69,25 @@ class Preference(PairTask):
         if self._compares_with_base:
             inputs = self.inputs(batch)
             with without_adapters(model):
-                batch = batch._replace(reference=log_probs(model(inputs.stream, **inputs.named), batch)[0])
+                reference = log_probs(model(inputs.stream, **inputs.named), batch)[0]
+            batch = batch._replace(reference=reference.view_as(batch.reference))
         return super().loss(model, batch)
 
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
         sums, lengths = log_probs(output, batch)
-        is_dpo, beta = self.config.loss == "dpo", self.config.scale
-        rewards = beta * (sums - batch.reference) if is_dpo else beta * sums / lengths
-        if self.config.loss == "orpo":
-            losses = orpo_losses(sums / lengths, beta)
+        section, beta, means = self.config, self.config.scale, sums / lengths
+        if section.loss == "orpo":
+            rewards, losses = beta * means, orpo_losses(means, beta)
+        elif section.loss == "ipo":
+            ratios = sums - batch.reference.flatten(0, 1)
+            rewards, losses = beta * ratios, ipo_losses(ratios / lengths, beta)
         else:
-            losses = margin_losses(rewards, 0.0 if is_dpo else self.config.target_margin)
+            if section.loss == "dpo":
+                rewards = beta * (sums - batch.reference.flatten(0, 1))
+            else:
+                rewards = beta * (means if section.loss == "simpo" else sums)
+            losses = margin_losses(rewards, section.target_margin)
+        losses = losses - section.weight_of_nll * means[:, 0]
         return pair_terms(losses, rewards, batch, chosen_log_prob=sums[:, 0], rejected_log_prob=sums[:, 1])
 
     # reference ------------------------------------------------------------------------------------------------------
@@ -85,18 +95,25 @@ class Preference(PairTask):
     @property
     def _compares_with_base(self) -> bool:
         """Whether the reference is the base model of adapters, computed in each step."""
-        return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.sample_split.pipeline == 1
+        return self.config.needs_reference and self.run.adapter.method != "none" and self.sample_split.pipeline == 1
 
     def reference_numbers(self) -> Reference | None:
-        if self.config.loss != "dpo" or self._compares_with_base:
+        if not self.config.needs_reference or self._compares_with_base:
             return None
+        datasets = [self.dataset(split) for split in (TRAINING, DEFAULT_VALIDATION, *self.further_validation())]
+        columns = 2 * max(dataset.most_pairs for dataset in datasets if dataset is not None)
+
+        def numbers(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
+            found = log_probs(output, batch)[0].view_as(batch.reference).flatten(1)
+            return batch.sample_ids, F.pad(found, (0, columns - found.shape[1]))
+
         return Reference(
-            columns=2, folder=cache_folder(self._data) / _FOLDER, settings=self.reference_settings(),
-            numbers=lambda output, batch: (batch.sample_ids, log_probs(output, batch)[0]), use=self._take_reference,
+            columns=columns, folder=cache_folder(self._data) / _FOLDER, settings=self.reference_settings(),
+            numbers=numbers, use=self._take_reference,
         )  # fmt: skip
 
     def describe_reference(self) -> str:
-        if self.config.loss != "dpo":
+        if not self.config.needs_reference:
             return f"none: {self.config.loss} needs none"
         if self._compares_with_base:
             return "the model without its adapters, one forward more in each step; no second model"
@@ -106,7 +123,7 @@ class Preference(PairTask):
         )
 
     def _take_reference(self, split: str, numbers: np.ndarray) -> None:
-        """Use ``numbers``, log-probabilities [pairs, 2], as the reference of ``split``."""
+        """Use ``numbers``, log-probabilities [samples, columns], as the reference of ``split``."""
         self.dataset(split).reference = numbers
 
     def reference_settings(self) -> Mapping[str, Any]:
@@ -118,34 +135,13 @@ class Preference(PairTask):
 
 
 def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Return the log-probability and the number of tokens of each answer, [batch, 2], fp64 and int64.
+    """Return the log-probability and the number of tokens of each answer, [batch x P, sides], fp64 and int64.
 
-    ``output``: the model's logits [2 x batch, S, V], or its loss of each token [2 x batch, S].
+    ``output``: the model's logits [sequences, S, V], or its loss of each token [sequences, S].
     """
     targets = batch.targets
     if output.dim() == 3:
         losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
         output = losses.view(targets.shape)
     # In fp64: the loss subtracts two long sums, and would lose digits that it needs in fp32.
-    return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
-
-
-def margin_losses(rewards: Tensor, margin: float) -> Tensor:
-    """Return the loss of each pair from the rewards of both answers, [pairs, 2].
-
-    For DPO, rewards are beta x the log-ratio to the reference, and ``margin`` is 0. For SimPO, rewards are beta x the
-    mean log-probability per token.
-    """
-    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
-
-
-def orpo_losses(means: Tensor, beta: float) -> Tensor:
-    """Return the ORPO loss of each pair: the chosen answer's loss plus ``beta`` x the loss of the odds ratio.
-
-    ``means``: mean log-probability per token of both answers, [pairs, 2].
-    """
-    # Log-odds, log p - log(1 - p). log(1 - p) uses expm1 near p = 1 and log1p near p = 0: the other loses digits there.
-    means = means.clamp(max=-1e-12)
-    rest = torch.where(means > -0.6931471805599453, torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
-    odds = means - rest
-    return -means[:, 0] - beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    return -batch.sums(output.double()), batch.sums((targets != IGNORE).long()).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Config section of the task ``preference``: DPO, ORPO and SimPO."""
+"""Config section of the task ``preference``: DPO, IPO, ORPO, CPO and SimPO."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +10,13 @@ from serried.configs.schema.registry import tasks
 from serried.configs.schema.sections import TaskSection
 from serried.recipes.text.pair_task_config import PAIR_METRICS, mistakes_of_sequence_shards
 
-_BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+_BETAS = {"simpo": 2.0}
+_BETA = 0.1
+_MARGINS = {"cpo": 0.0, "simpo": 1.0}
+"""Default margins of the losses with a margin."""
+_NLL_WEIGHTS = {"dpo": 0.0, "cpo": 1.0, "simpo": 0.0}
+"""Default weights of the cross entropy of the chosen answer."""
+_WITH_REFERENCE = ("dpo", "ipo")
 
 
 class PreferenceSection(TaskSection):
@@ -19,27 +25,44 @@ class PreferenceSection(TaskSection):
     formats: ClassVar[tuple[str, ...]] = ("preference",)
     metrics = (*PAIR_METRICS, "chosen_log_prob", "rejected_log_prob")
 
-    loss: Literal["dpo", "orpo", "simpo"] = "dpo"
-    """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference model."""
+    loss: Literal["dpo", "ipo", "orpo", "cpo", "simpo"] = "dpo"
+    """``dpo`` and ``ipo`` compare with the initial model; ``orpo``, ``cpo`` and ``simpo`` need no reference model."""
     beta: Annotated[Number, Field(gt=0)] | None = None
-    """Scale of the rewards; for ``orpo``, the weight of the odds ratio. When null, 0.1, or 2 for ``simpo``."""
+    """Scale of the rewards; for ``orpo``, the weight of the odds ratio; for ``ipo``, tau. When null, 0.1, or 2 for
+    ``simpo``."""
     margin: Annotated[Number, Field(ge=0)] | None = None
-    """Target margin between the rewards, for ``simpo`` only; 1 when null."""
+    """``cpo``, ``simpo``: target margin between the rewards. When null, 0, or 1 for ``simpo``."""
+    nll_weight: Annotated[Number, Field(ge=0)] | None = None
+    """``dpo``, ``cpo``, ``simpo``: weight of the mean cross entropy of the chosen answer. When null, 0, or 1 for
+    ``cpo``."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the initial model."""
+        return self.loss in _WITH_REFERENCE
 
     @property
     def scale(self) -> float:
         """``beta``, or its default if null."""
-        return _BETAS[self.loss] if self.beta is None else self.beta
+        return _BETAS.get(self.loss, _BETA) if self.beta is None else self.beta
 
     @property
     def target_margin(self) -> float:
         """``margin``, or its default if null."""
-        return 1.0 if self.margin is None else self.margin
+        return _MARGINS.get(self.loss, 0.0) if self.margin is None else self.margin
+
+    @property
+    def weight_of_nll(self) -> float:
+        """``nll_weight``, or its default if null."""
+        return _NLL_WEIGHTS.get(self.loss, 0.0) if self.nll_weight is None else self.nll_weight
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
-        if self.margin is not None and self.loss != "simpo":
-            yield f"task.margin={self.margin:g} is only read with task.loss=simpo; leave it out"
+        for key, read_with in (("margin", _MARGINS), ("nll_weight", _NLL_WEIGHTS)):
+            value = getattr(self, key)
+            if value is not None and self.loss not in read_with:
+                losses = ", ".join(read_with)
+                yield f"task.{key}={value:g} is not read with task.loss={self.loss}, only with {losses}; leave it out"
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)

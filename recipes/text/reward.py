@@ -61,7 +61,7 @@ class Reward(PairTask):
     # data -----------------------------------------------------------------------------------------------------------
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        ended = [_up_to_end(pair, self._data.sequence_length) for pair in samples]
+        ended = [tuple(_up_to_end(pair, self._data.sequence_length) for pair in sample) for sample in samples]
         return super().collate_numbered(ended, ids)
 
     # model ----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Reward(PairTask):
     # loss -----------------------------------------------------------------------------------------------------------
 
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
-        scores = (output.double() * (batch.targets != IGNORE)).sum(1).view(-1, 2)
+        scores = batch.sums(output.double() * (batch.targets != IGNORE))
         return pair_terms(-F.logsigmoid(scores[:, 0] - scores[:, 1]), scores, batch)
 
 
@@ -145,7 +145,7 @@ def _up_to_end(pair: Pair, most: int) -> Pair:
         sequence = np.append(its_tokens[: last + 1], its_targets[last])[:most]
         tokens.append(sequence)
         targets.append(np.where(np.arange(len(sequence)) == len(sequence) - 1, sequence, IGNORE))
-    return Pair((tokens[0], tokens[1]), (targets[0], targets[1]), pair.reference)
+    return pair._replace(tokens=(tokens[0], tokens[1]), targets=(targets[0], targets[1]))
 
 
 def _padding_id(tokenizer: Tokenizer) -> int | None:

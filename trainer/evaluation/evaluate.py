@@ -227,8 +227,8 @@ def evaluate(
     read(partial(session.once, partial(check_weights, checkpoint)))
     if task.reference_numbers() is not None:
         raise UserError(
-            "the loss of task.loss=dpo compares with log-probabilities that only training computes; its evaluations "
-            "are in metrics.jsonl"
+            f"the loss of task.loss={getattr(task.config, 'loss', None)} compares with log-probabilities that only "
+            "training computes; its evaluations are in metrics.jsonl"
         )
     layout = resolve_layout(config.parallel, session.world_size)
     parallel = read(partial(load_model, config, task, layout, session.device, checkpoint))

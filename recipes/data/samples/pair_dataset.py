@@ -1,4 +1,9 @@
-"""Dataset of prepared preference pairs, and batches of them."""
+"""Datasets of prepared answers, and batches of them: pairs of answers, or single answers with a label.
+
+A sample has one pair, or with ``data.packing=best_fit`` several. Its two sequences are the chosen answers and the
+rejected answers of all its pairs. For single answers, the second sequence has the answer of another row to the same
+prompt, from which KTO estimates how far the model is from the reference.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,15 +15,23 @@ from torch import Tensor
 from serried.configs.errors import UserError
 from serried.recipes.data.chat.preference_pairs import LEARNED, REJECTED
 from serried.recipes.data.prepared.prepare import Prepared
-from serried.recipes.data.samples.token_dataset import removed
+from serried.recipes.data.samples.packing import best_fit, unpacked
+from serried.recipes.data.samples.token_dataset import positions_in_documents, removed
 from serried.recipes.models.layers.lm_head import IGNORE
 
 _WIDTH_MULTIPLE = 32
 """Batches are padded to a multiple of this length, for fewer distinct shapes and aligned rows."""
 
+_TO_OTHER_ROW = 0.382
+"""Distance to the row with the other answer, as a fraction of all rows. Neighbors, and the halves of a file, may have
+the same prompts."""
+
 
 class Pair(NamedTuple):
-    """A pair: the chosen and the rejected answer, each after the prompt and without padding."""
+    """A pair: the chosen and the rejected answer, each after the prompt and without padding.
+
+    For single answers, the second side has the answer of another row.
+    """
 
     tokens: tuple[np.ndarray, np.ndarray]
     """Each [tokens], int64"""
@@ -26,10 +39,17 @@ class Pair(NamedTuple):
     """Following tokens; ``IGNORE`` outside the answer"""
     reference: np.ndarray
     """[2], fp64: log-probabilities of both answers under the reference model; NaN if unknown"""
+    weight: float = 1.0
+    """Weight of the pair in the loss."""
+    is_desired: bool = True
+    """Label of a single answer."""
 
 
 class PairBatch(NamedTuple):
-    """Pairs of one forward pass: alternately chosen and rejected answers."""
+    """Pairs of one forward pass. Sequences are alternately chosen and rejected answers.
+
+    P is the largest number of pairs in a sample.
+    """
 
     tokens: Tensor
     """[2 x batch, sequence], int64"""
@@ -38,54 +58,115 @@ class PairBatch(NamedTuple):
     sample_ids: Tensor
     """[batch], int64; negative for padding, which has zero weight"""
     reference: Tensor
-    """[batch, 2], fp64: log-probabilities under the reference model"""
-    positions: None = None
-    """Always None, since each answer has its own sequence."""
+    """[batch, P, 2], fp64: log-probabilities under the reference model"""
+    weights: Tensor
+    """[batch, P], fp64: weight of each pair; 0 where there is none"""
+    positions: Tensor | None = None
+    """[2 x batch, sequence], int64, position in the answer with its prompt; None if there is one in each sequence"""
+    pairs: Tensor | None = None
+    """[2 x batch, sequence], int64: index of each token's pair, up to P - 1; None if there is one in each sequence"""
+    is_desired: Tensor | None = None
+    """[batch, P], bool: labels of single answers; None for pairs"""
+    divergence: Tensor | None = None
+    """Estimated divergence from the reference in the global batch, a scalar. If it is given, the batch of single
+    answers has only their own sequences, [batch, sequence]."""
+
+    def side(self, side: int) -> "PairBatch":
+        """Return only the first (0) or the second (1) sequence of each sample."""
+        rows = (self.tokens, self.targets, self.positions, self.pairs)
+        tokens, targets, positions, pairs = (None if each is None else each[side::2].contiguous() for each in rows)
+        assert tokens is not None and targets is not None
+        reference = self.reference[:, :, side : side + 1]
+        return self._replace(tokens=tokens, targets=targets, positions=positions, pairs=pairs, reference=reference)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sums of ``values`` [sequences, sequence] over the tokens of each answer, [batch x P, sides]."""
+        samples, most = self.weights.shape
+        if self.pairs is None:
+            sums = values.sum(1, keepdim=True)
+        else:
+            numbers = torch.arange(most, device=values.device).view(1, most, 1)
+            sums = values.unsqueeze(1).where(self.pairs.unsqueeze(1) == numbers, 0).sum(2)
+        return sums.view(samples, -1, most).transpose(1, 2).flatten(0, 1)
 
 
 class PairDataset:
     """Split of prepared pairs. ``dataset[i]`` is a pure function of i and may be called from any number of threads."""
 
-    def __init__(self, prepared: Prepared, split: str, sequence_length: int) -> None:
-        """Open a split. Longer answers are truncated. Raises ``UserError`` if there are no pairs in ``split``."""
+    _noun, _kind = "pairs of answers", "pairs"
+
+    def __init__(self, prepared: Prepared, split: str, sequence_length: int, *, packs: bool = False) -> None:
+        """Open a split. Longer answers are truncated. Raises ``UserError`` if there are no pairs in ``split``.
+
+        ``packs``: put several pairs into a sample.
+        """
         self._stream, self._length = prepared.stream(split), sequence_length
         starts = self._stream.all_document_starts()
         if not len(starts):
-            raise UserError(f"the {split} split has no pairs of answers; give more rows in data.path")
-        sides = self._stream.supervised(0, self._stream.tokens) & REJECTED
-        seconds = np.flatnonzero((sides[1:] != 0) & (sides[:-1] == 0)) + 1
-        self._bounds = np.stack((starts, seconds, np.append(starts[1:], self._stream.tokens)), axis=1)
-        lengths = np.diff(self._bounds, axis=1)
+            raise UserError(f"the {split} split has no {self._noun}; give more rows in data.path")
+        self._starts, self._stops = starts, np.append(starts[1:], self._stream.tokens)
+        lengths = self._find_sides(split, self._stream.supervised(0, self._stream.tokens))
+        self._answers = lengths.size
         self.truncated = int((lengths > sequence_length + 1).sum())
         """Number of truncated answers."""
         self._longest, self._kept = int(lengths.max()), np.minimum(lengths, sequence_length + 1).sum() / lengths.sum()
         self.mean_length = float(np.minimum(lengths - 1, sequence_length).mean())
         """Mean length of a sequence in tokens."""
-        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-pairs"
+        longer = self._room(lengths).clip(1, sequence_length)
+        packing = best_fit(longer, sequence_length) if packs else unpacked(len(longer))
+        self._order, self._packed = packing.order, packing.bounds
+        self.most_pairs = int(np.diff(packing.bounds).max())
+        """Largest number of pairs in a sample."""
+        if packs:
+            self.mean_length = float(longer.sum() / len(self))
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-{self._kind}{'-best_fit' if packs else ''}"
         """Identity of the samples, equal on every machine for equal samples."""
         self.reference: np.ndarray | None = None
-        """[pairs, 2], fp64: log-probabilities under the reference model, if known."""
+        """[samples, 2 x most_pairs or more], fp64: log-probabilities under the reference model, if known."""
+
+    def _find_sides(self, split: str, supervised: np.ndarray) -> np.ndarray:
+        """Find where the answers are, and return their lengths, [pairs, 2]. ``supervised``: bits of all tokens."""
+        del split
+        sides = supervised & REJECTED
+        self._seconds = np.flatnonzero((sides[1:] != 0) & (sides[:-1] == 0)) + 1
+        return np.stack((self._seconds - self._starts, self._stops - self._seconds), axis=1)
+
+    def _room(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the number of tokens that each pair takes in the longer of its two sequences, [pairs]."""
+        return lengths.max(1)
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._packed) - 1
 
-    def __getitem__(self, index: int) -> Pair:
+    def __getitem__(self, index: int) -> tuple[Pair, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        first, second, stop = self._bounds[index].tolist()
-        chosen, rejected = self._side(first, second), self._side(second, stop)
-        reference = np.full(2, np.nan) if self.reference is None else self.reference[index]
-        return Pair((chosen[0], rejected[0]), (chosen[1], rejected[1]), reference)
+        first, last = self._packed[index : index + 2].tolist()
+        known = np.full((last - first, 2), np.nan)
+        if self.reference is not None:
+            known = self.reference[index, : 2 * (last - first)].reshape(-1, 2)
+        return tuple(
+            self._pair(pair)._replace(reference=reference)
+            for pair, reference in zip(self._order[first:last].tolist(), known, strict=True)
+        )
 
-    def _side(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        stop = min(stop, start + self._length + 1)
-        window = self._stream.read(start, stop).astype(np.int64)
-        is_target = self._stream.supervised(start + 1, stop) & LEARNED != 0
-        return window[:-1], np.where(is_target, window[1:], IGNORE)
+    def _pair(self, pair: int) -> Pair:
+        start, second, stop = int(self._starts[pair]), int(self._seconds[pair]), int(self._stops[pair])
+        chosen, rejected = self._side((start, second)), self._side((second, stop))
+        return Pair((chosen[0], rejected[0]), (chosen[1], rejected[1]), np.empty(0))
+
+    def _side(self, *ranges: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and targets of a sequence made of ``ranges`` of the stream, truncated."""
+        window = np.concatenate([self._stream.read(*part) for part in ranges])[: self._length + 1].astype(np.int64)
+        supervised = np.concatenate([self._stream.supervised(*part) for part in ranges])[: self._length + 1]
+        return window[:-1], np.where(supervised[1:] & LEARNED != 0, window[1:], IGNORE)
 
     def describe(self) -> str:
-        """Describe how many answers are truncated, for the printed plan. Empty if none are."""
-        return f"{self.truncated:,} of {2 * len(self):,} answers truncated" if self.truncated else ""
+        """Describe how many answers are truncated and how they are packed, for the printed plan. Empty if neither."""
+        said = [f"{self.truncated:,} of {self._answers:,} answers truncated"] if self.truncated else []
+        if self.most_pairs > 1:
+            said.append(f"packed into {len(self):,} samples of up to {self.most_pairs} {self._kind}")
+        return ", ".join(said)
 
     def truncation(self) -> str:
         """Return a warning if truncation removes most tokens; empty if not."""
@@ -94,20 +175,50 @@ class PairDataset:
         return removed(f"{self.truncated:,} answers", 1 - float(self._kept), self._length, self._longest)
 
 
-def collate_pairs(pairs: Sequence[Pair], ids: np.ndarray, sequence_length: int, *, whole: bool) -> PairBatch:
-    """Stack pairs into a batch, padded at the end to about the longest answer, or to ``sequence_length`` if ``whole``.
+def collate_pairs(
+    samples: Sequence[Sequence[Pair]],
+    ids: np.ndarray,
+    sequence_length: int,
+    *,
+    whole: bool,
+    packed: bool = False,
+    labelled: bool = False,
+) -> PairBatch:
+    """Stack samples into a batch, padded at the end to about the longest one, or to ``sequence_length`` if ``whole``.
 
-    ``ids`` [batch]: sample numbers. Targets of a pair with a negative id are replaced with ``IGNORE``.
+    Args:
+        samples: Pairs of each sample.
+        ids: Sample numbers, [batch]. A sample with a negative number has no targets and no weight.
+        whole: Whether to pad to ``sequence_length``.
+        packed: Whether samples may have several pairs, which must not see each other.
+        labelled: Whether these are single answers with labels.
     """
-    sides = [(pair.tokens[side], pair.targets[side]) for pair in pairs for side in (0, 1)]
-    longest = max(len(tokens) for tokens, _ in sides)
+    sequences = [[pair.tokens[side] for pair in sample] for sample in samples for side in (0, 1)]
+    longest, most = max(sum(map(len, parts)) for parts in sequences), max(map(len, samples))
     width = sequence_length if whole else min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, sequence_length)
-    tokens = np.zeros((len(sides), width), np.int64)
-    targets = np.full((len(sides), width), IGNORE, np.int64)
-    for row, (its_tokens, its_targets) in enumerate(sides):
-        tokens[row, : len(its_tokens)], targets[row, : len(its_targets)] = its_tokens, its_targets
+    shape = (len(sequences), width)
+    tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    positions, pairs = np.empty(shape, np.int64), np.zeros(shape, np.int64)
+    for row, parts in enumerate(sequences):
+        ends = np.cumsum([len(part) for part in parts])
+        tokens[row, : ends[-1]] = np.concatenate(parts)
+        targets[row, : ends[-1]] = np.concatenate([pair.targets[row % 2] for pair in samples[row // 2]])
+        positions[row] = positions_in_documents(ends, width)  # the padding counts as one more
+        pairs[row, : ends[-1]] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
     targets[np.repeat(ids < 0, 2)] = IGNORE
-    reference = torch.from_numpy(np.stack([pair.reference for pair in pairs]).astype(np.float64))
+    reference, weights = np.zeros((len(samples), most, 2)), np.zeros((len(samples), most))
+    desired = np.zeros((len(samples), most), bool)
+    for number, sample in enumerate(samples):
+        for place, pair in enumerate(sample):
+            reference[number, place], desired[number, place] = pair.reference, pair.is_desired
+            weights[number, place] = pair.weight if ids[number] >= 0 else 0.0
     return PairBatch(
-        torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids.astype(np.int64)), reference
+        torch.from_numpy(tokens),
+        torch.from_numpy(targets),
+        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(reference),
+        torch.from_numpy(weights),
+        torch.from_numpy(positions) if packed else None,
+        torch.from_numpy(pairs) if packed else None,
+        torch.from_numpy(desired) if labelled else None,
     )

@@ -154,7 +154,7 @@ MISTAKES = [
     _mistake("one row", "recipe=reward|parallel=fsdp|parallel.tensor=2", "=2 cannot divide the one row of"),
     _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 but task.name=reward does not generate text"),
     _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
-    _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is only read with task.loss=simpo"),
+    _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is not read with task.loss=dpo, only with cpo"),
     _mistake("packed pairs", "recipe=dpo|data.packing=best_fit", "data.packing=best_fit with data.format=preference"),
     _mistake("no pairs", "recipe=dpo|data.format=chat", "task.name=preference reads; use data.format=preference"),
     _mistake("parts of answers", "recipe=dpo|parallel=fsdp|parallel.context=2", "=2 divides answers over ranks"),

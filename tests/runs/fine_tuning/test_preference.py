@@ -24,11 +24,13 @@ from serried.recipes.data.samples.pair_dataset import PairBatch
 from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 from serried.recipes.models.layers import attention_choice
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
-from serried.recipes.text.preference import Preference, margin_losses, orpo_losses
+from serried.recipes.text.preference import Preference
 from serried.recipes.text.preference_config import PreferenceSection
+from serried.recipes.text.preference_losses import margin_losses, orpo_losses
 from serried.records.metrics import named_metrics
 from testing import runs
 from testing.rank_pool import Cluster
+from tests.support import trl_losses
 
 ASK = {"role": "user", "content": "Say three."}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))
@@ -128,6 +130,14 @@ def published_losses(model: Any, reference: Any, batch: PairBatch, loss: str) ->
         return -F.logsigmoid(2.0 * means[::2] - 2.0 * means[1::2] - 1.0)
     odds = means - torch.log1p(-means.exp())
     return -means[::2] - 0.1 * F.logsigmoid(odds[::2] - odds[1::2])
+
+
+@pytest.mark.parametrize("loss", trl_losses.SETTINGS)
+def test_losses_of_steps_are_those_that_trl_computes(tmp_path: Path, loss: str) -> None:
+    trl_losses.write_inputs(tmp_path)
+    train([*trl_losses.arguments(tmp_path, loss), f"run.dir={tmp_path / 'run'}"])
+    want = json.loads(trl_losses.RECORDED.read_text())[loss]
+    assert runs.losses(tmp_path / "run") == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "simpo"])

@@ -21,6 +21,15 @@ def is_address(text: str) -> bool:
     return bool(_SCHEME.match(text))
 
 
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Return the host and port of ``PORT``, which is a port of this machine, ``HOST:PORT`` or ``[IPV6]:PORT``; None for
+    any other text."""
+    found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]+\]|[\w.-]*):)?([0-9]{1,5})", text)
+    if not found or not 0 < int(found[2]) < 65536:
+        return None
+    return (found[1] or "127.0.0.1").strip("[]"), int(found[2])
+
+
 def not_a_path(key: str, address: str, source: str = "") -> str:
     """Return the error message for an address as the value of ``key``, which needs a path. ``source``: where it was
     set."""

@@ -10,30 +10,51 @@ from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, SourceSection
 from serried.configs.schema.launch_plan_track import TrackSection
 
-LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
-"""Display names of trackers by name. The name is also the config key, the extra and the module."""
+LABELS = {
+    "wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow", "prometheus": "Prometheus", "webhook": "webhook",
+}  # fmt: skip
+"""Display names of trackers by name. The name is also the config key and the extra."""
+_LIBRARIES = {
+    "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client",
+}  # fmt: skip
+LIVE = ("prometheus", "webhook")
+"""Trackers that show the present only, so that the records of an ended run cannot be sent to them."""
 
-_OFF = {"wandb": "track.wandb=off", "tensorboard": "track.tensorboard=false", "mlflow": "track.mlflow=null"}
+_OFF = {
+    "wandb": "track.wandb=off",
+    "tensorboard": "track.tensorboard=false",
+    "mlflow": "track.mlflow=null",
+    "prometheus": "track.prometheus=null",
+}
 
 
 def asked_for(track: TrackSection) -> list[str]:
     """Return the names of the trackers that ``track`` turns on."""
-    asked = {"wandb": track.wandb != "off", "tensorboard": track.tensorboard, "mlflow": track.mlflow is not None}
+    asked = {
+        "wandb": track.wandb != "off", "tensorboard": track.tensorboard, "mlflow": track.mlflow is not None,
+        "prometheus": track.prometheus is not None, "webhook": track.webhook is not None,
+    }  # fmt: skip
     return [name for name, is_asked_for in asked.items() if is_asked_for]
 
 
 def missing_trackers(track: TrackSection) -> tuple[list[str], str]:
     """Return the names of the trackers that are turned on but not installed, and the advice to print."""
-    missing = [name for name in asked_for(track) if find_spec(name) is None]
+    missing = [name for name in asked_for(track) if name in _LIBRARIES and find_spec(_LIBRARIES[name]) is None]
     are = f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'}"
     return missing, f"{are} not installed; {install_command(*missing)}"
 
 
 def check_trackers(track: TrackSection) -> None:
-    """Raise ``UserError`` if a tracker that is turned on is not installed, or ``track.mlflow`` names no store."""
+    """Raise ``UserError`` if a tracker that is turned on is not installed, ``track.mlflow`` names no
+    store, or ``track.webhook`` no variable with an address."""
     missing, advice = missing_trackers(track)
     if missing:
         raise UserError(f"{advice}, or do without: {' '.join(_OFF[name] for name in missing)}")
+    if track.webhook is not None and not os.environ.get(track.webhook, "").startswith(("http://", "https://")):
+        raise UserError(
+            f"track.webhook={track.webhook}: the environment variable {track.webhook} does not contain an address; use "
+            f"export {track.webhook}=https://... before the run, or track.webhook=null"
+        )
     store = track.mlflow
     if (
         store is not None

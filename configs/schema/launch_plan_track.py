@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from serried.configs.addresses import has_password, without_password
+from serried.configs.addresses import has_password, host_and_port, is_address, without_password
 from serried.configs.schema.fields import Count, LocalPath, Number, PositiveCount, Seconds, Section
 
 
@@ -70,6 +70,10 @@ class LaunchSection(Section):
         return self.device not in ("auto", "cpu")
 
 
+def _text_of_port(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
 def _unquoted_off(value: Any) -> Any:
     """Return ``off`` for false: YAML reads an unquoted ``off`` as false."""
     return "off" if value is False else value
@@ -85,6 +89,11 @@ class TrackSection(Section):
     """Write event files for TensorBoard to ``run.dir/tensorboard``."""
     mlflow: str | None = Field(default=None, min_length=1)
     """MLflow store: a server's address, ``sqlite:///FILE`` or a folder; null: none."""
+    prometheus: Annotated[str, BeforeValidator(_text_of_port)] | None = Field(default=None, min_length=1)
+    """Newest metrics for Prometheus: a port to scrape on this machine, ``HOST:PORT`` to listen elsewhere, or a file
+    ``NAME.prom`` for node_exporter; null: none."""
+    webhook: str | None = Field(default=None, min_length=1)
+    """Name of the environment variable with an address that is called when the run ends; null: none."""
     project: str | None = Field(default=None, min_length=1)
     """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
     ``serried``."""
@@ -98,6 +107,19 @@ class TrackSection(Section):
     """Notes about the run."""
 
     def _mistakes(self) -> Iterator[str]:
+        is_file = self.prometheus and self.prometheus.endswith(".prom") and not is_address(self.prometheus)
+        if self.prometheus and not is_file and host_and_port(self.prometheus) is None:
+            yield (
+                f"track.prometheus={self.prometheus} is not a port, HOST:PORT or a file that ends in .prom; use e.g. "
+                "track.prometheus=9400, or track.prometheus=/var/lib/node_exporter/run.prom"
+            )
+        if self.webhook and not self.webhook.isidentifier():
+            is_url = is_address(self.webhook)
+            yield (
+                f"{'track.webhook is an address' if is_url else f'track.webhook={self.webhook} is no variable name'}, "
+                "and the config is kept in the run folder, where an address would not stay secret; use export "
+                "SERRIED_WEBHOOK=ADDRESS and track.webhook=SERRIED_WEBHOOK"
+            )
         if self.mlflow and has_password(self.mlflow):
             kept = without_password(self.mlflow)
             yield (

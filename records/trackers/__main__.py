@@ -99,6 +99,14 @@ class Follower:
             from serried.records.trackers.tensorboard_tracker import TensorBoardTracker
 
             return TensorBoardTracker(run)
+        if self._name == "prometheus":
+            from serried.records.trackers.prometheus_tracker import PrometheusTracker
+
+            return PrometheusTracker(run)
+        if self._name == "webhook":
+            from serried.records.trackers.webhook_tracker import WebhookTracker
+
+            return WebhookTracker(run)
         from serried.records.trackers.mlflow_tracker import MlflowTracker
 
         return MlflowTracker(run)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import serried
-from serried.configs.requirements import LABELS, asked_for
+from serried.configs.requirements import LABELS, LIVE, asked_for
 from serried.configs.schema.launch_plan_track import TrackSection
 
 COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library
@@ -69,6 +69,7 @@ class Trackers:
 
         ``working_directory``: the folder in which the run started; relative paths in its config refer to it.
         """
+        self._names = [name for name in self._names if name not in LIVE]
         self.start("once", niceness=0, working_directory=working_directory)
         self._say(f"{'tracking':<10} sending to {' and '.join(LABELS[name] for name in self._names)}")
         taken = [process.name for process in self._processes if process.wait() == 0]
@@ -118,8 +119,9 @@ class _TrackerProcess:
     def warn(self, text: str) -> None:
         if not self.has_warned:
             self.has_warned = True
-            later = f"serried send run.dir={shlex.quote(str(self._run_dir))}"
-            self._say(f"WARNING    {LABELS[self.name]}: {text}. To send later: {later} (log: {self._log})")
+            later = f". To send later: serried send run.dir={shlex.quote(str(self._run_dir))}"
+            later = "" if self.name in LIVE else later
+            self._say(f"WARNING    {LABELS[self.name]}: {text}{later} (log: {self._log})")
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

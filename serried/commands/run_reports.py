@@ -44,7 +44,7 @@ def report(words: list[str]) -> int:
 def send(words: list[str]) -> int:
     """Send the records of a run that has ended to its trackers again."""
     from serried.configs.compose import saved_trackers
-    from serried.configs.requirements import asked_for, missing_trackers
+    from serried.configs.requirements import LIVE, asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
     from serried.records.trackers.tracker_processes import Trackers
     from serried.runtime.console import Console
@@ -52,8 +52,8 @@ def send(words: list[str]) -> int:
     given, _ = pairs(words, "send", ("run.dir", "run.name"))
     run = find_run(given, "send", is_run)
     track = saved_trackers(run / "config.yaml")
-    if not asked_for(track):
-        raise UserError(f"the run in {run} has no trackers: its config.yaml names none")
+    if not {*asked_for(track)} - {*LIVE}:
+        raise UserError(f"the run in {run} has no trackers that records can be sent to: its config.yaml names none")
     missing, advice = missing_trackers(track)
     if missing:
         raise UserError(advice)

@@ -28,7 +28,7 @@ def steps(first: int, last: int, time: float, seconds: float, data: float = 0.0)
     ]  # fmt: skip
 
 
-def parts(**seconds: float) -> dict[str, float]:
+def parts(**seconds: float) -> dict[str, Any]:
     return {name: pytest.approx(seconds.get(name.replace(" ", "_"), 0.0), abs=1e-6) for name in PARTS}
 
 

@@ -3,17 +3,23 @@
 import json
 import os
 import signal
+import socket
+import threading
+import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from serried.cli import main
 from serried.configs.addresses import masked
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.requirements import check_trackers
+from serried.records.goodput import PARTS
 from serried.records.metrics import GrowingFile
 from serried.records.trackers.rows import Rows
 from testing.disturb import family, send
@@ -120,6 +126,121 @@ def test_trackers_get_names_config_summary_and_named_metrics_of_a_run(text: Path
     assert scalars(run_dir, "log/a b") == [(3, 0.5)]
     assert scalars(run_dir, "validation/accuracy") == [(3, 0.75)]
     assert scalars(run_dir, "train/accuracy") == [(1, 0.25), (2, 0.25), (3, 0.25)]
+
+
+def _free_port() -> int:
+    with socket.socket() as waiting:
+        waiting.bind(("127.0.0.1", 0))
+        return int(waiting.getsockname()[1])
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Return the values of a Prometheus page by name, and by name and part for the goodput."""
+    found = {}
+    for metric in text_string_to_metric_families(text):
+        for sample in metric.samples:
+            assert (sample.labels["run"], sample.labels["run_id"]) == ("mine", "abcd1234")
+            found["/".join([sample.name, *([part] if (part := sample.labels.get("part")) else [])])] = sample.value
+    return found
+
+
+def test_prometheus_scrapes_the_newest_values_from_loopback_while_the_run_trains(text: Path, tmp_path: Path) -> None:
+    port = _free_port()
+    records = Records(text, tmp_path / "run", f"track.prometheus={port}", "run.name=mine")
+    records.steps(1, 3)
+
+    def scraped() -> dict[str, float]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                return _samples(answer.read().decode())
+        except OSError:
+            return {}
+
+    wait_for(lambda: scraped().get("serried_step") == 2)  # the row of step 3 may not be complete
+    values = scraped()
+    assert values["serried_train_loss"] == 1.5
+    assert values["serried_train_source_tokens_web"] == 2
+    assert values["serried_up"] == 1
+    addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]}
+    assert f"0100007F:{port:04X}" in addresses, "listens on loopback"
+    assert f"00000000:{port:04X}" not in addresses
+    records.end()
+    assert not records.warnings()
+
+
+def test_prometheus_file_has_the_last_values_and_the_goodput(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "metrics" / "run.prom"
+    records = Records(text, tmp_path / "run", f"track.prometheus={file}", "run.name=mine")
+    records.steps(1, 3)
+    records.end()
+    values = _samples(file.read_text())
+    assert values.items() >= {"serried_step": 3, "serried_validation_loss": 1.0, "serried_up": 0}.items()
+    assert {f"serried_goodput_seconds/{part}" for part in PARTS} <= values.keys()
+
+
+@pytest.mark.parametrize(("state", "said"), [("finished", "finished at step 3"), ("hung", "stopped at step 4: rank 1")])
+def test_webhook_is_called_when_the_run_ends_or_hangs_and_its_address_stays_secret(
+    state: str, said: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[dict[str, object]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/secret-path"
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{server.server_port}/secret-path")
+        records = Records(text, tmp_path / "run", "track.webhook=OUR_HOOK", "run.name=mine")
+        records.steps(1, 3)
+        if state == "hung":  # the watchdog writes the status alone
+            records.folder.status("stopped", step=4, reason="rank 1 has not moved", exit_code=75)
+            records.trackers.end(60)
+            await_trackers(tmp_path / "run")
+        else:
+            records.end()
+        server.shutdown()
+    assert not records.warnings(), records.printed
+    (values,) = received
+    assert f"serried run mine {said}" in str(values["text"])
+    assert values["run_dir"] == str(tmp_path / "run")
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.is_dir() or b"secret-path" not in path.read_bytes()
+
+
+def test_webhook_that_refuses_is_one_warning_without_its_address(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{_free_port()}/secret-path")
+    records = Records(text, tmp_path / "run", "track.webhook=OUR_HOOK")
+    records.steps(1, 1)
+    records.end()
+    (warning,) = records.warnings()
+    assert warning.startswith("WARNING    webhook: the address in OUR_HOOK could not be called: ")
+    assert "secret-path" not in "".join(records.printed)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("track.prometheus=later", "track.prometheus=later is not a port, HOST:PORT or a file that ends in .prom"),
+        ("track.prometheus=s3://bucket/run.prom", "track.prometheus=s3://bucket/run.prom is not a port"),
+        ("track.prometheus=70000", "track.prometheus=70000 is not a port"),
+        ("track.webhook=https://hooks.example/T0/secret", "track.webhook is an address, and the config is kept"),
+        ("track.webhook=NOT_SET_ANYWHERE", "the environment variable NOT_SET_ANYWHERE does not contain an address"),
+    ],
+)
+def test_monitoring_that_cannot_work_is_one_line(argv: str, said: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        check_trackers(compose(tiny_overrides(text, tmp_path / "run", argv)).track)
+    assert said in str(raised.value)
+    assert "secret" not in str(raised.value).replace("stay secret", "")
 
 
 def test_restart_and_rollback_send_steps_the_server_lacks(text: Path, tmp_path: Path, server: WandbServer) -> None:

@@ -58,7 +58,8 @@ class Classification(RunTask):
             return [str(label) for label in labels]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{checkpoint / CONFIG} does not name the classes: {error}; use another checkpoint"
+                f"cannot read the class names in {checkpoint / CONFIG} ({type(error).__name__}: {error}); use another "
+                "checkpoint"
             ) from None
 
     def check_resumed(self, checkpoint: Path) -> None:
@@ -71,8 +72,8 @@ class Classification(RunTask):
             was, is_now = (names[number] if number < len(names) else "none" for names in (before, now))
             where = assignment("task.path", self.config.path)
             raise UserError(
-                f"{checkpoint} was trained with other classes than {where} has now: class {number} was {was}, and is "
-                f"{is_now}; use samples of the same classes, or {self.run.another_run}"
+                f"{checkpoint} was trained with different classes than {where} has now: class {number} was {was} and "
+                f"is now {is_now}; use samples of the same classes, or {self.run.another_run}"
             )
 
     def open_samples(self) -> LabelledData:
@@ -85,10 +86,11 @@ class Classification(RunTask):
         if self._classes is not None:
             return found.numbered_as(self._classes, typed)
         if isinstance(self.config, LabelledSection) and len(found.classes) < 2:
-            named = ", or name the column of the labels: task.label_column=NAME"
+            is_of_texts = isinstance(self.config, TextsSection)
+            named = ", or set the column of the labels: task.label_column=NAME" if is_of_texts else ""
             raise UserError(
-                f"all training samples of {typed} are of one class, {found.classes[0]!r}, so there is nothing to tell "
-                f"apart; add samples of other classes{named * isinstance(self.config, TextsSection)}"
+                f"all training samples of {typed} have the same class, {found.classes[0]!r}, but a classifier needs at "
+                f"least two; add samples of other classes{named}"
             )
         return found
 
@@ -131,7 +133,7 @@ class Classification(RunTask):
 
     def _sizes(self, samples: str) -> str:
         data = self._data
-        held_out = f"{len(data.validation):,} to evaluate on" if data.validation is not None else "none to evaluate on"
+        held_out = f"{len(data.validation):,} for evaluation" if data.validation is not None else "none for evaluation"
         left_out = f", {data.bad_rows:,} bad rows left out" if data.bad_rows else ""
         return f"{self.config.path}: {len(data.training):,} {samples}, {held_out}{left_out}"
 

@@ -87,8 +87,8 @@ class ImageClassification(Classification):
     def build_model(self) -> nn.Module:
         if self.run.adapter.method != "none":
             raise UserError(
-                f"adapter.method={self.run.adapter.method} would leave the new head of task={self.run.task.name} as it "
-                "is; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+                f"adapter.method={self.run.adapter.method} is not supported with task={self.run.task.name}, as the new "
+                "head would not be trained; use adapter=none, and freeze parameters with optim.groups.NAME.frozen=true"
             )
         model = build_image_model(self.config, self.classes)
         if self.config.sync_batch_norm:
@@ -121,7 +121,10 @@ class ImageClassification(Classification):
 
     def describe_kernels(self, device: str) -> str:
         if self.config.sync_batch_norm and device == "cpu":
-            raise UserError("task.sync_batch_norm=true needs GPUs (to plan for them: launch.device=cuda); leave it out")
+            raise UserError(
+                "task.sync_batch_norm=true needs GPUs (to plan for GPUs: launch.device=cuda); use "
+                "task.sync_batch_norm=false"
+            )
         return ""
 
     def describe_model(self) -> str:
@@ -130,13 +133,16 @@ class ImageClassification(Classification):
 
     def describe_data(self) -> str:
         c = self.config
-        crops = f"random crops from {c.smallest_crop:g} of the area on" if c.smallest_crop < 1 else "no random crops"
-        return f"{self._sizes(self.unit)}; {c.image_size}x{c.image_size}, {crops}" + ", mirrored at random" * c.flip
+        crops = (
+            f"random crops of at least {c.smallest_crop:g} of the area" if c.smallest_crop < 1 else "no random crops"
+        )
+        flips = ", random horizontal flips" if c.flip else ""
+        return f"{self._sizes(self.unit)}; {c.image_size}x{c.image_size}, {crops}{flips}"
 
     def notes(self, starts_from_scratch: bool) -> Sequence[str]:
         del starts_from_scratch
         splits = [split for split in (self._data.training, self._data.validation) if isinstance(split, FolderImages)]
-        told = "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
+        told = "EXIF orientation of photos is ignored, as at the start of this run; to apply it, start another run: "
         kept = [told + self.run.another_run] if splits and not splits[0].upright else []
         return [split.note for split in splits if split.note] + kept
 

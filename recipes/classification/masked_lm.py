@@ -72,8 +72,9 @@ class MaskedLM(TextClassification):
     def configure(self, run: RunConfig) -> None:
         if run.adapter.method != "none":
             raise UserError(
-                f"adapter.method={run.adapter.method} with task={run.task.name}: its models have a head that is tied "
-                "to the embeddings; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+                f"adapter.method={run.adapter.method} is not supported with task={run.task.name}, as the head of these "
+                "models is tied to the embeddings; use adapter=none, and freeze parameters with "
+                "optim.groups.NAME.frozen=true"
             )
         super().configure(run)
 
@@ -97,8 +98,8 @@ class MaskedLM(TextClassification):
             if isinstance(token, str) and self._encoder.token_to_id(token) is not None:
                 return Masking(self._encoder, token, self.config.mask_share)
         raise UserError(
-            f"task.model={self.config.model}: its tokenizer has no mask token (mask_token in "
-            "tokenizer_config.json); use a model that was trained with one, such as BERT, RoBERTa or ModernBERT"
+            f"task.model={self.config.model}: the tokenizer has no mask token (mask_token in tokenizer_config.json); "
+            "use a masked language model, such as BERT, RoBERTa or ModernBERT"
         )
 
     def open_samples(self) -> LabelledData:
@@ -133,8 +134,8 @@ class MaskedLM(TextClassification):
         rows = model.config.vocab_size
         if ids > rows:
             raise UserError(
-                f"task.model={self.config.model}: its tokenizer has {ids:,} tokens, and the model {rows:,}; use the "
-                "tokenizer that the model was trained with"
+                f"task.model={self.config.model}: the tokenizer has {ids:,} tokens, but the embedding of the model has "
+                f"only {rows:,} rows; use the tokenizer that the model was trained with"
             )
         trained: nn.Module = model
         return trained
@@ -146,4 +147,4 @@ class MaskedLM(TextClassification):
         return f"{c.model} of transformers, as a masked language model" + ", pretrained" * c.pretrained
 
     def describe_data(self) -> str:
-        return f"{super().describe_data()}, {100 * self.config.mask_share:.3g}% of them to be predicted"
+        return f"{super().describe_data()}, {100 * self.config.mask_share:.3g}% of the tokens predicted"

@@ -110,8 +110,8 @@ class TextClassification(Classification):
             if isinstance(token, int) and token not in last and encoder.id_to_token(token) is not None:
                 return token
         raise UserError(
-            f"task.model={self.config.model}: its tokenizer has no token that can fill up a batch, such as <pad>; name "
-            f"one as pad_token_id in {self._folder / CONFIG}"
+            f"task.model={self.config.model}: the tokenizer has no padding token, such as <pad>; set pad_token_id in "
+            f"{self._folder / CONFIG}"
         )
 
     @property
@@ -163,8 +163,8 @@ class TextClassification(Classification):
             longest -= table.padding_idx + 1  # RoBERTa's positions start after the padding id
         if isinstance(longest, int) and longest < self.config.sequence_length:
             raise UserError(
-                f"task.sequence_length={self.config.sequence_length}: task.model={self.config.model} takes {longest} "
-                f"tokens; use task.sequence_length={longest}"
+                f"task.sequence_length={self.config.sequence_length} exceeds the {longest} tokens that "
+                f"task.model={self.config.model} supports; use task.sequence_length={longest}"
             )
         model.config.use_cache = False
         self._heads = _new_modules(model, new)
@@ -179,8 +179,8 @@ class TextClassification(Classification):
         for name, (first, *_) in self._fragments.items():
             if first.name != name:
                 raise UserError(
-                    f"adapter.method={self.run.adapter.method}: transformers saves {name} of task.model="
-                    f"{self.config.model} as {first.name}, and PEFT would not find it; use adapter=none"
+                    f"adapter.method={self.run.adapter.method} is not supported with task.model={self.config.model}: "
+                    f"transformers saves {name} as {first.name}, where PEFT would not find it; use adapter=none"
                 )
 
     def heads(self) -> Sequence[str]:
@@ -216,8 +216,9 @@ class TextClassification(Classification):
             now = (self._folder / _TOKENIZER[0]).read_text("utf-8")
             if what := changed_token(checkpoint / _TOKENIZER[0], now):
                 raise UserError(
-                    f"{checkpoint} was trained with another tokenizer than task.model={self.config.model} has: {what}; "
-                    f"use the task.model it was trained with, or {self.run.another_run}"
+                    f"{checkpoint} was trained with a different tokenizer than the one of "
+                    f"task.model={self.config.model}: {what}; use the model that the checkpoint was trained with, or "
+                    f"{self.run.another_run}"
                 )
 
     def export_files(self, folder: Path) -> None:

@@ -244,9 +244,11 @@ def test_calls_and_tools_that_a_template_leaves_out_are_refused(
     said: str | None, tokenizer: HuggingFaceTokenizer
 ) -> None:
     calling = {"role": "assistant", "content": said, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(UserError, match=r"the template leaves out the tool_calls of message 2 \(assistant\); use a "):
+    with pytest.raises(
+        UserError, match=r"the template does not render the tool_calls of message 2 \(assistant\); use a "
+    ):
         encode(tokenizer, CHATML, [PLAIN[0], calling, *PLAIN[:2]])
-    with pytest.raises(UserError, match=r"the template shows no tools, .* or remove the column 'tools'"):
+    with pytest.raises(UserError, match=r"the template does not render the tools, .* or remove the column 'tools'"):
         encode(tokenizer, TOOLS, {"messages": [PLAIN[0], {**calling, "content": ""}], "tools": [ADD]})
 
 
@@ -275,7 +277,7 @@ def test_parts_of_text_are_one_text_and_others_are_refused(tokenizer: HuggingFac
     whole = encode(tokenizer, CHATML, [{"role": "user", "content": parts}, PLAIN[1]])
     assert whole.tokens.tolist() == encode(tokenizer, CHATML, PLAIN[:2]).tokens.tolist()
     image = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(UserError, match=r"message 1 \(user\) has a part of type 'image_url' in its content, and only"):
+    with pytest.raises(UserError, match=r"message 1 \(user\) has a part of type 'image_url' in its content, but only"):
         encode(tokenizer, CHATML, [{"role": "user", "content": [*parts, image]}, PLAIN[1]])
     with pytest.raises(UserError, match=r"message 1 \(user\) has a part without text in its content"):
         encode(tokenizer, CHATML, [{"role": "user", "content": [{"type": "text", "text": None}]}, PLAIN[1]])
@@ -292,14 +294,17 @@ def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer)
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        (PLAIN[:1], "it has nothing to train on: no message is from the assistant (roles: user); fix"),
-        ([], "it has nothing to train on: no message is from the assistant (roles: none); fix"),
+        (PLAIN[:1], "nothing to train on: no message is from the assistant (roles: user); fix"),
+        ([], "nothing to train on: no message is from the assistant (roles: none); fix"),
         ("hello", "is not a list of messages; use data.format=text for text, or data.messages_column=NAME"),
-        ([{"text": "hi"}], "message 1 has no role (it has text); messages are {role, content} or {from, value}"),
-        ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has 4 in place of text"),
-        ([{"role": "assistant"}], "message 1 (assistant) has None in place of text"),
-        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', not one of human, user, gpt, "),
-        ([*PLAIN, {"role": "user", "content": "\ud800"}], "holds half a character"),
+        (
+            [{"text": "hi"}],
+            "message 1 has no role (its keys: text); write messages as {role, content} or {from, value}",
+        ),
+        ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has 4 as its content, not text"),
+        ([{"role": "assistant"}], "message 1 (assistant) has None as its content, not text"),
+        ([{"from": "alien", "value": "hi"}], "message 1 has the unknown role 'alien'; use one of human, user, gpt, "),
+        ([*PLAIN, {"role": "user", "content": "\ud800"}], "contains an unpaired surrogate"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokenizer: HuggingFaceTokenizer) -> None:
@@ -314,7 +319,7 @@ def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokeni
 def test_empty_reply_is_refused() -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(
-        UserError, match=r"row 5 of chats\.jsonl: it has nothing to train on: the assistant's messages are empty"
+        UserError, match=r"row 5 of chats\.jsonl: nothing to train on: the assistant's messages are empty"
     ):
         encode(BytesTokenizer(), template, [PLAIN[0], {"role": "assistant", "content": ""}])
 
@@ -322,10 +327,13 @@ def test_empty_reply_is_refused() -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (LLAMA2, "row 5 of chats.jsonl: the template refuses it: Conversation roles must alternate user/assistant/"),
+        (
+            LLAMA2,
+            "row 5 of chats.jsonl: the template raises an error: Conversation roles must alternate user/assistant/",
+        ),
         ("{{ messages[0].content + 1 }}", ": the template fails with TypeError: "),
-        ("{{ messages.clear() }}", ": the template refuses it: "),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ": the template refuses it: access to attribute"),
+        ("{{ messages.clear() }}", ": the template raises an error: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ": the template raises an error: access to attribute"),
         (
             "{% for x in range(9) %}{{ 'x' * 2**23 }}{% endfor %}",
             "more than 67,108,864 characters for one conversation",
@@ -372,7 +380,7 @@ def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match=r"cannot read data\.chat_template=.*pipe is not a regular file"):
         chat_template(section("x", format="chat", chat_template=str(tmp_path / "pipe")), own[0])
-    with pytest.raises(UserError, match=r"data\.chat_template is not a Jinja template in line 1: "):
+    with pytest.raises(UserError, match=r"data\.chat_template is not a valid Jinja template in line 1: "):
         chat_encoder(section("x", format="chat", chat_template="{% for x %}"), own[0])
 
 
@@ -490,11 +498,13 @@ def test_messages_with_no_weight_are_not_trained_on(key: str, tokenizer: Hugging
     encoded = encode(tokenizer, CHATML, messages)
     assert encoded.tokens.tolist() == encode(tokenizer, CHATML, PLAIN).tokens.tolist()
     assert learned(tokenizer, encoded) == ["Twelve 🙂<|im_end|>"]
-    with pytest.raises(UserError, match=r"nothing to train on: none is to be trained on \(weight: 0 or false, train"):
+    with pytest.raises(
+        UserError, match=r"nothing to train on: all replies are excluded from training \(weight: 0 or false, train"
+    ):
         encode(tokenizer, CHATML, messages[:2])
     for value in (0.5, "no"):
         with pytest.raises(
-            UserError, match=rf"message 2 \(assistant\) has {key}: {value!r}, and a message is trained on"
+            UserError, match=rf"message 2 \(assistant\) has {key}: {value!r}; use 1 or true to train on the message"
         ):
             encode(tokenizer, CHATML, [PLAIN[0], {**PLAIN[1], key: value}])
 
@@ -506,7 +516,9 @@ def test_reasoning_in_a_key_is_shown_or_refused_unless_it_is_not_trained_on(
     shows = CHATML.replace("message['content'] +", f"(message.{key} or '') + message['content'] +")
     thought = {**PLAIN[1], key: "2 + 2"}
     assert learned(tokenizer, encode(tokenizer, shows, [PLAIN[0], thought]))[0].startswith("2 + 2Four")
-    with pytest.raises(UserError, match=rf"the template leaves out the {key} of message 2 \(assistant\); end the"):
+    with pytest.raises(
+        UserError, match=rf"the template does not render the {key} of message 2 \(assistant\); remove the {key}, "
+    ):
         encode(tokenizer, CHATML, [PLAIN[0], thought])
     repeated = {"role": "assistant", "content": "<think>2 + 2</think>Four", key: "2 + 2"}
     encode(tokenizer, CHATML, [PLAIN[0], repeated])
@@ -555,8 +567,10 @@ def test_a_message_that_a_template_leaves_out_is_refused(tokenizer: HuggingFaceT
     known = (
         "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     )
-    for role, cure in {"developer": "call its role system, or", "system": "remove it, or"}.items():
-        with pytest.raises(UserError, match=rf"leaves out what message 1 \({role}\) says, .*; {cure} use a template"):
+    for role, cure in {"developer": "use the role 'system', or", "system": "remove the message, or"}.items():
+        with pytest.raises(
+            UserError, match=rf"does not render the content of message 1 \({role}\), .*; {cure} use a template"
+        ):
             encode(tokenizer, known, [{"role": role, "content": "Four"}, *PLAIN])
     assert encode(tokenizer, CHATML, [{"role": "developer", "content": "Four"}, *PLAIN])
 
@@ -646,7 +660,7 @@ def test_a_template_that_does_not_end_is_one_line(template: str, said: str, monk
 )
 def test_a_template_nested_or_chained_too_deeply_is_one_line(template: str) -> None:
     with pytest.raises(
-        UserError, match=r"^the template is not a Jinja template that can be compiled: it is nested or"
+        UserError, match=r"^the template cannot be compiled as a Jinja template: it is nested or"
     ) as caught:
         encode(BytesTokenizer(), template, PLAIN)
     assert "\n" not in str(caught.value)

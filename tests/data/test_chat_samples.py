@@ -284,7 +284,7 @@ def test_a_loop_of_calls_after_one_question_stays_one_sample() -> None:
 
 def test_several_calls_of_which_a_template_shows_one_are_refused() -> None:
     messages = [U, {**A, "content": "", "tool_calls": [CALL, CALL]}, {"role": "tool", "content": "4"}, A]
-    with pytest.raises(UserError, match=r"the template leaves out the tool_calls of message 2 \(assistant\)"):
+    with pytest.raises(UserError, match=r"the template does not render the tool_calls of message 2 \(assistant\)"):
         encode("gpt-oss", messages, True)
 
 
@@ -307,7 +307,7 @@ def test_all_tokens_or_the_last_reply_are_trained_on_if_asked(name: str) -> None
     untrained = tokenizer().decode_marked(whole.tokens[whole.supervised == 0].tolist())
     assert "No." in untrained
     assert len(untrained) < 20, "the message that is left out, and no other"
-    with pytest.raises(UserError, match=r"nothing to train on: its last reply is not to be trained on \(weight: 0"):
+    with pytest.raises(UserError, match=r"nothing to train on: the last reply is excluded from training \(weight: 0"):
         encode(name, messages[:4], False, "last")
     last = encode(name, messages, False, "last")
     assert [len(runs_of(document)) for document in last] == [1]
@@ -396,7 +396,7 @@ def test_a_completion_without_a_template_follows_its_prompt_as_it_is(train_on: s
     assert found.supervised.tolist() == marks
     refused = encoder([Row(0, [U, A]), Row(1, {"prompt": "a", "completion": ""})], "rows.jsonl")  # type: ignore[dict-item]
     assert [str(error).partition(",")[0] for error in refused] == [
-        "row 1 of rows.jsonl is a conversation", "row 2 of rows.jsonl: its completion is empty",
+        "row 1 of rows.jsonl is a conversation", "row 2 of rows.jsonl: the completion is empty",
     ]  # fmt: skip
 
 

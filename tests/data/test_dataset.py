@@ -91,7 +91,7 @@ def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
         UserError, match=rf"sequence_length=5000 needs 5001 tokens, and the \w+ text has {has} "
     ) as caught:
         TokenDataset(data, name, 5000)
-    fix = re.search(r"use more text, or at most data\.sequence_length=(\d+)$", str(caught.value))
+    fix = re.search(r"add text to data\.path, or use data\.sequence_length=(\d+)$", str(caught.value))
     assert fix
     for each in ("train", "validation"):
         assert len(TokenDataset(data, each, int(fix[1]))) >= 1
@@ -103,8 +103,8 @@ def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
     ("text", "has", "enough_for"),
     [
         ("x", "0 (0 bytes of 0 files)", "no length at all"),
-        ("four", "2 (1 byte of 1 file)", "data.sequence_length=1, too short to learn from"),
-        ("ten bytes.", "2 (1 byte of 1 file)", "data.sequence_length=1, too short to learn from"),
+        ("four", "2 (1 byte of 1 file)", "only data.sequence_length=1, too short for training"),
+        ("ten bytes.", "2 (1 byte of 1 file)", "only data.sequence_length=1, too short for training"),
     ],
 )
 def test_text_too_short_for_any_useful_sequence(tmp_path: Path, text: str, has: str, enough_for: str) -> None:
@@ -112,6 +112,6 @@ def test_text_too_short_for_any_useful_sequence(tmp_path: Path, text: str, has: 
     with pytest.raises(UserError) as caught:
         TokenDataset(data, "validation", 16)
     assert str(caught.value) == (
-        f"data.sequence_length=16 needs 17 tokens, and the validation text has {has}; "
-        f"use more text in data.path; this is enough for {enough_for}"
+        f"data.sequence_length=16 needs 17 tokens, but the validation text has {has}; "
+        f"add text to data.path (this text allows {enough_for})"
     )

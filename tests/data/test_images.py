@@ -177,7 +177,9 @@ def test_rows_of_a_dataset_are_images_too(folder: Path, tmp_path: Path) -> None:
     first, its_file = found.training[0], expected.training[0]
     assert (first.label, first.pixels.tobytes()) == (its_file.label, its_file.pixels.tobytes())
     assert len(found.validation) == 3 * 5
-    with pytest.raises(UserError, match=r"task.label_column=label: .* has the columns picture, kind; use"):
+    with pytest.raises(
+        UserError, match=r"task.label_column=label: .* has no such column; its columns are picture, kind; use"
+    ):
         open_images(ImageSection(**keys | {"label_column": "label"}))
 
 
@@ -229,7 +231,7 @@ def test_run_that_began_before_photos_were_turned_keeps_its_pixels(tmp_path: Pat
     assert then.dataset("train")[0].pixels.size == (6, 4)
     assert then.dataset("train").fingerprint == before  # the data count as unchanged
     assert then.notes(False) == [
-        "photos are not turned by their EXIF orientation, as they were not when this run began; to turn them: "
+        "EXIF orientation of photos is ignored, as at the start of this run; to apply it, start another run: "
         "run.dir=OTHER"
     ]
 
@@ -274,7 +276,9 @@ def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
         ((grey / 65535).astype(np.float32), "mode F from 0 to 1"),
     ):
         pillow.fromarray(values).save(tmp_path / "train/red/2.tif")
-        with pytest.raises(UserError, match=rf"cannot read .*/2\.tif as an image: pixels of {told}; only 8 bits, or"):
+        with pytest.raises(
+            UserError, match=rf"cannot read .*/2\.tif as an image: pixels of {told} are not supported, only 8-bit"
+        ):
             training[2]
 
 
@@ -376,7 +380,7 @@ def test_image_outside_of_a_class_folder_is_reported(
     assert main(argv) == 0
     lines = [line.split(None, 1)[1] for line in capfd.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert lines == [
-        f"images not used: {count} in {place}, outside of class folders; move them to {place}/CLASS/"
+        f"{count} images in {place} are not used, as they are not in class folders; move them to {place}/CLASS/"
         for place, count in ((tmp_path / "train", 2), (tmp_path / "val", 1))
     ]
 
@@ -402,11 +406,11 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     with pytest.raises(UserError, match=told):
         open_images(ImageSection(path=str(tmp_path / "broken"))).training[0]
     for words, told in (
-        ([f"task.path={tmp_path / 'empty'}"], "the folder is empty, and no train; images are expected in"),
+        ([f"task.path={tmp_path / 'empty'}"], "has no folder train (it is empty); put images into"),
         ([f"task.path={tmp_path / 'file'}"], "file/train: Not a directory"),
-        ([f"task.path={tmp_path / 'bare'}"], "bare/train holds no images"),
-        ([f"task.path={tmp_path / 'none'}"], "there is no such folder"),
-        ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, which the training data do not have: red"),
+        ([f"task.path={tmp_path / 'bare'}"], "bare/train has no images"),
+        ([f"task.path={tmp_path / 'none'}"], "is neither a folder nor the name of a dataset"),
+        ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, but the training data has only red"),
         ([f"task.path={tmp_path / 'hollow'}"], "hollow/train has classes without images: none, void; remove their"),
         ([f"task.model={tmp_path / 'colours/text'}"], "text/preprocessor_config.json holds no mapping of names"),
         ([f"task.model={tmp_path / 'colours/two'}"], "two/preprocessor_config.json: image_mean [1,2] and image_std 1"),
@@ -414,7 +418,10 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.validation=vla"], "use task.validation=val"),
         (["task.model=nowhere"], "cannot read nowhere/config.json"),
         (["task.pretrained=true"], "the weights cannot be read or downloaded"),
-        (["adapter=lora"], "would leave the new head of task=image_classification as it is"),
+        (
+            ["adapter=lora"],
+            "adapter.method=lora is not supported with task=image_classification, as the new head would not",
+        ),
         (["task.sync_batch_norm=true", "dry_run=false"], "needs GPUs"),
         (["data.sequence_length=32"], "unknown key data.sequence_length"),
         (["model=resnet50"], "did you mean task.model=resnet50?"),
@@ -427,7 +434,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     assert main(["task.flip=true"]) == 78
     assert "it is read by task=image_classification" in capfd.readouterr().err
     assert main(images(folder, tmp_path / "run", "dry_run=true")) == 0
-    assert "42 images, 15 to evaluate on; 32x32" in capfd.readouterr().out
+    assert "42 images, 15 for evaluation; 32x32" in capfd.readouterr().out
 
 
 @pytest.mark.slow

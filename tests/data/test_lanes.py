@@ -196,7 +196,7 @@ def test_threads_that_come_early_wait_for_their_turn() -> None:
     straight = stream(units)
     assert [taken[i] for i in (0, 4, 8, 12)] == [straight[i].tokens.tolist() for i in (0, 4, 8, 12)]
     assert taken[0] == expected[0]
-    with pytest.raises(RuntimeError, match="sample 1 of a lane is requested, and 4 is next"):
+    with pytest.raises(RuntimeError, match="sample 1 of a lane is requested, but sample 4 is next"):
         dataset[4]
 
 
@@ -241,7 +241,7 @@ def test_another_number_of_lanes_starts_from_scratch_and_reports_it() -> None:
     units = numbered([[20] * 5] * 4)
     dataset = stream(units, lanes=2)
     dataset.load(stream(units, lanes=4).state(0), 40)
-    assert "they start again" in dataset.describe()
+    assert "started again" in dataset.describe()
     assert np.array_equal(dataset[40].tokens, stream(units, lanes=2)[0].tokens)
 
 

@@ -62,7 +62,7 @@ def test_every_token_but_a_documents_first_is_a_target_once(
     with tempfile.TemporaryDirectory() as folder:
         data = write_documents(Path(folder), documents, shards=shards)
         if not pairs:
-            with pytest.raises(UserError, match="no document of two tokens or more"):
+            with pytest.raises(UserError, match="no document with at least two tokens"):
                 PackedDataset(data, "train", sequence, isolate_documents=isolate)  # type: ignore[arg-type]
             return
         dataset = PackedDataset(data, "train", sequence, isolate_documents=isolate)  # type: ignore[arg-type]
@@ -160,10 +160,11 @@ def test_a_conversation_that_loses_all_its_answers_is_refused(tmp_path: Path) ->
     without = PackedDataset(data, "train", 20, isolate_documents=True, skips=True)
     assert [sample.tokens[:3].tolist() for sample in map(without.__getitem__, range(len(without)))] == [[1, 2, 3]]
     assert without.describe().endswith(
-        "1 conversation truncated to 20 tokens, 1 of them left out: nothing to train on is left"
+        "1 conversation truncated to 20 tokens, 1 of them left out as nothing to train on remains"
     )
     assert (
-        "truncates 1 conversation of data and removes 89 % of all tokens; the longest has 40: " in without.truncation()
+        "truncates 1 conversation of data and removes 89 % of all tokens; to keep all 40 tokens of the longest: "
+        in without.truncation()
     )
 
 

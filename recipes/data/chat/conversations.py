@@ -138,8 +138,8 @@ class ChatEncoder:
             samples = self._samples(render, messages, said, turns)
             if tools and _rendered(self._template, messages) == samples[-1].text:
                 raise Unlearnable(
-                    f"{self._template.name} shows no tools, so training would not see which may be called; use a "
-                    "template that does, data.chat_template=FILE, or remove the column 'tools'"
+                    f"{self._template.name} does not render the tools, so the model would not learn which tools exist; "
+                    "use a template that renders them (data.chat_template=FILE), or remove the column 'tools'"
                 )
             trains_all = [self._train_on == "all" and sample is samples[-1] for sample in samples]
             found = [
@@ -148,7 +148,9 @@ class ChatEncoder:
                 for document in self._encoded(sample, trains_all=is_all)
             ]
         except UnicodeEncodeError as error:
-            raise UserError(f"{where} holds half a character (an unpaired surrogate); fix or remove the row") from error
+            raise UserError(
+                f"{where} contains an unpaired surrogate (half a character); fix or remove the row"
+            ) from error
         except TooMuch as error:
             raise TooMuch(f"{where}: {error}") from error
         except (UserError, Unlearnable) as error:
@@ -159,9 +161,9 @@ class ChatEncoder:
             why = f"no message is from the assistant (roles: {roles})"
             if said:
                 of_weight = ", ".join(f"{key}: 0 or false" for key in _WEIGHTS)
-                which = "its last reply is not" if self._train_on == "last" else "none is"
-                why = "the assistant's messages are empty" if turns else f"{which} to be trained on ({of_weight})"
-            raise UserError(f"{where}: it has nothing to train on: {why}; fix or remove the row")
+                which = "the last reply is" if self._train_on == "last" else "all replies are"
+                why = "the assistant's messages are empty" if turns else f"{which} excluded from training ({of_weight})"
+            raise UserError(f"{where}: nothing to train on: {why}; fix or remove the row")
         is_new |= is_parsed or bool(tools and self._template.for_tools) or any(document.is_new for document in found)
         return found[-1]._replace(before=tuple(found[:-1]), is_new=is_new)
 
@@ -253,16 +255,16 @@ class CompletionEncoder:
         content: Any = row.content
         if not isinstance(content, dict) or not {"prompt", "completion"} <= content.keys():
             raise UserError(
-                " is a conversation, and data.chat_template=none trains on a prompt and its completion as they are; "
-                "leave data.chat_template out for the tokenizer's own"
+                " is a conversation, but data.chat_template=none needs a prompt and a completion; remove "
+                "data.chat_template to use the template of the tokenizer"
             )
         prompt, completion = content["prompt"], content["completion"]
         if not completion:
-            raise UserError(": its completion is empty, so there is nothing to train on; fix or remove the row")
+            raise UserError(": the completion is empty, so there is nothing to train on; fix or remove the row")
         try:
             (prompt + completion).encode()
         except UnicodeEncodeError as error:
-            raise UserError(" holds half a character (an unpaired surrogate); fix or remove the row") from error
+            raise UserError(" contains an unpaired surrogate (half a character); fix or remove the row") from error
         pieces = _in_pieces(self._tokenizer, prompt + completion, len(prompt))
         ids, spans = pieces or self._tokenizer.encode_marked(prompt + completion)
         supervised = (spans[:, 1] > len(prompt)).astype(np.uint8)
@@ -344,8 +346,8 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             reason = str(error) if isinstance(error, NotPlainData) else reason
             raise UserError(
-                f"cannot read data.chat_template={given}: {reason}; give a file with a Jinja template, the template "
-                "itself, or data.chat_template=null for the tokenizer's own"
+                f"cannot read data.chat_template={given}: {reason}; use a file with a Jinja template, the text of a "
+                "template, or data.chat_template=null for the template of the tokenizer"
             ) from error
     own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
     return (CHATML, "ChatML") if own is None else (own, "the tokenizer's template")
@@ -447,12 +449,14 @@ def _message(message: Message, where: str) -> Message:
     if "role" not in message and "from" in message:
         if message["from"] not in _ROLES:
             known = ", ".join(_ROLES)
-            raise UserError(f"{where} is from {message['from']!r}, not one of {known}; use these roles")
+            raise UserError(f"{where} has the unknown role {message['from']!r}; use one of {known}")
         kept = {key: value for key, value in message.items() if key not in ("from", "value")}
         message = {**kept, "role": _ROLES[message["from"]], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         has = ", ".join(message) or "nothing"
-        raise UserError(f"{where} has no role (it has {has}); messages are {{role, content}} or {{from, value}}")
+        raise UserError(
+            f"{where} has no role (its keys: {has}); write messages as {{role, content}} or {{from, value}}"
+        )
     said = message.get("content")
     if message.get("tool_calls"):
         message = {**message, "content": said, "tool_calls": without_nulls(message["tool_calls"])}
@@ -465,14 +469,12 @@ def _message(message: Message, where: str) -> Message:
             kind = other.get("type", "text") if isinstance(other, dict) else "text"
             part = "a part without text" if kind == "text" else f"a part of type {kind!r}"
             raise UserError(
-                f"{where} ({message['role']}) has {part} in its content, and only text is trained on; fix or remove "
-                "the row"
+                f"{where} ({message['role']}) has {part} in its content, but only text is supported; fix or remove the "
+                "row"
             )
         return {**message, "content": "".join(texts)}
     if not isinstance(said, str):
-        raise UserError(
-            f"{where} ({message['role']}) has {said!r} in place of text as its content; fix or remove the row"
-        )
+        raise UserError(f"{where} ({message['role']}) has {said!r} as its content, not text; fix or remove the row")
     return message
 
 
@@ -490,7 +492,7 @@ def _is_trained(message: Message, where: str) -> bool:
     for key, value in given.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise UserError(
-                f"{where} (assistant) has {key}: {value!r}, and a message is trained on (1, true) or not (0, false); "
-                "fix or remove the row"
+                f"{where} (assistant) has {key}: {value!r}; use 1 or true to train on the message, 0 or false to "
+                "exclude it"
             )
     return all(given.values())

@@ -56,8 +56,8 @@ class PairEncoder:
         if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):
             longest = max(len(side.tokens) for side in sides)
             raise UserError(
-                f": chosen and rejected are the same up to data.sequence_length={self._sequence_length} and "
-                f"truncated there ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
+                f": chosen and rejected differ only after the first data.sequence_length={self._sequence_length} "
+                f"tokens ({_shown(pair['chosen'])}), so there is nothing to prefer; use "
                 f"data.sequence_length={longest - 1}, or remove the row"
             )
         learned = [side.supervised for side in sides if side.supervised is not None]
@@ -73,13 +73,13 @@ class PairEncoder:
         assert encoded.supervised is not None
         if encoded.before:
             raise UserError(
-                f": {name} has several replies, of which the chat template drops or changes earlier ones, so they are "
-                "not one answer; leave one reply in it, or use another template: data.chat_template=FILE"
+                f": {name} has several replies, and the chat template drops or changes the earlier ones; keep only one "
+                "reply, or use another template: data.chat_template=FILE"
             )
         if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
             raise UserError(
-                f": its prompt has {tokens} tokens, and data.sequence_length={self._sequence_length} leaves no "
-                f"room for an answer; use a data.sequence_length above {tokens}, or remove the row"
+                f": the prompt has {tokens} tokens, so data.sequence_length={self._sequence_length} leaves no room for "
+                f"an answer; use a data.sequence_length above {tokens}, or remove the row"
             )
         return encoded
 

@@ -120,13 +120,13 @@ def content_in(render: Render, name: str, messages: Sequence[Message], turn: int
     marked = _with_stand_in(render, messages, turn)
     if marked is None or not (text.startswith(marked[0]) and text.endswith(marked[1])):
         raise Unlearnable(
-            f"{name} changes message {turn + 1} (assistant), so it cannot be left out with data.train_on=all; use "
-            "data.train_on=replies, or remove the message"
+            f"{name} changes message {turn + 1} (assistant), so the message cannot be excluded from training with "
+            "data.train_on=all; use data.train_on=replies, or remove the message"
         )
     return Reply(len(marked[0]), len(text) - len(marked[1]), has_end=True, is_asked=False)
 
 
-_REMEDY = "end the conversation there, leave that out, or use another template: data.chat_template=FILE"
+_REMEDY = "shorten the conversation, or use another template: data.chat_template=FILE"
 
 
 # finding --------------------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
         found, is_asked, is_new = (shown, len(header)), False, False
     if found is None:
         raise Unlearnable(
-            f"{name} renders message {turn + 1} (assistant) differently once others follow, so training would not "
-            f"see what was said; {_REMEDY}"
+            f"{name} renders message {turn + 1} (assistant) differently when more messages follow, so its original "
+            f"text would not be trained on; {_REMEDY}"
         )
     shown, prompt = found
     start = prompt
@@ -359,10 +359,10 @@ def _check_shown(render: Render, name: str, messages: Sequence[Message], text: s
         one = _tried(render, [*messages[:number], changed[number], *messages[number + 1 :]])
         if one == text:
             role = messages[number]["role"]
-            rename = "; call its role system" if role == "developer" else ""
+            fix = "use the role 'system'" if role == "developer" else "remove the message"
             raise Unlearnable(
-                f"{name} leaves out what message {number + 1} ({role}) says, so training would not see it"
-                f"{rename or '; remove it'}, or use a template that shows it: data.chat_template=FILE"
+                f"{name} does not render the content of message {number + 1} ({role}), so it would not be trained on; "
+                f"{fix}, or use a template that renders it: data.chat_template=FILE"
             )
     return shown
 
@@ -379,8 +379,8 @@ def _check_parts(render: Render, name: str, messages: Sequence[Message], turn: i
             text = _tried(render, [*messages[:turn], changed, *messages[turn + 1 :]])
             if text is not None and stand_in(turn) not in text:
                 raise Unlearnable(
-                    f"{name} leaves out a part of message {turn + 1} (assistant), {_shown(part)}, most likely its "
-                    f"reasoning, so training would not see it; {_REMEDY}"
+                    f"{name} does not render a part of message {turn + 1} (assistant), most likely its reasoning "
+                    f"({_shown(part)}), so it would not be trained on; remove this part, {_REMEDY}"
                 )
 
 
@@ -392,7 +392,9 @@ def _check_keys(render: Render, name: str, messages: Sequence[Message], turn: in
             continue
         silent = {other: its for other, its in messages[turn].items() if other != key}
         if _is_same(render, messages, turn, silent):
-            raise Unlearnable(f"{name} leaves out the {key} of message {turn + 1} (assistant); {_REMEDY}")
+            raise Unlearnable(
+                f"{name} does not render the {key} of message {turn + 1} (assistant); remove the {key}, {_REMEDY}"
+            )
 
 
 def _check_calls(render: Render, name: str, messages: Sequence[Message], number: int, said: str) -> None:
@@ -409,7 +411,7 @@ def _check_calls(render: Render, name: str, messages: Sequence[Message], number:
         if any(_is_same(render, messages, number, silent) for silent in less):
             role = message["role"]
             raise Unlearnable(
-                f"{name} leaves out the {key} of message {number + 1} ({role}); use a template that shows it: "
+                f"{name} does not render the {key} of message {number + 1} ({role}); use a template that does: "
                 "data.chat_template=FILE"
             )
 

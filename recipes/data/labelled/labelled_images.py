@@ -70,9 +70,12 @@ def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
         if is_folder and (TRAINING in names or not has_rows):
             return _open_folder(section, folder, typed, names, upright)
     except OSError as error:
-        raise UserError(f"{typed}: cannot look at {error.filename}: {error.strerror}; use another folder") from None
+        raise UserError(f"{typed}: cannot read {error.filename}: {error.strerror}; use another folder") from None
     if not is_folder and (section.path.startswith(("/", ".", "~")) or section.path.count("/") != 1):
-        raise UserError(f"{typed}: there is no such folder; put images into FOLDER/train/CLASS/, or name a dataset")
+        raise UserError(
+            f"{typed} is neither a folder nor the name of a dataset; put images into FOLDER/train/CLASS/, or use "
+            "OWNER/NAME"
+        )
     return _open_dataset(section, str(folder) if is_folder else section.path)
 
 
@@ -87,7 +90,10 @@ class FolderImages:
         entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
         found = {entry.name: entry.path for entry in entries if entry.is_dir()}
         unused = sum(_is_image(entry.name) for entry in entries if entry.name not in found)
-        told = f"images not used: {unused:,} in {folder}, outside of class folders; move them to {folder}/CLASS/"
+        told = (
+            f"{unused:,} images in {folder} are not used, as they are not in class folders; move them to "
+            f"{folder}/CLASS/"
+        )
         self.note = told if unused else ""
         """Message about images outside of class folders; empty if there are none."""
         self.upright = upright
@@ -138,13 +144,13 @@ def _is_image(name: str) -> bool:
 
 
 def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str], upright: bool) -> LabelledData:
-    form = f"images are expected in {folder}/{TRAINING}/CLASS/"
+    form = f"put images into {folder}/{TRAINING}/CLASS/"
     if TRAINING not in names:
-        found = f"holds {', '.join(names[:_SHOWN])}" if names else "is empty"
-        raise UserError(f"{typed}: the folder {found}, and no {TRAINING}; {form}")
+        found = f"it has {', '.join(names[:_SHOWN])}" if names else "it is empty"
+        raise UserError(f"{typed} has no folder {TRAINING} ({found}); {form}")
     training = FolderImages(folder / TRAINING, upright=upright)
     if not training.classes or not len(training):
-        raise UserError(f"{typed}: {folder / TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
+        raise UserError(f"{typed}: {folder / TRAINING} has no images ({' '.join(sorted(_ENDINGS))}); {form}")
     if training.empty:
         shown = ", ".join(training.empty[:_SHOWN]) + (", ..." if len(training.empty) > _SHOWN else "")
         raise UserError(
@@ -157,7 +163,7 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
         if validation.unknown:
             raise unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
         if not len(validation):
-            raise UserError(f"{typed}: {folder / str(name)} holds no images; add some, or remove it")
+            raise UserError(f"{typed}: {folder / str(name)} has no images; add images, or remove the folder")
     return LabelledData(training.classes, training, validation)
 
 
@@ -187,8 +193,8 @@ class TableImages:
         except Exception as error:  # decoders may raise any exception
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
-                f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}; repair it or leave it "
-                f"out, {_RESUMES}"
+                f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}; repair or remove the "
+                f"row, {_RESUMES}"
             ) from None
 
 
@@ -247,8 +253,8 @@ def _in_rgb(image: Any) -> Any:
         return image.convert("RGB")
     if image.mode == "F" or least < 0 or largest > _MOST:
         raise ValueError(
-            f"pixels of mode {image.mode} from {least:g} to {largest:g}; only 8 bits, or whole numbers from 0 to "
-            f"{_MOST}, can be read"
+            f"pixels of mode {image.mode} from {least:g} to {largest:g} are not supported, only 8-bit pixels and "
+            f"integers from 0 to {_MOST}"
         )
     scale = _MOST // 255
     return pillow.fromarray(((values.astype(np.int32) + scale // 2) // scale).astype(np.uint8)).convert("RGB")

@@ -50,7 +50,7 @@ class Texts:
     def __getitem__(self, index: int) -> LabelledText:
         tokens = np.array(self._encoder.encode(self._texts[index]).ids, np.int64)
         if not len(tokens):
-            raise UserError(f"the text of row {index + 1} has no tokens; leave such rows out")
+            raise UserError(f"the text of row {index + 1} has no tokens; remove such rows")
         return LabelledText(tokens, self._labels[index])
 
 
@@ -80,11 +80,14 @@ def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledD
     if path.is_dir():
         for file in sorted(path.iterdir()):
             if file.suffix in _KINDS and files.setdefault(file.stem, file) != file:
-                raise UserError(f"{typed} has {files[file.stem].name} and {file.name}; keep one file of each split")
+                raise UserError(f"{typed} has {files[file.stem].name} and {file.name}; keep one file per split")
     if files:
         return _of_files(section, files, encoder, typed, form)
     if not path.is_dir() and section.path.count("/") != 1:
-        raise UserError(f"{typed}: there is no such file or folder; name a .jsonl or .csv file, or a dataset")
+        raise UserError(
+            f"{typed} is neither a file, a folder nor the name of a dataset; use a .jsonl or .csv file, a folder of "
+            "such files, or OWNER/NAME"
+        )
 
     def opened(table: Any, number: Callable[[Any], int]) -> Texts:
         labels = table[section.label_column] if isinstance(section, LabelledSection) else [0] * len(table)
@@ -102,7 +105,10 @@ def _columns(section: TextsSection) -> dict[str, str]:
 
 def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed: str, form: str) -> LabelledData:
     if TRAINING not in files:
-        raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
+        raise UserError(
+            f"{typed} has no {TRAINING}.jsonl or {TRAINING}.csv; it has "
+            f"{', '.join(path.name for path in files.values())}; rename the training file"
+        )
     split = validation_split(section, files)
     read = [_read(files[name], section) for name in (TRAINING, split) if name]
     are_mixed = len({type(label) for file in read for label in file.labels}) > 1  # labels of CSV files are strings
@@ -131,11 +137,11 @@ class _TextAndLabel:
         names = [str(name) for name in row]
         if missing := missing_column(self._columns, names):
             typed, instead = missing
-            raise UserError(f" has the columns {', '.join(names)}; use {instead} in place of {typed}")
+            raise UserError(f" has no column for {typed}; its columns are {', '.join(names)}; use {instead}")
         text, label = row[self._text], "" if self._label is None else row[self._label]
         if not isinstance(text, str) or not isinstance(label, str | int):
-            labelled = " and, as its label, a text or a whole number" if self._label is not None else ""
-            raise UserError(f": needs a text{labelled}; fix or remove the row")
+            labelled = f" and {self._label!r} text or an integer" if self._label is not None else ""
+            raise UserError(f": {self._text!r} must be text{labelled}; fix or remove the row")
         return text, label
 
 
@@ -168,7 +174,7 @@ def _read(path: Path, section: TextsSection) -> _File:
         if len(shown) < SHOWN_ROWS:
             shown.append(str(row.error))
     if not rows:  # if all rows are bad, the first error explains the wrong format
-        raise UserError(shown[0] if bad else f"{path} holds no rows; use another file")
+        raise UserError(shown[0] if bad else f"{path} has no rows; use another file")
     if bad and section.bad_rows == "refuse":
         raise bad_rows(shown, bad, key="task.bad_rows")
     texts, labels = zip(*rows, strict=True)

@@ -42,7 +42,10 @@ class LabelledData(NamedTuple):
         """Return the same samples with labels renumbered to the classes ``names`` of a model. Raises ``UserError`` if
         the data has other classes. ``where``: name of the data in the message."""
         if unknown := [name for name in self.classes if name not in names]:
-            raise UserError(f"{where} has the class {unknown[0]}, but the model only knows {_some(names)}")
+            raise UserError(
+                f"{where} has the class {unknown[0]}, but the model has only the classes {_some(names)}; remove the "
+                "samples of other classes"
+            )
         numbers = [list(names).index(name) for name in self.classes]
 
         def renumbered(sample: Any, _: int) -> Any:
@@ -60,8 +63,8 @@ def validation_split(section: SampledSection, names: Collection[str]) -> str | N
     if section.validation not in names:
         near = nearest(section.validation, names) or [name for name in names if name != TRAINING] or ["null"]
         raise UserError(
-            f"task.validation={section.validation}: {assignment('task.path', section.path)} has no such split, it has "
-            f"{', '.join([*names][:_SHOWN])}; use task.validation={near[0]}"
+            f"task.validation={section.validation}: {assignment('task.path', section.path)} has no such split (it has "
+            f"{', '.join([*names][:_SHOWN])}); use task.validation={near[0]}"
         )
     return section.validation
 
@@ -86,7 +89,10 @@ class Classes:
 
 def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
     """Return the error for a class that only a validation split has."""
-    return UserError(f"{where} has the class {name}, which the training data do not have: {_some(classes)}")
+    return UserError(
+        f"{where} has the class {name}, but the training data has only {_some(classes)}; add training samples of this "
+        "class, or remove its samples here"
+    )
 
 
 def _some(classes: Sequence[str]) -> str:
@@ -115,11 +121,11 @@ def open_dataset(
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")[:200]
         raise UserError(
-            f"{typed} is no {form}, and no dataset that can be loaded here: {reason}; on a machine that reaches the "
-            f"Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
+            f"{typed} is neither a {form} nor a dataset that can be loaded here: {reason}; on a machine with access to "
+            f"the Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
         ) from None
     if TRAINING not in splits:
-        raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {TRAINING}")
+        raise UserError(f"{typed} has no split {TRAINING} (it has {', '.join(splits)}); use a dataset with this split")
     training, label = splits[TRAINING], section.label_column if isinstance(section, LabelledSection) else None
     check_columns(columns, training.column_names, typed)
     split = validation_split(section, list(splits))
@@ -147,14 +153,14 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
     """Raise ``UserError`` if a label is neither a string nor an integer, or is not one of the ``named`` classes."""
     for value in set(values):
         if not isinstance(value, str | int) or (named and value not in range(len(named))):
-            raise UserError(f"{where} has the label {value}, and that is not a class; leave such rows out")
+            raise UserError(f"{where} has the label {value}, which is not a class; remove such rows")
 
 
 def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:
     """Raise ``UserError`` if one of ``columns`` (config key to column name) is not in ``names``."""
     if missing := missing_column(columns, names):
         typed, instead = missing
-        raise UserError(f"{typed}: {where} has the columns {', '.join(names)}; use {instead}")
+        raise UserError(f"{typed}: {where} has no such column; its columns are {', '.join(names)}; use {instead}")
 
 
 def missing_column(columns: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:

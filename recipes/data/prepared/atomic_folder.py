@@ -95,7 +95,7 @@ def _lock(descriptor: int, progress: Progress) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        progress.say("another process does it; waiting for that")
+        progress.say("waiting for another process that is preparing the same data")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
         pass  # a file system without locks

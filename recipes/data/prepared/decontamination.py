@@ -32,8 +32,8 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
         shared = _shared(stream, [prepared.stream("train") for prepared in training])
         if len(shared) and shared.all():
             raise UserError(
-                f"all {len(shared):,} documents of the validation set {name} are in the training data too; "
-                "leave them out of one or the other"
+                f"all {len(shared):,} documents of the validation set {name} are also in the training data; remove "
+                "them from one of the two"
             )
         if shared.any():
             _write(partial, held, stream, shared)

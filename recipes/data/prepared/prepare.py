@@ -160,7 +160,10 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
         prepared = open_prepared(path.absolute())
         named = None if section.tokenizer == "bytes" else named_tokenizer(section)
         if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
-            raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
+            raise UserError(
+                f"{path} was prepared with a different tokenizer than data.tokenizer={section.tokenizer}; remove "
+                "data.tokenizer to use the tokenizer in the folder"
+            )
         return prepared
     cache = cache_folder(section)
     tokenizer = named_tokenizer(section)
@@ -190,8 +193,9 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     prepared = open_prepared(cache / name)
     if earlier is not None and prepared.key != key:
         progress.say(
-            f"documents above 1 MiB have other tokens than in {earlier}, which split them without regard to their "
-            f"tokenizer; to resume a run that began with these: data=tokens {assignment('data.path', earlier)}"
+            f"documents above 1 MiB have other tokens than in {earlier}, where they were split into pieces before they "
+            "were tokenized; to resume a run that started with that folder: data=tokens "
+            f"{assignment('data.path', earlier)}"
         )
     return _used(section, prepared)
 
@@ -224,13 +228,13 @@ def open_prepared(folder: Path) -> Prepared:
         return _open(folder)
     except FileNotFoundError as error:
         raise UserError(
-            f"prepared data {folder} does not exist or is not complete on {socket.gethostname()}; use a cache that "
-            "every node sees: data.cache_dir=/shared/folder"
+            f"prepared data {folder} does not exist or is not complete on {socket.gethostname()}; use a folder on a "
+            "shared file system: data.cache_dir=/shared/folder"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"prepared data {folder} is damaged ({type(error).__name__}: {error}); remove the folder, and it is "
-            "prepared again"
+            f"prepared data {folder} is damaged ({type(error).__name__}: {error}); remove the folder to prepare the "
+            "data again"
         ) from error
 
 
@@ -242,7 +246,7 @@ def cache_folder(section: DataSection) -> Path:
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # as the XDG specification requires
     except RuntimeError as error:
-        raise UserError(f"there is no home folder to keep prepared data in; {other_cache(None)}") from error
+        raise UserError(f"no home folder found for the prepared data; {other_cache(None)}") from error
 
 
 # the key --------------------------------------------------------------------------------------------------------------
@@ -358,8 +362,9 @@ def _fill(
             key = earlier_keys[0]
         if equal is None and intact:
             progress.say(
-                f"WARNING: the tokens that are trained on are not those in {intact[0]}, which an earlier version "
-                f"prepared; to resume a run that began with these: data=tokens {assignment('data.path', intact[0])}"
+                f"WARNING: the training tokens differ from the tokens in {intact[0]}, which an earlier version "
+                "prepared; to resume a run that started with that folder: data=tokens "
+                f"{assignment('data.path', intact[0])}"
             )
     is_joined = counts.long and _joins_pieces(section, tokenizer, source)
     write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
@@ -394,7 +399,7 @@ def _tokenizer_of_text(
         return tokenizer_from_spec(json.loads(read_regular(path)))
     if section.tokenizer == "chars":
         return CharsTokenizer(all_characters(units, section.tokenizer))
-    progress.say(f"learning a tokenizer of {section.vocab_size:,} ids")
+    progress.say(f"training a tokenizer with a vocabulary of {section.vocab_size:,}")
     return train_tokenizer(texts_to_learn_from(units, splitter, section.tokenizer), section.vocab_size)
 
 
@@ -411,36 +416,39 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     path = getattr(section, "path", None)
     where = f"data.path={path}" if path else f"data={section.name}"
     if counts.bad and not documents:
-        raise bad_rows(counts.bad_rows, counts.bad, f"all {counts.bad:,} rows of {where} are wrong")
+        raise bad_rows(counts.bad_rows, counts.bad, f"all {counts.bad:,} rows of {where} are invalid")
     if not documents and counts.zero_weight and not counts.empty:
         raise UserError(
-            f"all {counts.zero_weight:,} rows of {where} have weight 0: nothing to train on; to ignore the column: "
-            "data.columns.weight=null"
+            f"all {counts.zero_weight:,} rows of {where} have weight 0, so there is nothing to train on; to ignore the "
+            "column: data.columns.weight=null"
         )
     if not documents and not counts.empty:
-        raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
+        raise UserError(f"{where} has no documents, so there is nothing to train on; use another source: data.path=...")
     if not documents:
-        raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
+        raise UserError(
+            f"all {counts.empty:,} documents of {where} are empty, so there is nothing to train on; use another "
+            "source: data.path=..."
+        )
     if source.noun == "file" or (train and validation) or section.keeps_none:
         return  # a text that is too short for a validation sequence is refused later
     if source.validation_split:
         what = "training" if not train else "validation"
         raise UserError(
-            f"{where} leaves no {what} documents (data.split={getattr(section, 'split', '')}, "
-            f"data.validation_split={source.validation_split}; {counts.held_out:,} documents are in both); "
-            "use other splits"
+            f"{where} has no {what} documents left (data.split={getattr(section, 'split', '')}, "
+            f"data.validation_split={source.validation_split}; {counts.held_out:,} documents are in both); use other "
+            "splits"
         )
     if counts.lowest == counts.highest:
         raise UserError(
-            f"all {documents:,} documents of {where} are the same text, and a document is either trained on or kept "
-            "for validation; give more text"
+            f"all {documents:,} documents of {where} have the same text, so they cannot be split into training and "
+            "validation data; add other documents"
         )
     # Documents are assigned by their hash, so a few documents may all get the same split.
     share = _dividing_fraction(counts.lowest, counts.highest, is_small=not validation)
     raise UserError(
         f"data.validation_fraction={section.validation_fraction} leaves none of the {documents:,} documents of {where} "
-        f"for {'validation' if not validation else 'training'}; use more of them, or data.validation_fraction={share:g}"
-        + (" to train on all" if share == 0 else "")
+        f"for {'validation' if not validation else 'training'}; add documents, or use "
+        f"data.validation_fraction={share:g}" + (" to train on all" if share == 0 else "")
     )
 
 
@@ -489,11 +497,11 @@ def _open(folder: Path) -> Prepared:
     summary = json.loads(read_regular(folder / "summary.json"))
     spec = read_regular(folder / "tokenizer.json")
     if summary.pop(_CHECKSUM, None) not in (None, _checksum(summary, spec)):  # None: written by an earlier version
-        raise ValueError("summary.json or tokenizer.json has other bytes than were written")
+        raise ValueError("summary.json or tokenizer.json does not match its checksum")
     if summary["format"] != _FORMAT:
-        raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
+        raise ValueError(f"summary.json has format {summary['format']}, but this version reads format {_FORMAT}")
     if folder.name.endswith((".tmp", ".partial")):
-        raise ValueError("it was never finished")
+        raise ValueError("it was not completed")
     tokenizer = tokenizer_from_spec(json.loads(spec))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
     shards = {split: [Shard.from_json(folder, shard) for shard in summary["shards"][split]] for split in SPLITS}
@@ -505,5 +513,5 @@ def _open(folder: Path) -> Prepared:
     for split in SPLITS:
         stored = prepared.stream(split).tokens
         if stored != splits[split].tokens:
-            raise ValueError(f"its {split} shards have {stored} tokens where summary.json says {splits[split].tokens}")
+            raise ValueError(f"its {split} shards have {stored} tokens, but summary.json says {splits[split].tokens}")
     return prepared

@@ -35,7 +35,7 @@ def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
 def _left_out(prepared: Prepared) -> str:
     reasons = [f"{prepared.empty:,} empty"] if prepared.empty else []
     reasons += [count_of(prepared.zero_weight, "row") + " of weight 0"] if prepared.zero_weight else []
-    reasons += [f"{prepared.held_out:,} of training that are in validation too"] if prepared.held_out else []
+    reasons += [f"{prepared.held_out:,} training documents also used for validation"] if prepared.held_out else []
     reasons += [f"{prepared.bad:,} bad rows (data.bad_rows=skip)"] if prepared.bad else []
     return (f"; left out: {', '.join(reasons)}" if reasons else "") + prepared.describe_split()
 

@@ -46,8 +46,8 @@ class FlatFiles(Source):
         """Find the files. Raises ``UserError`` if there are none."""
         if section.tokenizer in ("chars", "train"):
             raise UserError(
-                f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer "
-                "that made the tokens, as in data.tokenizer=openai-community/gpt2"
+                f"data.tokenizer={section.tokenizer} is created from text, but data=tokens has only tokens; use the "
+                "tokenizer that created the tokens, as in data.tokenizer=openai-community/gpt2"
             )
         tokenizer = named_tokenizer(section)
         assert tokenizer is not None
@@ -113,10 +113,10 @@ class FlatFiles(Source):
         wrong = np.flatnonzero((block >= self._tokenizer.vocab_size) | (block < 0))
         if len(wrong):
             raise UserError(
-                f"{path}: token {start + int(wrong[0]):,} is {int(block[wrong[0]])}, and data.tokenizer="
-                f"{self._section.tokenizer} has {self._tokenizer.vocab_size:,} ids; name the tokenizer that made the "
-                f"file (data.tokenizer=...), or the type of its numbers (data.token_dtype={self._section.token_dtype} "
-                "now)"
+                f"{path}: token {start + int(wrong[0]):,} is {int(block[wrong[0]])}, but "
+                f"data.tokenizer={self._section.tokenizer} has only {self._tokenizer.vocab_size:,} ids; use the "
+                "tokenizer that created the file (data.tokenizer=...), or another dtype (now "
+                f"data.token_dtype={self._section.token_dtype})"
             )
 
     def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
@@ -132,12 +132,12 @@ class FlatFiles(Source):
             promised = offset + int(header[2]) * np.dtype(dtype).itemsize
             if promised != size_bytes:
                 raise UserError(
-                    f"{path} is cut off or damaged: its header says {int(header[2]):,} tokens, {promised:,} bytes in "
-                    f"all, and it has {size_bytes:,}; create it again, or leave it out with data.path=..."
+                    f"{path} is truncated or damaged: its header says {int(header[2]):,} tokens ({promised:,} bytes), "
+                    f"but the file has {size_bytes:,} bytes; create it again, or exclude it with data.path=..."
                 )
         tokens, rest = divmod(size_bytes - offset, np.dtype(dtype).itemsize)
         if rest or not tokens:
-            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, not a whole number of {dtype}"
+            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, not a multiple of the size of {dtype}"
             raise UserError(f"{path} {what}; create it again, or set its dtype: data.token_dtype=uint16|uint32|uint8")
         return dtype, offset, tokens
 
@@ -149,8 +149,8 @@ def _npy_layout(path: Path) -> tuple[str, int, int]:
         raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
         raise UserError(
-            f"{path} holds {array.dtype.name} of shape {list(array.shape)}, not a list of tokens; "
-            "save one dimension of uint16 or uint32"
+            f"{path} has an array of dtype {array.dtype.name} and shape {list(array.shape)}, not a list of tokens; "
+            "save a one-dimensional array of uint16 or uint32"
         )
     return array.dtype.name, int(array.offset), len(array)
 

@@ -95,7 +95,7 @@ class TokenStream:
         self._token_bounds = np.cumsum([0, *(len(tokens) for tokens in self._tokens)])
         self._document_bounds = np.cumsum([0, *(len(starts) for starts in self._starts)])
         if self._supervised and len(self._supervised) != len(shards):
-            raise ValueError("some shards say which tokens are learned, and others do not")
+            raise ValueError("some shards store which tokens are trained on, and others do not")
         self.tokens = int(self._token_bounds[-1])
         """Number of tokens."""
         self.documents = int(self._document_bounds[-1])
@@ -190,8 +190,8 @@ class _Numbers:
 
     def _damaged(self) -> UserError:
         return UserError(
-            f"prepared data {self._path.parent} is damaged: {self._path.name} has other bytes than were written; "
-            "remove the folder, and it is prepared again"
+            f"prepared data {self._path.parent} is damaged: {self._path.name} does not match its checksum; remove the "
+            "folder to prepare the data again"
         )
 
 
@@ -203,7 +203,7 @@ def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
         return
     checksums, bounds = _mapped(path, "<u4", 0, None), np.cumsum([0, *(numbers.blocks for numbers in files)]).tolist()
     if len(checksums) != bounds[-1]:
-        raise ValueError(f"{path.name} has {len(checksums)} checksums of {bounds[-1]} blocks")
+        raise ValueError(f"{path.name} has {len(checksums)} checksums for {bounds[-1]} blocks")
     for file, first, last in zip(files, bounds, bounds[1:], strict=False):
         file.checksums = checksums[first:last]
 

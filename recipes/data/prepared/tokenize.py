@@ -110,7 +110,7 @@ class Counts:
         if len(self.bad_rows) < SHOWN_ROWS:
             self.bad_rows.append(str(error))
         if self.bad == _ALL_BAD and not self.train.documents + self.validation.documents:
-            raise bad_rows(self.bad_rows, self.bad, f"the first {_ALL_BAD:,} rows are all wrong")
+            raise bad_rows(self.bad_rows, self.bad, f"the first {_ALL_BAD:,} rows are all invalid")
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":

@@ -29,7 +29,7 @@ class CsvRows(Unit):
                 names = list(rows.fieldnames or ())
                 if twice := [name for name in names if names.count(name) > 1]:  # csv would silently use the last one
                     raise UserError(
-                        f"{self.path} has {names.count(twice[0])} columns named {twice[0]!r}; leave all but one out"
+                        f"{self.path} has {names.count(twice[0])} columns named {twice[0]!r}; remove all but one"
                     )
                 for row in rows:
                     if count >= first:

@@ -30,9 +30,7 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
         # Only now treated as a glob, since a file may be called "notes [old].txt".
         return _find_glob(typed, path) if glob.has_magic(typed) else _not_there(typed, path)
     except OSError as error:
-        raise UserError(
-            f"cannot look at {error.filename} for training text: {error.strerror}; name another source: data.path=..."
-        ) from error
+        raise UserError(f"cannot read {error.filename}: {error.strerror}; use another source: data.path=...") from error
     raise UserError(f"{assignment('data.path', typed)} is neither a file nor a folder; name a file, a folder or a glob")
 
 
@@ -55,13 +53,14 @@ def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list
     wanted = " ".join(suffixes)
     if not found:
         raise UserError(
-            f"{assignment('data.path', typed)}: the folder holds no files; put {wanted} files in it or name another"
+            f"{assignment('data.path', typed)}: the folder has no files; put {wanted} files in it, or use another "
+            "folder"
         )
     endings = Counter(file.path.suffix for file in found).most_common(4)
     counts = ", ".join(f"{ending or 'no suffix'}: {count}" for ending, count in endings)
     raise UserError(
-        f"{assignment('data.path', typed)}: none of the {len(found)} files in it ends in {wanted} (there is {counts}); "
-        f"name them with a glob: {assignment('data.path', folder / '**' / f'*{endings[0][0]}')}"
+        f"{assignment('data.path', typed)}: none of the {len(found)} files in it ends in {wanted} (it has {counts}); "
+        f"select them with a glob: {assignment('data.path', folder / '**' / f'*{endings[0][0]}')}"
     )
 
 
@@ -74,9 +73,9 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
     if not root.exists():
         _not_there(typed, root)
     inside = sorted(entry.name for entry in root.iterdir())[:5] if root.is_dir() else []
-    holds = f"{root.absolute()} holds {', '.join(inside)}, ..." if inside else f"{root.absolute()} is empty"
+    holds = f"{root.absolute()} has {', '.join(inside)}, ..." if inside else f"{root.absolute()} is empty"
     raise UserError(
-        f"{assignment('data.path', typed)} matches no file; {holds}; ** matches folders below, as in "
+        f"{assignment('data.path', typed)} matches no file; {holds}; ** matches subfolders, as in "
         f"{assignment('data.path', root / '**' / '*.txt')}"
     )
 
@@ -114,8 +113,8 @@ def _folders_below(top: str) -> Iterator[str]:
         count += 1
         if count > _MOST_FOLDERS:
             raise UserError(
-                f"{assignment('data.path', top)}: more than {_MOST_FOLDERS:,} folders, perhaps since links lead "
-                "to each other; name the folders without such links: data.path=..."
+                f"{assignment('data.path', top)}: found more than {_MOST_FOLDERS:,} folders, possibly because symbolic "
+                "links form a cycle; use folders without such links: data.path=..."
             )
         yield folder
         for entry in inside:

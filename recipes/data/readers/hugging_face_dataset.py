@@ -212,23 +212,26 @@ def _explained(section: Any, split: str, error: Exception, datasets: Any) -> Use
     if "BuilderConfig" in text and "not found" in text:
         return _no_subset(section, f"has no subset {section.subset!r}", _listed(text))
     if "Config name is missing" in text:
-        return _no_subset(section, "has several subsets, and none is named", _listed(text))
+        return _no_subset(section, "has several subsets, but data.subset is not set", _listed(text))
     if isinstance(error, OSError) and error.errno:
-        return UserError(f"cannot read or store {name}: {error.strerror} ({error.filename}); HF_HOME says where to")
+        return UserError(
+            f"cannot read or store {name}: {error.strerror} ({error.filename}); set HF_HOME to store datasets in "
+            "another folder"
+        )
     if expanded(str(section.path)).is_dir():
         return _broken_file(section, split) or UserError(
             f"{name} cannot be read: {text}; name another folder: data.path=..."
         )
     if "is a gated dataset" in text:
         return UserError(
-            f"{name} is gated: ask for access at https://huggingface.co/datasets/{section.path}, then run "
-            "`hf auth login` (or set HF_TOKEN) and start again"
+            f"{name} is gated: request access at https://huggingface.co/datasets/{section.path}, then run `hf auth "
+            "login` (or set HF_TOKEN) and start again"
         )
     if isinstance(error, ConnectionError | TimeoutError) or "Couldn't reach" in text or "Offline" in text:
         return UserError(
             f"{name} is not on this machine, and the Hugging Face Hub cannot be reached ({text}); run `serried "
-            "prepare` with the same overrides on a machine with network, and share data.cache_dir (and HF_HOME) with "
-            "this one, or give a local folder: data.path=FOLDER"
+            "prepare` with the same overrides on a machine with network access, and share data.cache_dir (and "
+            "HF_HOME) with this machine, or use a local folder: data.path=FOLDER"
         )
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return UserError(
@@ -256,7 +259,9 @@ def _broken_file(section: Any, split: str) -> UserError | None:
 
 
 def _no_rows(section: Any) -> UserError:
-    return UserError(f"{_name_of(section)} has no rows: nothing to train on; name another: data.path=...")
+    return UserError(
+        f"{_name_of(section)} has no rows, so there is nothing to train on; use another dataset: data.path=..."
+    )
 
 
 def _no_split(section: Any, split: str, there: list[str]) -> UserError:

@@ -90,7 +90,8 @@ def read_documents(files: Sequence[SourceFile], progress: Progress) -> list[Docu
     if not documents:
         others = f" and so are the other {len(files) - 1} files" if len(files) > 1 else ""
         raise UserError(
-            f"{files[0].path} is empty (0 bytes){others}: nothing to train on; name another source: data.path=..."
+            f"{files[0].path} is empty (0 bytes){others}, so there is nothing to train on; use another source: "
+            "data.path=..."
         )
     return documents
 

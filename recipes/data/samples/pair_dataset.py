@@ -103,7 +103,7 @@ class PairDataset:
         self._stream, self._length = prepared.stream(split), sequence_length
         starts = self._stream.all_document_starts()
         if not len(starts):
-            raise UserError(f"the {split} split has no {self._noun}; give more rows in data.path")
+            raise UserError(f"the {split} split has no {self._noun}; add rows to data.path")
         self._starts, self._stops = starts, np.append(starts[1:], self._stream.tokens)
         lengths = self._find_sides(split, self._stream.supervised(0, self._stream.tokens))
         self._answers = lengths.size

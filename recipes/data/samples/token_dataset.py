@@ -197,7 +197,7 @@ class PackedDataset:
         if self._cut_documents:
             text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
         if self._left_out:
-            text += f", {self._left_out:,} of them left out: nothing to train on is left"
+            text += f", {self._left_out:,} of them left out as nothing to train on remains"
         return text
 
     def truncation(self, name: str = "data") -> str:
@@ -270,10 +270,12 @@ def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> Use
                     f"{quoted if place is None else place} has {stop - start:,} tokens and nothing to train on in the "
                     f"first {sequence_length:,}"
                 )
-    cure = f"use data.sequence_length={longest - 1}" + ", or leave them out with data.bad_rows=skip" * may_skip
-    why = f"data.sequence_length={sequence_length} cuts off what the assistant says"
+    cure = f"use data.sequence_length={longest - 1}"
+    if may_skip:
+        cure += f", or leave {'it' if count == 1 else 'them'} out with data.bad_rows=skip"
+    why = f"data.sequence_length={sequence_length} truncates the replies of the assistant"
     if count == 1:
-        return UserError(f"{shown[0]}: {why}; {cure.replace('them', 'it')}")
+        return UserError(f"{shown[0]}: {why}; {cure}")
     more = [f"and {count - len(shown):,} more"] if count > len(shown) else []
     return UserError(*shown, *more, head=f"{count:,} conversations have nothing to train on: {why}; {cure}")
 
@@ -281,14 +283,14 @@ def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> Use
 def removed(what: str, share: float, sequence_length: int, longest: int) -> str:
     """Return a warning that truncation removes most tokens."""
     return (
-        f"data.sequence_length={sequence_length} truncates {what} and removes {100 * share:.0f} % of all tokens; "
-        f"the longest has {longest:,}: data.sequence_length={longest - 1}"
+        f"data.sequence_length={sequence_length} truncates {what} and removes {100 * share:.0f} % of all tokens; to "
+        f"keep all {longest:,} tokens of the longest: data.sequence_length={longest - 1}"
     )
 
 
 def _nothing_to_predict(what: str) -> UserError:
     return UserError(
-        f"the {what} has no document of two tokens or more, so there is nothing to predict; give more text in data.path"
+        f"the {what} has no document with at least two tokens, so there is nothing to predict; add text to data.path"
     )
 
 
@@ -298,14 +300,14 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
     has = prepared.splits[split]
     what = "training" if split == "train" else "validation"
     message = (
-        f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
+        f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, but the {what} text has "
         f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
     )
     longest = min(split_counts.tokens for split_counts in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:
-        would_do = f"data.sequence_length={longest}, too short to learn from" if longest > 0 else "no length at all"
-        return UserError(f"{message}; use more text in data.path; this is enough for {would_do}")
-    return UserError(f"{message}; use more text, or at most data.sequence_length={longest}")
+        limit = f"only data.sequence_length={longest}, too short for training" if longest > 0 else "no length at all"
+        return UserError(f"{message}; add text to data.path (this text allows {limit})")
+    return UserError(f"{message}; add text to data.path, or use data.sequence_length={longest}")
 
 
 def _count(number: int, noun: str) -> str:

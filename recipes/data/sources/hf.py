@@ -40,15 +40,16 @@ class HubSection(RowsSection):
         path = os.path.expanduser(self.path)  # noqa: PTH111 -- methods of Path fail in unreadable folders
         if os.path.isfile(path):  # noqa: PTH113
             raise UserError(
-                f"{assignment('data.path', self.path)} is a file, and data=hf takes a folder or the name of a dataset; "
+                f"{assignment('data.path', self.path)} is a file, but data=hf needs a folder or the name of a dataset; "
                 f"use data=text {assignment('data.path', self.path)}"
             )
         if os.path.isdir(path):  # noqa: PTH112
             return path
         if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.path):
             raise UserError(
-                f"{assignment('data.path', self.path)} is not a folder here, and not a name on the Hugging Face Hub; "
-                "use data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
+                f"{assignment('data.path', self.path)} is neither a folder on this machine nor a valid name on the "
+                "Hugging Face Hub; use data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path "
+                "of a folder"
             )
         return self.path
 
@@ -57,7 +58,10 @@ class HubSection(RowsSection):
         if not self.streaming:
             return
         if not isinstance(self, DataSection):
-            yield f"streaming=true of path={self.path}: only data=hf alone is streamed; leave it out"
+            yield (
+                f"streaming=true with path={self.path}: the sources of data=mixture cannot be streamed; remove "
+                "streaming=true"
+            )
             return
         whole = {  # settings that need the full text before the first step
             f"packing={self.packing}": self.packing != "split",
@@ -67,8 +71,8 @@ class HubSection(RowsSection):
         }
         for setting in (key for key, is_given in whole.items() if is_given):
             yield (
-                f"data.{setting} needs all of the data before training, and data.streaming=true reads it as it "
-                "trains; leave one of them out"
+                f"data.{setting} needs all data before training, but data.streaming=true reads the data during "
+                "training; remove one of the two"
             )
 
 

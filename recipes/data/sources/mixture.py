@@ -21,7 +21,7 @@ class MixtureSection(SourceSection):
         if not self.sources:
             yield (
                 "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
-                "data.sources.NAME.weight=0.7, with a NAME you choose for each"
+                "data.sources.NAME.weight=0.7, with a NAME of your choice for each source"
             )
 
 

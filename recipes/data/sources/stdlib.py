@@ -33,7 +33,6 @@ def stdlib(section: Any) -> TextFiles:
     ]
     if not files:
         raise UserError(
-            f"data=stdlib: this Python keeps no .py files in {root}; train on your own text: "
-            "data=text data.path=FILE_OR_FOLDER_OR_GLOB"
+            f"data=stdlib: {root} has no .py files; train on your own text: data=text data.path=FILE_OR_FOLDER_OR_GLOB"
         )
     return TextFiles(files, section.validation_fraction)

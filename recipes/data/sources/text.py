@@ -44,8 +44,8 @@ class RowsSection(SourceSection):
             if name not in COLUMNS:
                 near = get_close_matches(name, COLUMNS, 1)
                 typed = "null" if column is None else column
-                hint = f"did you mean data.columns.{near[0]}={typed}?" if near else f"they are {', '.join(COLUMNS)}"
-                yield f"data.columns.{name}={typed}: no column is called so here; {hint}"
+                hint = f"did you mean data.columns.{near[0]}={typed}?" if near else f"use one of {', '.join(COLUMNS)}"
+                yield f"data.columns.{name}={typed}: unknown column {name}; {hint}"
 
 
 class TextSection(RowsSection):
@@ -72,8 +72,8 @@ def text(section: Any) -> Source:
             for files_of_kind in (rows, texts)
         ]
         raise UserError(
-            f"{assignment('data.path', section.path)} holds both files of text ({texts[0].name}: {len(texts)}) and "
-            f"files of rows ({rows[0].name}: {len(rows)}); name one kind with a glob, as in {' or '.join(globs)}"
+            f"{assignment('data.path', section.path)} has both text files ({texts[0].name}: {len(texts)}) and files "
+            f"with rows ({rows[0].name}: {len(rows)}); select one kind with a glob, as in {' or '.join(globs)}"
         )
     if rows:
         return RowFiles(rows, column)
@@ -82,8 +82,8 @@ def text(section: Any) -> Source:
         if section.format == "chat":
             columns = f"a column {section.messages_column}"
         raise UserError(
-            f"data.format={section.format} needs rows, and {files[0].path} is text; use .jsonl or .parquet files with "
-            f"{columns}, or data=hf"
+            f"data.format={section.format} needs rows, but {files[0].path} is plain text; use .jsonl or .parquet files "
+            f"with {columns}, or data=hf"
         )
     return TextFiles(files, section.validation_fraction)
 

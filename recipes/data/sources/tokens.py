@@ -33,7 +33,7 @@ class TokensSection(SourceSection):
         yield from super()._mistakes()
         if isinstance(self, DataSection) and "tokenizer" not in self.model_fields_set and not self.is_prepared:
             yield (
-                "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
+                "data=tokens needs data.tokenizer, the tokenizer that created the tokens, e.g. "
                 "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "
                 "shakespeare_char) train on the text: data=text data.path=input.txt data.tokenizer=chars"
             )

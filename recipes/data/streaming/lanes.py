@@ -151,8 +151,8 @@ class StreamDataset:
     def describe(self) -> str:
         """Describe how the data is read, for the printed plan."""
         cut = self._deal.cut
-        again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
-        anew = "; they start again, since the checkpoint had others" if self._has_restarted else ""
+        again = f"; each of them is read by {cut} lanes, which share its rows" if cut > 1 else ""
+        anew = "; started again from the beginning, as the checkpoint has other lanes" if self._has_restarted else ""
         units = len(self._documents.units)
         return f"streamed: {self._deal.lanes} lanes over {units:,} files or parts of files{again}{anew}"
 
@@ -241,7 +241,7 @@ class _Documents:
                 lanes = self._deal.lanes
                 raise UserError(
                     f"lane {lane} of {lanes} has no document to train on: the data is too small for "
-                    f"trainer.global_batch={lanes} sequences a step with data.streaming=true; use "
+                    f"trainer.global_batch={lanes} sequences per step with data.streaming=true; use "
                     "data.streaming=false"
                 )
             epoch, place = epoch + 1, 0
@@ -293,7 +293,7 @@ class _Lane:
     def take(self, number: int) -> Sample:
         with self._turn:
             if not 0 <= number - self._next <= self._remembered:
-                raise RuntimeError(f"sample {number} of a lane is requested, and {self._next} is next")
+                raise RuntimeError(f"sample {number} of a lane is requested, but sample {self._next} is next")
             self._turn.wait_for(lambda: self._next == number or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
@@ -392,8 +392,8 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
             if failures == _ATTEMPTS or pause(wait):
                 raise UserError(
                     f"{unit.name} cannot be read from row {number + 1:,} on, after {failures} "
-                    f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: {error}; run the same command, "
-                    "to resume from the newest checkpoint"
+                    f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: {error}; run the same command to "
+                    "resume from the newest checkpoint"
                 ) from error
 
 

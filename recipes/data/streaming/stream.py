@@ -33,7 +33,7 @@ be joined."""
 
 _JOINED = "pieces are joined"
 """Added to the identity of the data if its tokens depend on joining the pieces of long documents."""
-_SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB, and have the tokens of the whole since"
+_SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB and are now tokenized as a whole"
 
 _HELD_OUT = "held-out.json"
 """File with the sorted values of ``place_of`` of the documents of ``data.validation_split``."""
@@ -63,7 +63,7 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
     with Progress(show, 1) as progress:
 
         def write(partial: Path) -> None:
-            progress.say("reading documents for validation")
+            progress.say("reading validation documents")
             _write(partial, section, units, tokenizer, wanted)
 
         make_folder(folder, write, lambda: is_intact(folder) and (folder / _HELD_OUT).is_file(), progress)
@@ -133,9 +133,10 @@ def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokeniz
     if counts.validation.tokens <= section.sequence_length and not section.keeps_none:
         keep = f"data.validation_fraction={section.validation_fraction:g}"
         raise UserError(
-            f"the documents for validation ({section.validation_split or keep}) of {section.path} have "
-            f"{counts.validation.tokens:,} tokens, and data.sequence_length={section.sequence_length} needs "
-            f"{section.sequence_length + 1:,}; keep more of them, or use shorter sequences"
+            f"the validation documents ({section.validation_split or keep}) of {section.path} have "
+            f"{counts.validation.tokens:,} tokens, but data.sequence_length={section.sequence_length} needs "
+            f"{section.sequence_length + 1:,}; keep more documents for validation, or use a shorter "
+            "data.sequence_length"
         )
     write_json(folder / _HELD_OUT, sorted(held_out))
     shards = {"validation": [writer.shard()]} if writer.tokens else {}

@@ -99,7 +99,7 @@ class Template:
         except _Excess as error:
             raise TooMuch(f"{self.name} {error}; use another template: data.chat_template=FILE") from error
         except jinja2.TemplateError as error:
-            raise Unlearnable(f"{self.name} refuses it: {error}; {_CURE}") from error
+            raise Unlearnable(f"{self.name} raises an error: {error}; {_CURE}") from error
         except Exception as error:  # a template may raise any exception
             reason = f"{type(error).__name__}: {error}"
             raise Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
@@ -121,7 +121,7 @@ def _check_variables(texts: Sequence[str], name: str, variables: Mapping[str, An
         close = get_close_matches(variable, others, 1) or others[:5]
         hint = f"it reads {', '.join(close)}" if close else "it reads no such variables"
         given = f"data.chat_template_kwargs.{variable}={json.dumps(variables[variable])}"
-        raise UserError(f"{given} has no effect: {name} does not read it; {hint}; leave it out")
+        raise UserError(f"{given} has no effect: {name} does not read this variable ({hint}); remove it")
 
 
 class _Excess(Exception):
@@ -342,9 +342,11 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
-        raise UserError(f"{name} is not a Jinja template{at}: {error}; give another, or leave it out") from error
+        raise UserError(
+            f"{name} is not a valid Jinja template{at}: {error}; use another template, or remove data.chat_template"
+        ) from error
     except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python for the generated code
         raise UserError(
-            f"{name} is not a Jinja template that can be compiled: it is nested or chained too deeply "
-            f"({type(error).__name__}); give another, or leave it out"
+            f"{name} cannot be compiled as a Jinja template: it is nested or chained too deeply "
+            f"({type(error).__name__}); use another template, or remove data.chat_template"
         ) from error

@@ -95,8 +95,8 @@ class Joiner:
                 document = again
             if document.first is None or not document.first.is_same(joined.last):
                 raise UserError(
-                    f"{unit} has tokens at byte {row.offset_bytes:,} that depend on text more than {AROUND_BYTES:,} "
-                    "bytes behind them, so it cannot be tokenized in pieces; split the document there"
+                    f"{unit} cannot be tokenized in pieces: its tokens at byte {row.offset_bytes:,} depend on text "
+                    f"more than {AROUND_BYTES:,} bytes later; split the document there"
                 )
         self._before = (row, document) if document.last is not None else None
         return document
@@ -190,7 +190,7 @@ def as_bytes(row: Row, unit: str) -> bytes:
         return row.content.encode("utf-8")
     except UnicodeEncodeError as error:
         half = ord(row.content[error.start])
-        said = f" holds half a character (U+{half:04X}), an unpaired surrogate; fix the row"
+        said = f" contains an unpaired surrogate, U+{half:04X} (half a character); fix the row"
         raise UserError(AtRow(row_of_unit(row, unit), said)) from error
 
 
@@ -204,7 +204,7 @@ def not_utf8(unit: Place | str, offset_bytes: int, error: UnicodeDecodeError, to
     """Return the error for a file that is not UTF-8."""
     return UserError(
         f"{unit} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset_bytes + error.start} of the "
-        f"file ({error.reason}), and data.tokenizer={tokenizer} needs characters; convert the file or use "
+        f"file ({error.reason}), but data.tokenizer={tokenizer} needs text; convert the file, or use "
         "data.tokenizer=bytes"
     )
 

@@ -175,7 +175,7 @@ def _parsed(content: str) -> Any:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises no specific exception
-        raise ValueError(f"it is not a tokenizer: {error}") from error
+        raise ValueError(f"not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -189,13 +189,13 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
         token = entry.get("content") if isinstance(entry, dict) else entry
         if token is not None:
             if not isinstance(token, str) or token not in ids:
-                raise ValueError(f"{name} calls {token!r} its eos_token, and tokenizer.json has no such token")
+                raise ValueError(f"eos_token {token!r} of {name} is not in tokenizer.json")
             return token
     usual = next((token for token in _USUAL_ENDS if token in ids), None)
     if usual is None:
         raise ValueError(
-            f"nothing says which token ends a document: put a tokenizer_config.json with an eos_token beside it (none "
-            f"of {', '.join(_USUAL_ENDS)} is in it)"
+            "the token that ends a document is not known: add a tokenizer_config.json with an eos_token next to "
+            f"tokenizer.json, which has none of {', '.join(_USUAL_ENDS)}"
         )
     return usual
 
@@ -207,7 +207,7 @@ def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{name} holds no mapping of names to values")
+        raise ValueError(f"{name} is not a mapping from names to values")
     return settings
 
 
@@ -282,14 +282,14 @@ def _files_of_hub(name: str) -> dict[str, str]:
         return files
     except errors.GatedRepoError as error:
         raise UserError(
-            f"data.tokenizer={name} is gated: ask for access at https://huggingface.co/{name}, then run "
-            "`hf auth login` (or set HF_TOKEN) and start again; or use another tokenizer, as in "
-            "data.tokenizer=openai-community/gpt2, or your own: data.tokenizer=train"
+            f"data.tokenizer={name} is gated: request access at https://huggingface.co/{name}, then run `hf auth "
+            "login` (or set HF_TOKEN) and start again; or use another tokenizer, as in "
+            "data.tokenizer=openai-community/gpt2, or train your own: data.tokenizer=train"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"data.tokenizer={name} is not a file or folder here, and not on the Hugging Face Hub, or private; "
-            "check the name, or run `hf auth login`"
+            f"data.tokenizer={name} is not a file or folder on this machine, and on the Hugging Face Hub it does not "
+            "exist or is private; check the name, or run `hf auth login`"
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise UserError(
@@ -298,14 +298,14 @@ def _files_of_hub(name: str) -> dict[str, str]:
         ) from error
     except errors.HFValidationError as error:
         raise UserError(
-            f"{assignment('data.tokenizer', name)} is not a file or folder here, and not a name on the Hub; "
-            "use the path of a tokenizer.json, or OWNER/NAME"
+            f"{assignment('data.tokenizer', name)} is neither a file or folder on this machine nor a valid name on the "
+            "Hugging Face Hub; use the path of a tokenizer.json, or OWNER/NAME"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         raise UserError(
             f"data.tokenizer={name} is not on this machine, and the Hugging Face Hub cannot be reached "
-            f"({type(error).__name__}); run `serried prepare` with the same overrides on a machine with network and "
-            "share data.cache_dir and HF_HOME with this one, or give a folder with a tokenizer.json: "
+            f"({type(error).__name__}); run `serried prepare` with the same overrides on a machine with network access "
+            "and share data.cache_dir and HF_HOME with this machine, or use a folder with a tokenizer.json: "
             "data.tokenizer=FOLDER"
         ) from error
 
@@ -328,7 +328,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
     smallest = len(level.alphabet()) + 1
     if vocab_size < smallest:
         raise UserError(
-            f"data.vocab_size={vocab_size} is below {smallest}: all bytes and an end mark; use data.vocab_size=8192"
+            f"data.vocab_size={vocab_size} is below {smallest} ({smallest - 1} bytes and the end token); use "
+            "data.vocab_size=8192"
         )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = level

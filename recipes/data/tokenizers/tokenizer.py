@@ -140,8 +140,8 @@ class CharsTokenizer(Tokenizer):
         if len(unknown):
             character = chr(int(points[unknown[0]]))
             raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) at place {int(unknown[0])} is not among the "
-                f"{len(self.characters)} of the training text; leave it out or use data.tokenizer=bytes"
+                f"character {character!r} (U+{ord(character):04X}) at position {int(unknown[0])} is not among the "
+                f"{len(self.characters)} characters of the training text; remove it, or use data.tokenizer=bytes"
             )
         return ids.astype(self._dtype)
 
@@ -193,7 +193,7 @@ def changed_token(saved: Path, now: str) -> str | None:
         ids = ids_of_tokens(parse_json(now))
         for token, number in ids_of_tokens(parse_json(before)).items():
             if (other := ids.get(token)) != number:
-                return f"{token!r} had id {number}, and now " + ("has none" if other is None else f"has {other}")
+                return f"token {token!r} had id {number} and now has {'no id' if other is None else f'id {other}'}"
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

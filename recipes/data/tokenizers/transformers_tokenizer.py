@@ -74,7 +74,7 @@ def difference(
     kind = type(theirs).__name__
     found = next(
         (
-            f"{text!r} is {_shown(there)} there and {_shown(here)} here"
+            f"{text!r} is {_shown(there)} in transformers and {_shown(here)} here"
             for text in _TEXTS
             if (there := _ids(theirs, text)) != (here := list(encode(text)))
         ),
@@ -85,11 +85,13 @@ def difference(
         others += [text for text in theirs.get_added_vocab() if text not in marks]
         if not others:
             return None
-        found = f"it knows the tokens {', '.join(map(repr, others[:_SHOWN]))}, which tokenizer.json does not"
+        found = (
+            f"transformers has the tokens {', '.join(map(repr, others[:_SHOWN]))}, which tokenizer.json does not have"
+        )
     command = f'import transformers; transformers.AutoTokenizer.from_pretrained("{name}").save_pretrained("FOLDER")'
     return (
-        f"transformers ({kind}) does not read {key}={name} as its tokenizer.json says: {found}; tokenizer.json is what "
-        f"is used here; to use the ids of transformers: python -c {shlex.quote(command)} and {key}=FOLDER{folder}"
+        f"transformers ({kind}) tokenizes differently than tokenizer.json of {key}={name}: {found}; this run uses "
+        f"tokenizer.json; to use the ids of transformers: python -c {shlex.quote(command)} and {key}=FOLDER{folder}"
     )
 
 

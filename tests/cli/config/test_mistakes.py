@@ -219,9 +219,7 @@ MISTAKES = [
     _mistake("batch over ranks", "trainer.global_batch=8|trainer.micro_batch=8", "8", "4", stage="run", processes=4),
     _mistake("absent file", "data=text|data.path={absent}", "{absent}", stage="run"),
     _mistake("empty file", "data=text|data.path={empty}", "{empty}", stage="run"),
-    _mistake(
-        "short text", "data=text|data.path={short}", "data.sequence_length", "use more text in data.path", stage="run"
-    ),
+    _mistake("short text", "data=text|data.path={short}", "data.sequence_length", "add text to data.path", stage="run"),
     _mistake("run folder is a file", "run.dir={file}", "{file}", stage="run"),
 ]
 

@@ -186,10 +186,10 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_pat
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("data.columns.promt=null", "no column is called so here; did you mean data.columns.prompt=null?"),
+        ("data.columns.promt=null", "unknown column promt; did you mean data.columns.prompt=null?"),
         ("data.chat_template_kwargs=5", "is not a mapping of names to values; e.g. 'data.chat_template_kwargs={enable"),
         ("data.chat_template_kwargs.tools=5", "data.chat_template_kwargs.tools: every template gets it from the row"),
-        ("data.columns.promt=q", "no column is called so here; did you mean data.columns.prompt=q?"),
+        ("data.columns.promt=q", "unknown column promt; did you mean data.columns.prompt=q?"),
         ("data.train_on=x", "data.train_on=x (command line) is not one of replies, last, all"),
         ("data.format=text data.train_on=all", "data.train_on=all is only read with data.format=chat"),
         ("data.chat_template=none data.train_on=last", "whose rows have one completion; leave it out"),

@@ -127,7 +127,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "content", "changes", "expected"),
     [
-        ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, not a whole number of uint16; .*data\.token_dtype="),
+        ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, not a multiple of the size of uint16; .*data\.token_dtype="),
         ("a.bin", b"", {}, r"a\.bin is empty"),
         ("a.bin", b"\1\0\1\1", {}, r"a\.bin: token 1 is 257, and data\.tokenizer=bytes has 257 ids"),
         ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is not a complete \.npy file"),
@@ -135,7 +135,12 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"none of the 1 files in it ends in \.bin \.npy"),
         ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
-        ("a.bin", b"\1\0", {"tokenizer": "train"}, r"tokenizer=train is made from text, and data=tokens has none"),
+        (
+            "a.bin",
+            b"\1\0",
+            {"tokenizer": "train"},
+            r"tokenizer=train is created from text, but data=tokens has only tokens",
+        ),
     ],
 )
 def test_files_that_hold_no_tokens_are_refused(
@@ -158,5 +163,5 @@ def test_files_that_hold_no_tokens_are_refused(
 def test_a_file_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
     path = llm_c(tmp_path / "a.bin", STREAM)
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(UserError, match=rf"cut off or damaged: its header says {len(STREAM):,} tokens"):
+    with pytest.raises(UserError, match=rf"truncated or damaged: its header says {len(STREAM):,} tokens"):
         prepare(of_tokens(path, tmp_path / "cache"))

@@ -248,7 +248,7 @@ def test_second_preparation_waits_for_the_first(tmp_path: Path, monkeypatch: pyt
             time.sleep(0.01)
         second = threads.submit(prepare, section(source, cache), show)
         assert first.result(60).folder == second.result(60).folder
-    assert said == ["preparing data: another process does it; waiting for that", ""]
+    assert said == ["preparing data: waiting for another process that is preparing the same data", ""]
 
 
 def test_abandoned_preparation_is_removed_after_two_weeks_and_no_folder_of_others(tmp_path: Path) -> None:

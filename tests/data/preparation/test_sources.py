@@ -183,9 +183,9 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
             lines().encode() + b'{"text": "\xff"}\n',
             r"a\.jsonl line 201 is not UTF-8: byte 0xff at offset \d+ of the file",
         ),
-        (lines() + '{"text": "\\ud800"}\n', r"a\.jsonl line 201 holds half a character \(U\+D800\)"),
-        (lines(["", "", None]), r"all 3 documents of .* are empty: nothing to train on"),
-        ("", r"has no documents: nothing to train on"),
+        (lines() + '{"text": "\\ud800"}\n', r"a\.jsonl line 201 contains an unpaired surrogate, U\+D800"),
+        (lines(["", "", None]), r"all 3 documents of .* are empty, so there is nothing to train on"),
+        ("", r"has no documents, so there is nothing to train on"),
         (lines(["same"] * 9), r"all 9 documents of .* are the same text"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
@@ -306,7 +306,7 @@ def test_text_beside_rows_is_refused_with_globs_that_work(tmp_path: Path) -> Non
     globs = re.findall(r"data\.path=\"?([^\s\"]*\*[^\s\"]*)", message)
     assert [pattern.rpartition(".")[2] for pattern in globs] == ["jsonl", "md"]
     assert len(all_rows(Path(globs[0]))) == len(TEXTS)
-    assert "name one kind" in refusal(tmp_path / "mixed/*", tmp_path / "cache")
+    assert "select one kind" in refusal(tmp_path / "mixed/*", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.json.gz"])
@@ -473,7 +473,7 @@ def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[s
 def test_a_dataset_of_several_subsets(tmp_path: Path) -> None:
     configs = "".join(f"- config_name: {name}\n  data_files: '{name}*.jsonl'\n" for name in ("old", "new"))
     write(tmp_path / "set", {"README.md": f"---\nconfigs:\n{configs}---\n", "old.jsonl": lines(), "new.jsonl": lines()})
-    with pytest.raises(UserError, match=r"none is named; it has old, new; use data\.subset=old$"):
+    with pytest.raises(UserError, match=r"data\.subset is not set; it has old, new; use data\.subset=old$"):
         prepare(of_hub(tmp_path / "set", tmp_path / "cache"))
     with pytest.raises(UserError, match=r"has no subset 'news'; it has old, new; use data\.subset=new$"):
         prepare(of_hub(tmp_path / "set", tmp_path / "cache", subset="news"))
@@ -483,7 +483,7 @@ def test_a_dataset_of_several_subsets(tmp_path: Path) -> None:
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     for name, files, expected in (
         ("bare", {"a.unknown": "a"}, "cannot be read: No .* data files found in "),
-        ("empty", {"a.jsonl": ""}, "has no rows: nothing to train on"),
+        ("empty", {"a.jsonl": ""}, "has no rows, so there is nothing to train on"),
     ):
         message = refusal(write(tmp_path / name, files), tmp_path / "cache", name="hf")
         assert re.search(expected, message), message
@@ -537,7 +537,9 @@ def test_refusals_of_the_hub_are_one_line(
 
 
 def test_a_path_that_is_neither_folder_nor_name(tmp_path: Path) -> None:
-    assert "is not a folder here, and not a name" in refusal(tmp_path / "nowhere", tmp_path / "cache", name="hf")
+    assert "is neither a folder on this machine nor a valid name" in refusal(
+        tmp_path / "nowhere", tmp_path / "cache", name="hf"
+    )
     file = table(tmp_path / "a.parquet")
     assert f"use data=text data.path={file}" in refusal(file, tmp_path / "cache", name="hf")
 
@@ -636,7 +638,7 @@ def test_the_line_of_a_row_is_looked_up_only_if_it_is_shown(
 def test_rows_that_are_all_bad_are_not_read_to_the_end(tmp_path: Path) -> None:
     source = write(tmp_path / "rows", {"a.jsonl": lines([3] * 5000)})
     message = refusal(source, tmp_path / "cache", bad_rows="skip")
-    assert message.startswith("the first 1,000 rows are all wrong; ")
+    assert message.startswith("the first 1,000 rows are all invalid; ")
     assert message.endswith("and 990 more")
 
 
@@ -654,10 +656,10 @@ def test_conversations_that_are_too_long_are_named(tmp_path: Path) -> None:
         open_dataset(prepared, "train", chosen.model_copy(update={"bad_rows": "refuse"}))
     assert f"{path} line 8 has " in str(caught.value)
     assert f"{path} line 31 has " in str(caught.value)
-    assert str(caught.value).startswith("2 conversations have nothing to train on: data.sequence_length=128 cuts off ")
+    assert str(caught.value).startswith("2 conversations have nothing to train on: data.sequence_length=128 truncates ")
     assert len(open_dataset(prepared, "train", chosen))
     with pytest.raises(
-        UserError, match=r"^\d+ conversations have .*: data\.sequence_length=4 cuts off "
+        UserError, match=r"^\d+ conversations have .*: data\.sequence_length=4 truncates "
     ) as all_cut_off:
         open_dataset(prepared, "train", chosen.model_copy(update={"sequence_length": 4}))
     assert "bad_rows" not in str(all_cut_off.value)

@@ -78,7 +78,7 @@ def test_decode_takes_any_id() -> None:
 
 @pytest.mark.parametrize("unknown", ["x", "ζ", "\U0001f600", "\ud800"])
 def test_an_unknown_character_is_named(unknown: str) -> None:
-    with pytest.raises(UserError, match=rf"U\+{ord(unknown):04X}\) at place 2 .* the 2 "):
+    with pytest.raises(UserError, match=rf"U\+{ord(unknown):04X}\) at position 2 .* the 2 "):
         CharsTokenizer("ab").encode(f"ab{unknown}")
 
 
@@ -173,11 +173,11 @@ def test_the_standard_library_is_there_without_tests() -> None:
         ("constraint.txt", r"did you mean data\.path=T/constraints\.txt\?"),
         ("constraint/a.txt", r"there is no T/constraint \(looked in T\); name a file, a folder or a glob"),
         ("zzz/qqq", r"does not exist: there is no T/zzz .*name a file"),
-        ("corpus/a.txt/b", r"cannot look at .*a\.txt/b.*: Not a directory"),
+        ("corpus/a.txt/b", r"cannot read .*a\.txt/b.*: Not a directory"),
         ("corpus/*.csv", r"matches no file; T/corpus holds a\.txt"),
         ("nope/*.csv", r"does not exist.*T"),
         ("pictures", r"none of the 2 files in it ends in \.txt .*\.png: 2.*data\.path=.*T/pictures/\*\*/\*\.png"),
-        ("nothing", r"the folder holds no files"),
+        ("nothing", r"the folder has no files"),
         ("pipe", r"neither a file nor a folder"),
         ("empty.txt", r"T/empty\.txt is empty \(0 bytes\): nothing to train on"),
         ("empties", r"is empty \(0 bytes\) and so are the other 1 files"),

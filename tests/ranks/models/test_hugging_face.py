@@ -126,14 +126,14 @@ def test_which_token_ends_a_document(files: dict[str, str], config: dict[str, An
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"tokenizer.json": "{}"}, "it is not a tokenizer"),
+        ({"tokenizer.json": "{}"}, "not a tokenizer"),
         ({"tokenizer.json": b"\xff\xfe"}, "is not a tokenizer.json"),
-        ({"tokenizer_config.json": '{"eos_token": "<|no|>"}'}, "calls '<|no|>' its eos_token"),
-        ({"tokenizer.json": "[" * 100_000}, "it is not a tokenizer"),
-        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json holds no mapping"),
+        ({"tokenizer_config.json": '{"eos_token": "<|no|>"}'}, "eos_token '<|no|>' of tokenizer_config.json is not in"),
+        ({"tokenizer.json": "[" * 100_000}, "not a tokenizer"),
+        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json is not a mapping"),
         ({"tokenizer_config.json": "[" * 100_000}, "tokenizer_config.json: nested deeper than 64 levels"),
-        ({"tokenizer_config.json": '{"eos_token": ["a"]}'}, "calls ['a'] its eos_token"),
-        ({"special_tokens_map.json": "3"}, "special_tokens_map.json holds no mapping"),
+        ({"tokenizer_config.json": '{"eos_token": ["a"]}'}, "eos_token ['a'] of tokenizer_config.json is not in"),
+        ({"special_tokens_map.json": "3"}, "special_tokens_map.json is not a mapping"),
     ],
 )
 def test_folders_without_a_tokenizer_are_refused(
@@ -158,7 +158,7 @@ def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name, parts in (
         ("some-owner/some-name", ("not on this machine", "serried prepare", "data.tokenizer=FOLDER")),
-        ("a/b/c", ("not a name on the Hub",)),
+        ("a/b/c", ("nor a valid name on the Hugging Face Hub",)),
         (str(write(tmp_path / "empty", {"x": ""})), ("has no tokenizer.json",)),
     ):
         with pytest.raises(UserError) as caught:
@@ -328,11 +328,11 @@ NEW = {"content": "<new>", "special": True, "lstrip": False, "rstrip": False, "n
     ("settings", "said"),
     [
         ({}, None),
-        ({"tokenizer_class": "GPT2Tokenizer"}, r"it knows the tokens '<\|endoftext\|>'"),
+        ({"tokenizer_class": "GPT2Tokenizer"}, r"transformers has the tokens '<\|endoftext\|>'"),
         ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "' a' is|'a' is"),
         ({"tokenizer_class": "LlamaTokenizer", "byte_level": False}, None),
-        ({"added_tokens_decoder": {"300": NEW}}, "it knows the tokens '<new>'"),
-        ({"pad_token": "<pad>"}, "it knows the tokens '<pad>'"),
+        ({"added_tokens_decoder": {"300": NEW}}, "transformers has the tokens '<new>'"),
+        ({"pad_token": "<pad>"}, "transformers has the tokens '<pad>'"),
     ],
 )
 def test_ids_that_transformers_gives_and_the_file_does_not_are_reported(

@@ -136,18 +136,24 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     more["model"]["vocab"] |= {f"word{n}": n for n in range(15, 40)}
     (tmp_path / "small/tokenizer.json").write_text(json.dumps(more))
     for words, told in (
-        ([f"task.model={tmp_path / 'none'}"], "its tokenizer has no mask token"),
-        ([f"task.model={tmp_path / 'small'}"], "its tokenizer has 40 tokens, and the model 16"),
+        ([f"task.model={tmp_path / 'none'}"], "the tokenizer has no mask token"),
+        (
+            [f"task.model={tmp_path / 'small'}"],
+            "the tokenizer has 40 tokens, but the embedding of the model has only 16 rows",
+        ),
         ([f"task.model={tmp_path / 'gpt2'}"], "transformers has no AutoModelForMaskedLM for model_type gpt2"),
         (
             [f"task.model={tmp_path / 'roberta'}", "task.pretrained=false", "task.sequence_length=32"],
-            "takes 30 tokens; use task.sequence_length=30",
+            f"exceeds the 30 tokens that task.model={tmp_path / 'roberta'} supports; use task.sequence_length=30",
         ),
-        ([f"task.path={tmp_path / 'rows.jsonl'}"], "line 1: needs a text; fix"),
-        (["task.text_column=body"], "has the columns text; use task.text_column=text"),
+        ([f"task.path={tmp_path / 'rows.jsonl'}"], "line 1: 'text' must be text; fix"),
+        (
+            ["task.text_column=body"],
+            "has no column for task.text_column=body; its columns are text; use task.text_column=text",
+        ),
         (["task.label_column=label"], "task.label_column"),
         (["task.mask_share=0"], "task.mask_share"),
-        (["adapter=lora"], "a head that is tied to the embeddings"),
+        (["adapter=lora"], "the head of these models is tied to the embeddings"),
         (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 but MaskedLM does not generate text; leave it out"),
         (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a model of text"),
         (["recipe=lora"], "the recipes here are of language models"),
@@ -157,4 +163,4 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         assert line.startswith("error: ")
         assert told in line
     assert main(masked(folder, tmp_path / "run", "dry_run=true")) == 0
-    assert "48 texts, 12 to evaluate on, at most 16 tokens each, 15% of them to be predicted" in capfd.readouterr().out
+    assert "48 texts, 12 for evaluation, at most 16 tokens each, 15% of the tokens predicted" in capfd.readouterr().out

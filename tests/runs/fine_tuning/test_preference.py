@@ -355,10 +355,10 @@ def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]
         ({"prompt": "?", "chosen": "A", "rejected": "A"}, "pairs.jsonl line 2: chosen and rejected are the same an"),
         ({"prompt": "?", "chosen": "A", "rejected": ""}, "pairs.jsonl line 2: rejected is empty; fix or remove the "),
         ({"chosen": [ASK], "rejected": [ASK, NO]}, "pairs.jsonl line 2: chosen is empty"),
-        ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "pairs.jsonl line 2: its prompt has 250 tokens, and"),
+        ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "pairs.jsonl line 2: the prompt has 250 tokens, so"),
         ({"chosen": [ASK, YES], "rejected": [YES, NO]}, "line 2: chosen and rejected begin with different messages"),
         ({"prompt": 3, "chosen": "A", "rejected": "B"}, "line 2: what these answers reply to is a number (3)"),
-        ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "pairs.jsonl line 2, chosen: it has nothing to train on: no"),
+        ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "pairs.jsonl line 2, chosen: nothing to train on: no"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -400,7 +400,7 @@ def test_all_pairs_are_trained_on(model: Path, tmp_path: Path) -> None:
 def test_answers_that_truncation_makes_equal_are_refused(tmp_path: Path) -> None:
     row = {"prompt": "?", "chosen": "same " * 30 + "yes", "rejected": "same " * 30 + "no"}
     with pytest.raises(
-        UserError, match=r"line 2: chosen and rejected are the same up to data\.sequence_length=128"
+        UserError, match=r"line 2: chosen and rejected differ only after the first data\.sequence_length=128"
     ) as caught:
         encoded(tmp_path, row)
     fix = re.search(r"use data\.sequence_length=(\d+)", str(caught.value))

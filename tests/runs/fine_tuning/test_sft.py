@@ -96,7 +96,7 @@ def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, 
     ended = runs.run_here(sft(model, chats, tmp_path / "run"))
     assert ended.code == 78
     assert ended.printed.count("error: ") == 1
-    assert f"error: {chats} line 41: it has nothing to train on: no message is from the assistant" in ended.printed
+    assert f"error: {chats} line 41: nothing to train on: no message is from the assistant" in ended.printed
 
 
 def test_an_evaluation_that_finds_nothing_to_predict_says_so(model: Path, tmp_path: Path) -> None:

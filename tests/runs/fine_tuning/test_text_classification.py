@@ -218,7 +218,7 @@ def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == right / 2
     other.write_text("text,label\ngood film,new\n")
     assert evaluate_model.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 78
-    assert "has the class new, but the model only knows neg, pos" in capfd.readouterr().err
+    assert "has the class new, but the model has only the classes neg, pos" in capfd.readouterr().err
 
 
 def test_other_classes_or_tokens_under_the_weights_are_refused_whatever_is_allowed(
@@ -233,8 +233,8 @@ def test_other_classes_or_tokens_under_the_weights_are_refused_whatever_is_allow
     before = rows.read_text(), tokenizer.read_text()
     tokenizer.write_text(before[1].replace('"good": 2', '"good": 3').replace('"fine": 3', '"fine": 2'))
     train(resumed, 78)
-    assert "another tokenizer than task.model=" in (told := capfd.readouterr().err)
-    assert "has: 'good' had id 2, and now has 3; use the task.model" in told
+    assert "different tokenizer than the one of task.model=" in (told := capfd.readouterr().err)
+    assert "token 'good' had id 2 and now has id 3; use the model" in told
     tokenizer.write_text(before[1])
     for name, text in ((rows, before[0]), (here / "data/val.csv", (here / "data/val.csv").read_text())):
         name.write_text(text.replace("neg", "worse"))
@@ -258,14 +258,14 @@ def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_te
     with pytest.raises(UserError, match=r"cannot read .*val\.csv, row 2: unexpected end of data; fix or remove"):
         open_texts(section, encoder)
     (tmp_path / "val.csv").write_text("text,label,text\ngood,1,bad\n")
-    with pytest.raises(UserError, match=r"val\.csv has 2 columns named 'text'; leave all but one out"):
+    with pytest.raises(UserError, match=r"val\.csv has 2 columns named 'text'; remove all but one"):
         open_texts(section, encoder)
     (tmp_path / "val.csv").unlink()
     os.mkfifo(tmp_path / "val.csv")
     with pytest.raises(UserError, match=r"cannot read .*val\.csv: .* is not a regular file"):
         open_texts(section, encoder)
     (tmp_path / "train.csv").write_text("text,label\ngood,1\n")
-    with pytest.raises(UserError, match=r"has train\.csv and train\.jsonl; keep one file of each split"):
+    with pytest.raises(UserError, match=r"has train\.csv and train\.jsonl; keep one file per split"):
         open_texts(section, encoder)
 
 
@@ -279,8 +279,8 @@ def test_bad_rows_are_all_named_or_left_out(folder: Path, tmp_path: Path) -> Non
     assert head == "3 rows cannot be used; fix or remove them, or leave them out with task.bad_rows=skip:"
     starts = (
         "line 2 is not JSON: ",
-        "line 3: needs a text and",
-        "line 6 has the columns text; use task.label_column=",
+        "line 3: 'text' must be text and",
+        "line 6 has no column for task.label_column=label; its columns are text; use task.label_column=",
     )
     for row, start in zip(rows, starts, strict=True):
         assert row.strip().startswith(f"{tmp_path / 'train.jsonl'} {start}")
@@ -315,18 +315,21 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     for words, told in (
         (
             [f"task.path={tmp_path / 'column.jsonl'}"],
-            "has the columns text, kind; use task.label_column=",
+            "has no column for task.label_column=label; its columns are text, kind; use task.label_column=",
         ),
-        ([f"task.path={tmp_path / 'text.jsonl'}"], "line 1: needs a text"),
+        ([f"task.path={tmp_path / 'text.jsonl'}"], "line 1: 'text' must be text"),
         ([f"task.path={tmp_path / 'json.jsonl'}"], "line 1 is not JSON"),
-        ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
+        ([f"task.path={tmp_path / 'empty.jsonl'}"], "has no rows"),
         ([f"task.path={tmp_path / 'blank.jsonl'}", "dry_run=false"], "the text of row 1 has no tokens"),
-        ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
-        ([f"task.path={tmp_path / 'one'}"], "are of one class, 'pos', so there is nothing to tell apart; add samples"),
-        ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a, c"),
-        ([f"task.path={tmp_path / 'null'}"], "has the label None, and that is not a class"),
+        ([f"task.path={tmp_path / 'none'}"], "is neither a file, a folder nor the name of a dataset"),
+        (
+            [f"task.path={tmp_path / 'one'}"],
+            "have the same class, 'pos', but a classifier needs at least two; add samples",
+        ),
+        ([f"task.path={tmp_path / 'classes'}"], "has the class b, but the training data has only a, c"),
+        ([f"task.path={tmp_path / 'null'}"], "has the label None, which is not a class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
-        (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
+        (["task.sequence_length=64"], "task.sequence_length=64 exceeds the 32 tokens that task.model="),
         (
             ["adapter=lora", "task.pretrained=false"],
             "only adapters are trained, so the model's weights would stay random",
@@ -339,9 +342,9 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         assert line.startswith("error: ")
         assert told in line
     train(texts(folder, tmp_path / "rows_run", f"task.path={tmp_path / 'rows'}", "trainer.steps=1"))
-    assert "6 texts, none to evaluate on" in capfd.readouterr().out
+    assert "6 texts, none for evaluation" in capfd.readouterr().out
     assert main(texts(folder, tmp_path / "run", "dry_run=true")) == 0
-    assert "48 texts, 12 to evaluate on, at most 16 tokens each" in capfd.readouterr().out
+    assert "48 texts, 12 for evaluation, at most 16 tokens each" in capfd.readouterr().out
 
 
 # the tokenizer's settings ---------------------------------------------------------------------------------------------

@@ -317,8 +317,8 @@ def test_all_tokens_or_the_last_reply_are_trained_on_if_asked(name: str) -> None
 def test_a_variable_that_a_template_does_not_read_is_refused() -> None:
     with pytest.raises(
         UserError,
-        match=r"^data\.chat_template_kwargs\.enable_thinkin=false has no effect: it does not read it; it reads "
-        r"enable_thinking; leave it out",
+        match=r"^data\.chat_template_kwargs\.enable_thinkin=false has no effect: it does not read this variable \(it "
+        r"reads enable_thinking\); remove it",
     ):
         ChatEncoder(tokenizer(), STYLES["qwen 3"].template, "it", variables={"enable_thinkin": False})
 

@@ -88,7 +88,7 @@ def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
     data = prepare(section(write(tmp_path, {"a.txt": "word " * 200}), tmp_path / "cache", validation_fraction=0.1))
     has = data.splits[name].tokens
     with pytest.raises(
-        UserError, match=rf"sequence_length=5000 needs 5001 tokens, and the \w+ text has {has} "
+        UserError, match=rf"sequence_length=5000 needs 5001 tokens, but the \w+ text has {has} "
     ) as caught:
         TokenDataset(data, name, 5000)
     fix = re.search(r"add text to data\.path, or use data\.sequence_length=(\d+)$", str(caught.value))

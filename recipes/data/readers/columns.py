@@ -129,34 +129,32 @@ class Column:
         for ours, theirs in self.renamed:
             if theirs not in names:
                 raise UserError(
-                    f"{where} has no column {theirs!r}, which data.columns.{ours} names; its columns are "
-                    f"{', '.join(names)}"
+                    f"data.columns.{ours}={theirs}: {where} has no such column; its columns are {', '.join(names)}"
                 )
         if found := self.found(names):
             if twice := [name for name in found if names.count(name) > 1]:
                 raise UserError(
-                    f"{where} has {names.count(twice[0])} columns named {twice[0]!r}; write it with one of them, or "
-                    "under two names"
+                    f"{where} has {names.count(twice[0])} columns named {twice[0]!r}; rename or remove one of them"
                 )
             return found
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
         if self.format == "preference":
             missing = [name for name in _SIDES if name not in names]
             raise UserError(
-                f"{where} has no column{'s' * (len(missing) - 1)} {' and '.join(missing)}; {there}; rename its "
-                'columns so that rows are like {"prompt": "...", "chosen": "...", "rejected": "..."}'
+                f"{where} has no column {' or '.join(missing)}; {there}; rename its columns so "
+                'that rows look like {"prompt": "...", "chosen": "...", "rejected": "..."}'
             )
         if not self.has_template:
             raise UserError(
-                f"{where} has no columns 'prompt' and 'completion', which data.chat_template=none trains on; {there}; "
-                "name them with data.columns.prompt=NAME data.columns.completion=NAME, or leave data.chat_template out"
+                f"{where} has no columns 'prompt' and 'completion', which data.chat_template=none needs; {there}; set "
+                "data.columns.prompt=NAME data.columns.completion=NAME, or remove data.chat_template"
             )
         use = f"use {self.key}={names[0] if names else 'NAME'}"
         if self.format == "chat":
             use += ' if it holds messages, as in [{"role": "user", "content": "..."}, ...]'
             use += "; for plain text data.format=text" if "text" in names else ""
         elif Column("messages", "chat").found(names):
-            use = f"to train on conversations use data.format=chat, and for text {self.key}=NAME"
+            use = f"use data.format=chat to train on conversations, or {self.key}=NAME to train on text"
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content_of(self, row: Mapping[str, Any]) -> Content | Changed:
@@ -206,8 +204,8 @@ class Column:
                     f"data.format=chat data.messages_column={self.name}"
                 )
         raise UserError(
-            f": column {self.name!r} is {described(value)}, not {wanted}; fix the row, or name another "
-            f"column: {self.key}=NAME"
+            f": column {self.name!r} is {described(value)}, not {wanted}; fix the row, or use another column: "
+            f"{self.key}=NAME"
         )
 
     def _holds_messages(self, row: Mapping[str, Any]) -> bool:
@@ -223,8 +221,8 @@ class Column:
             if pair and not self.renamed and row[name] and all(row[side] for side in pair):
                 both = " and ".join(map(repr, pair))
                 raise UserError(
-                    f": it has both {name!r} and {both}, which are two conversations; name one: "
-                    f"data.columns.messages={name}, or remove the others"
+                    f": {name!r} and {both} both contain a conversation; choose one with data.columns.messages={name}, "
+                    "or remove one"
                 )
             return row[name]
         if pair is None:
@@ -236,8 +234,8 @@ class Column:
         for turn in row.get(_HISTORY) or []:  # as in Alpaca: pairs of prompt and answer of earlier turns
             if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
                 raise UserError(
-                    f": column {_HISTORY!r} is {described(row[_HISTORY])}, not a list of pairs of a question "
-                    "and its answer; fix the row, or give the column another name"
+                    f": column {_HISTORY!r} is {described(row[_HISTORY])}, not a list of [question, answer] pairs; fix "
+                    "the row, or rename the column"
                 )
             parts += [("user", turn[0]), ("assistant", turn[1])]
         parts += [("user", asked), ("assistant", said)]
@@ -258,8 +256,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         return []
     if not _is_conversation(found):
         raise UserError(
-            f": column {_TOOLS!r} is {described(value)}, not a list of JSON schemas; fix the row, or "
-            "give the column another name"
+            f": column {_TOOLS!r} is {described(value)}, not a list of JSON schemas; fix the row, or rename the column"
         )
     return without_nulls(found)
 
@@ -272,9 +269,7 @@ def _tools_of_functions(value: Any) -> list[dict[str, Any]]:
 def _system(value: Any) -> str:
     """Return the system prompt from a separate column. Raises ``UserError`` if it is not text."""
     if value is not None and not isinstance(value, str):
-        raise UserError(
-            f": column {_SYSTEM!r} is {described(value)}, not text; fix the row, or give the column another name"
-        )
+        raise UserError(f": column {_SYSTEM!r} is {described(value)}, not text; fix the row, or rename the column")
     return value or ""
 
 
@@ -286,8 +281,8 @@ def _weighs(value: Any) -> bool:
         number = -1.0
     if number not in (0, 1):
         raise UserError(
-            f": column {_WEIGHT!r} is {described(value)}, and a row is trained on (1) or not (0); fix the row, or "
-            f"ignore the column: data.columns.{_WEIGHT}=null"
+            f": column {_WEIGHT!r} is {described(value)}, not 1 (train on the row) or 0 (exclude the row); fix the "
+            f"row, or ignore the column: data.columns.{_WEIGHT}=null"
         )
     return bool(number)
 
@@ -298,8 +293,8 @@ def _completion(row: Mapping[str, Any]) -> dict[str, Any]:
     for name in pair:
         if not isinstance(row[name], str):
             raise UserError(
-                f": column {name!r} is {described(row[name])}, not text, which data.chat_template=none needs; fix the "
-                "row, or leave data.chat_template out"
+                f": column {name!r} is {described(row[name])}, but data.chat_template=none needs text; fix the row, or "
+                "remove data.chat_template"
             )
     return {"prompt": row[pair[0]], "completion": row[pair[1]]}
 
@@ -348,7 +343,7 @@ def _pair(row: Mapping[str, Any]) -> Content | Changed:
                 "{role: assistant, content: ...}; fix or remove the row"
             )
     if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
-        raise UserError(": one of 'chosen' and 'rejected' is text and the other messages; fix the row")
+        raise UserError(": one of 'chosen' and 'rejected' is text, the other a list of messages; fix the row")
     sides = {name: _as_messages("assistant", row[name]) for name in _SIDES}
     asked: list[dict[str, Any]] = []
     if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # both contain the full conversation
@@ -358,11 +353,11 @@ def _pair(row: Mapping[str, Any]) -> Content | Changed:
     if not asked and isinstance(prompt, str | list) and (isinstance(prompt, str) or _is_conversation(prompt)):
         asked = _as_messages("user", prompt)
     if not asked:
-        need = f"give what both reply to in the column {_PROMPTS[0]!r}"
+        need = f"put the prompt of both answers into the column {_PROMPTS[0]!r}"
         if prompt is not None:
-            reason = f"what these answers reply to is {described(prompt)}, not text or a list of messages"
+            reason = f"the prompt is {described(prompt)}, not text or a list of messages"
         elif isinstance(row["chosen"], str):
-            reason, need = "it has two answers and no prompt", f"{need}, apart from the answers"
+            reason = "the row has two answers but no prompt"
         else:
             reason = "chosen and rejected begin with different messages"
         raise UserError(f": {reason}; {need}")
@@ -390,7 +385,7 @@ def described(value: Any) -> str:
         return "null"
     shown = repr(value)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 1]}…"
-    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
     return f"{kinds.get(type(value), type(value).__name__)} ({shown})"
 
 

@@ -103,11 +103,11 @@ class JsonLines(Unit):
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             remedy = "the file may be cut off: create it again, or remove the line"
             if line.strip() in (b"[", b"{"):
-                remedy = f"each line is one object; to make lines of the file: {_lines_from(self.path)}"
+                remedy = f"each line must be one object; convert the file with: {_lines_from(self.path)}"
             raise UserError(f" is not JSON: {reason}; {remedy}") from error
         if not isinstance(row, dict):
-            remedy = f"; to make lines of a JSON array: {_lines_from(self.path)}" if isinstance(row, list) else ""
-            raise UserError(f" is {described(row)}, not an object with a column per name{remedy}")
+            remedy = f"; convert the JSON array with: {_lines_from(self.path)}" if isinstance(row, list) else ""
+            raise UserError(f" is {described(row)}, not an object that maps column names to values{remedy}")
         return self.column.content_of(row)
 
 
@@ -176,14 +176,14 @@ class JsonArray(Unit):
     def _ends_early(self, rows: int, *, is_array: bool) -> UserError:
         if is_array:
             return UserError(
-                f"{self.path} has another array after the first one, of {rows:,} rows; join them: "
+                f"{self.path} has a second array after the first {rows:,} rows; join them with: "
                 f"{_lines_from(self.path)}; then use data.path=lines.jsonl"
             )
         return UserError(f"{self.path} has text after its array of {rows:,} rows; correct the file")
 
     def _content(self, row: Any) -> Any:
         if not isinstance(row, dict):
-            raise UserError(f" is {described(row)}, not an object with a column per name; fix or remove it")
+            raise UserError(f" is {described(row)}, not an object that maps column names to values; fix or remove it")
         return self.column.content_of(row)
 
 

@@ -68,7 +68,7 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
         contents = [_text_or_error(value) for value in values]
     except ValueError as error:  # raised by Arrow if fields of a column have the same name
         raise UserError(
-            f"{Place(name, first, 'row')} or a later one cannot be read: {error}; write the file again"
+            f"cannot read {Place(name, first, 'row')} or a later row: {error}; write the file again"
         ) from None
     for number, content in enumerate(contents, first):
         place = Place(name, number, "row")

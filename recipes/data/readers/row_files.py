@@ -79,8 +79,9 @@ def _check_renamed(units: Sequence[JsonLines | JsonArray], column: Column) -> No
         ours, theirs = next(iter(missing.items()))
         more = [f"and {len(names) - _SHOWN_COLUMNS:,} more"] if len(names) > _SHOWN_COLUMNS else []
         raise UserError(
-            f"no row of {units[0].path}{' or the other files' if units[-1].path != units[0].path else ''} has a column "
-            f"{theirs!r}, which data.columns.{ours} names; they have {', '.join([*[*names][:_SHOWN_COLUMNS], *more])}"
+            f"data.columns.{ours}={theirs}: no row of "
+            f"{units[0].path}{' or the other files' if units[-1].path != units[0].path else ''} has this column; the "
+            f"columns are {', '.join([*[*names][:_SHOWN_COLUMNS], *more])}"
         )
 
 

@@ -34,7 +34,7 @@ def test_columns_by_other_names_are_read(tmp_path: Path) -> None:
     column = Column("messages", "chat", (("completion", "a"), ("prompt", "q"), ("system", "who")))
     assert contents(tmp_path / "a.jsonl", [row], column) == [[{"role": "system", "content": "You count."}, U, A]]
     (said,) = contents(tmp_path / "a.jsonl", [{"q": "Add."}], column)
-    assert said == "line 1 has no column 'a', which data.columns.completion names; its columns are q"
+    assert said == f"data.columns.completion=a: {tmp_path / 'a.jsonl'} line 1 has no such column; its columns are q"
     assert contents(tmp_path / "a.jsonl", [{"talk": [U, A]}], Column("messages", "chat", (("messages", "talk"),))) == [
         [U, A]
     ]
@@ -54,11 +54,11 @@ def test_columns_beside_messages_are_read(tmp_path: Path) -> None:
         {"messages": [U, A], "system": "You count.", "tools": [{"type": "function", "function": function}]},
         [U, A],
         "",
-        "line 4: column 'weight' is a number (0.5), and a row is trained on (1) or not (0); fix the row, or ignore the "
-        "column: data.columns.weight=null",
+        "line 4: column 'weight' is a number (0.5), not 1 (train on the row) or 0 (exclude the row); fix the row, or "
+        "ignore the column: data.columns.weight=null",
         [U, A],
-        "line 6: it has both 'messages' and 'prompt' and 'completion', which are two conversations; name one: "
-        "data.columns.messages=messages, or remove the others",
+        "line 6: 'messages' and 'prompt' and 'completion' both contain a conversation; choose one with "
+        "data.columns.messages=messages, or remove one",
     ]
 
 
@@ -121,7 +121,7 @@ def test_weights_of_rows_are_counted_or_ignored(tmp_path: Path, capsys: pytest.C
     assert "left out" not in capsys.readouterr().out
     rows = [{"messages": [{**U, "content": f"Add {number}."}, A], "weight": 0} for number in range(40)]
     contents(tmp_path / "a.jsonl", rows, CHAT)
-    with pytest.raises(UserError, match=r"^all 40 rows of .* have weight 0: .*data\.columns\.weight=null"):
+    with pytest.raises(UserError, match=r"^all 40 rows of .* have weight 0, .*data\.columns\.weight=null"):
         prepare(words)
 
 
@@ -174,12 +174,11 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_pat
     with pytest.raises(UserError) as caught:
         prepare([*words, "data.columns.system=person"])
     assert str(caught.value) == (
-        f"no row of {tmp_path / 'a.jsonl'} has a column 'person', which data.columns.system names; they have messages, "
-        "persona"
+        f"data.columns.system=person: no row of {tmp_path / 'a.jsonl'} has this column; the columns are messages, persona"
     )
     array = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (tmp_path / "a.jsonl").write_text(json.dumps(array))
-    with pytest.raises(UserError, match=r"^no row of .* has a column 'person', which data\.columns\.system names"):
+    with pytest.raises(UserError, match=r"^data\.columns\.system=person: no row of .* has this column"):
         prepare([*words, "data.columns.system=person"])
 
 

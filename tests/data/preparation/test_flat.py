@@ -129,10 +129,15 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
     [
         ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, not a multiple of the size of uint16; .*data\.token_dtype="),
         ("a.bin", b"", {}, r"a\.bin is empty"),
-        ("a.bin", b"\1\0\1\1", {}, r"a\.bin: token 1 is 257, and data\.tokenizer=bytes has 257 ids"),
+        ("a.bin", b"\1\0\1\1", {}, r"a\.bin: token 1 is 257, but data\.tokenizer=bytes has only 257 ids"),
         ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is not a complete \.npy file"),
-        ("a.npy", np.zeros((2, 3), np.uint16), {}, r"a\.npy holds uint16 of shape \[2, 3\], not a list of tokens"),
-        ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
+        (
+            "a.npy",
+            np.zeros((2, 3), np.uint16),
+            {},
+            r"a\.npy has an array of dtype uint16 and shape \[2, 3\], not a list of tokens",
+        ),
+        ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy has an array of dtype float32 and shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"none of the 1 files in it ends in \.bin \.npy"),
         ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
         (

@@ -161,7 +161,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
         ),
         (
             '{\n "text": "a"\n}\n',
-            r"a\.jsonl line 1 is not JSON: .*; each line is one object; .*: jq -c .* > lines\.jsonl",
+            r"a\.jsonl line 1 is not JSON: .*; each line must be one object; .*: jq -c .* > lines\.jsonl",
         ),
         (
             lines() + '{"body": "b"}\n',
@@ -173,7 +173,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
         ),
         (
             lines() + '{"instruction": "Two and two?", "output": "Four."}\n',
-            r"its columns are instruction, output; .* data\.format=chat, and for text data\.text_column=NAME",
+            r"its columns are instruction, output; .* data\.format=chat to train on conversations, or data\.text_column=NAME",
         ),
         (
             lines() + '{"text": [{"role": "user", "content": "?"}]}\n',
@@ -186,7 +186,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
         (lines() + '{"text": "\\ud800"}\n', r"a\.jsonl line 201 contains an unpaired surrogate, U\+D800"),
         (lines(["", "", None]), r"all 3 documents of .* are empty, so there is nothing to train on"),
         ("", r"has no documents, so there is nothing to train on"),
-        (lines(["same"] * 9), r"all 9 documents of .* are the same text"),
+        (lines(["same"] * 9), r"all 9 documents of .* have the same text"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
@@ -249,7 +249,7 @@ def test_two_columns_of_a_name_are_refused_if_they_are_read(
     columns = pyarrow.Table.from_arrays([pyarrow.array(["one", "two"])] * len(names), names=names)
     pyarrow.parquet.write_table(columns, tmp_path / "a.parquet")
     said = refusal(tmp_path / "a.parquet", tmp_path / "cache", format=format)
-    assert f"a.parquet has 2 columns named '{twice}'; write it with one of them" in said
+    assert f"a.parquet has 2 columns named '{twice}'; rename or remove one of them" in said
 
 
 def test_two_fields_of_a_name_in_messages_are_refused(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_two_fields_of_a_name_in_messages_are_refused(tmp_path: Path) -> None:
     column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2], pyarrow.int32()), message)
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column], names=["messages"]), tmp_path / "a.parquet")
     said = refusal(tmp_path / "a.parquet", tmp_path / "cache", format="chat")
-    assert "a.parquet row 1 or a later one cannot be read: " in said
+    assert "a.parquet row 1 or a later row: " in said
 
 
 def test_two_columns_of_a_name_that_are_not_read_change_nothing(tmp_path: Path) -> None:
@@ -338,11 +338,14 @@ def test_rows_of_a_json_array_are_documents(tmp_path: Path, name: str, indent: i
         ('[{"text": "a"} {"text": "b"}]', r"a\.json has text \(.*\) after row 1, not a comma or the end of the array"),
         (
             '[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]',
-            r"another array after the first one, of 2 .*: jq -c .*jsonl",
+            r"second array after the first 2 rows; .*: jq -c .*jsonl",
         ),
         ('[{"text": "a"} or {"text": "b"}]', r"a\.json has text \(.*\) after row 1, not a comma or the end of the"),
         ('[{"text": "a"}] x', r"a\.json has text after its array of 1 rows; correct the file"),
-        ('[{"text": "a"}, 5]', r"a\.json row 2 is a number \(5\), not an object with a column per name; fix or"),
+        (
+            '[{"text": "a"}, 5]',
+            r"a\.json row 2 is a number \(5\), not an object that maps column names to values; fix or",
+        ),
         ('[{"text": "a"}, {"body": "b"}]', r"a\.json row 2 has no column 'text'; its columns are body"),
     ],
 )

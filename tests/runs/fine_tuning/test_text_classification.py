@@ -239,7 +239,7 @@ def test_other_classes_or_tokens_under_the_weights_are_refused_whatever_is_allow
     for name, text in ((rows, before[0]), (here / "data/val.csv", (here / "data/val.csv").read_text())):
         name.write_text(text.replace("neg", "worse"))
     train(resumed, 78)
-    assert "has now: class 0 was neg, and is pos; use samples of the same classes" in capfd.readouterr().err
+    assert "has now: class 0 was neg and is now pos; use samples of the same classes" in capfd.readouterr().err
 
 
 def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_text(
@@ -419,4 +419,4 @@ def test_other_ids_of_transformers_are_reported(
     model = copied(folder, tmp_path, {}, tokenizer_class="BertTokenizer")
     trained_on(folder, model, tmp_path / "run")
     line = next(line for line in capsys.readouterr().out.splitlines() if "transformers (BertTokenizer)" in line)
-    assert re.search(r"'.*' is \[[0-9, .]*\] there and \[[0-9, .]*\] here", line)
+    assert re.search(r"'.*' is \[[0-9, .]*\] in transformers and \[[0-9, .]*\] here", line)

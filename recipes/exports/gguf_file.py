@@ -43,8 +43,8 @@ def write(source: Source, file: Path, dtype: str) -> None:
     if section.family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise UserError(
-            f"format=gguf: model.family={section.family} is not written as GGUF here, only {known}; use format=hf and "
-            "llama.cpp's convert_hf_to_gguf.py"
+            f"format=gguf does not support model.family={section.family}, only {known}; use format=hf and llama.cpp's "
+            "convert_hf_to_gguf.py"
         )
     writer = GGUFWriter(file, _ARCHITECTURES[section.family])
     _add_sizes(writer, source)
@@ -190,7 +190,7 @@ def _add_tokenizer(writer: Any, folder: Path) -> None:
     is_bytes = not model.get("byte_fallback")  # the characters of a token represent bytes, as in GPT-2
     if model.get("type", "BPE") != "BPE":
         raise UserError(
-            f"format=gguf: the tokenizer is a {model['type']}, and only byte-pair encodings are written; use format=hf"
+            f"format=gguf supports only byte-pair encodings, but the tokenizer has type {model['type']}; use format=hf"
         )
     texts = [f"[PAD{number}]" for number in range(rows)]
     kinds = [TokenType.UNUSED] * rows
@@ -232,7 +232,7 @@ def _splitting(tokenizer: dict[str, Any]) -> str:
     name = _SPLITTINGS.get((pattern, bool(tokenizer["model"].get("ignore_merges"))))
     if name is None or not is_plain or (before and pattern is None):
         raise UserError(
-            "format=gguf: the tokenizer splits text in a way that is not known here, only those of GPT-2, Llama 3 and "
-            "Qwen 2 are; use format=hf and llama.cpp's convert_hf_to_gguf.py"
+            "format=gguf supports only the pre-tokenizers of GPT-2, Llama 3 and Qwen 2, but this tokenizer has "
+            "another one; use format=hf and llama.cpp's convert_hf_to_gguf.py"
         )
     return name

@@ -78,7 +78,10 @@ class ModelFamily:
             UserError: the batch has positions, but the model does not accept them.
         """
         if batch.positions is not None:
-            raise UserError("data.isolate_documents=true needs a model family that takes positions; leave it out")
+            raise UserError(
+                "data.isolate_documents=true needs a model family that accepts positions; use "
+                "data.isolate_documents=false"
+            )
         return Inputs(batch.tokens)
 
     def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
@@ -103,7 +106,10 @@ class ModelFamily:
         Args:
             name: name of the parameter in the model.
         """
-        raise UserError(f"{type(self).__name__}.build() returns a model on meta: define initial_std(name) ({name})")
+        raise UserError(
+            f"{type(self).__name__}.build() returns a model on the meta device, so initial_std({name!r}) must be "
+            "defined"
+        )
 
     def describe(self) -> str:
         """Return a description of the model's sizes, for the plan."""
@@ -172,7 +178,7 @@ class PublishedFamily(LossFamily):
         if padding is not None and padding >= vocab_size:
             of_file = f" (pad_token_id of the config.json in model.path={section.path})" if section.path else ""
             raise UserError(
-                f"model.padding_token={padding}{of_file} is no row of the embedding with {vocab_size} rows; use "
+                f"model.padding_token={padding}{of_file} is outside the embedding, which has {vocab_size} rows; use "
                 "model.padding_token=null"
             )
 

@@ -268,11 +268,11 @@ class CausalLM(TextTask):
             return notes
         if has_adapters:
             method = self.run.adapter.method
-            note = f"a run with adapter.method={method} starts only with a base model: model.path=FOLDER_OR_NAME"
+            note = f"adapter.method={method} needs a base model: model.path=FOLDER_OR_NAME"
         else:
             note = (
-                "the model starts with random weights, and conversations alone teach it little; to start from a "
-                f"trained model: model.path=FOLDER_OR_NAME {self.run.another_run}"
+                "the model starts with random weights, and conversations alone are too little to train it; to start "
+                f"from a trained model: model.path=FOLDER_OR_NAME {self.run.another_run}"
             )
         return [*notes, note]
 
@@ -339,10 +339,10 @@ class CausalLM(TextTask):
     def check_resumed(self, checkpoint: Path) -> None:
         if self._lacks_output_bias(checkpoint):
             raise UserError(
-                f"{checkpoint} was trained by an earlier version without o_proj.bias, and model.attention_bias=true "
-                f"adds it with model.family={self._model.family}, as in transformers; use its weights alone, with "
-                f"biases that start at zero: serried export {shlex.quote(str(checkpoint))} out=weights, then "
-                "checkpoint.resume=weights"
+                f"{checkpoint} was trained by an earlier version without o_proj.bias, but model.attention_bias=true "
+                f"now adds this bias with model.family={self._model.family}, as in transformers; to use only the "
+                f"weights, with biases that start at zero: serried export {shlex.quote(str(checkpoint))} out=weights, "
+                "then checkpoint.resume=weights"
             )
         check_unchanged(checkpoint, self._data, self._text.tokenizer, self.run.another_run)
 

@@ -56,13 +56,13 @@ class Distillation(CausalLM):
         section = teacher_section(path)
         if section.vocab_size != self.vocab_size():
             raise UserError(
-                f"task.teacher={path} predicts {section.vocab_size:,} tokens and the model {self.vocab_size():,}; they "
-                "must have one vocabulary: use another teacher or model"
+                f"task.teacher={path} has a vocabulary of {section.vocab_size:,} tokens, but the model has "
+                f"{self.vocab_size():,}; use a teacher and a model with the same vocabulary"
             )
         if self._data.sequence_length > (longest := section.max_sequence_length):
             raise UserError(
                 f"data.sequence_length={self._data.sequence_length} exceeds the {longest} tokens that "
-                f"task.teacher={path} takes; use data.sequence_length={longest}"
+                f"task.teacher={path} supports; use data.sequence_length={longest}"
             )
         return family_of(models.get(section.family).load(), section, section.vocab_size)
 
@@ -77,8 +77,8 @@ class Distillation(CausalLM):
         own = self._text.tokenizer.spec().get("files", {}).get("tokenizer.json")
         if own and self._teacher_ids() not in (None, ids_of_tokens(json.loads(own))):
             raise UserError(
-                f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="
-                f"{self._data.tokenizer}; teacher and model must share one vocabulary; use another teacher or model"
+                f"task.teacher={self.config.teacher} and data.tokenizer={self._data.tokenizer} have different "
+                "vocabularies; use a teacher and a model with the same vocabulary"
             )
 
     def _teacher_ids(self) -> dict[str, int] | None:
@@ -88,8 +88,8 @@ class Distillation(CausalLM):
             return ids_of_tokens(read_json(file, LARGEST_TOKENIZER)) if file.exists() else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"task.teacher={self.config.teacher}: cannot read {file} ({type(error).__name__}: {error}); put the "
-                "whole file there, or remove it if the tokens are the model's"
+                f"task.teacher={self.config.teacher}: cannot read {file} ({type(error).__name__}: {error}); replace "
+                "the file, or remove it if the teacher has the tokens of the model"
             ) from None
 
     # model ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,8 @@ class Distillation(CausalLM):
         width = 2 if self.run.precision.name in ("bf16", "float8", "int8") else 4
         return (
             f"the teacher {self.config.teacher}: {self._teacher.describe()}; {self._teacher_parameters:,} parameters, "
-            f"{size(width * self._teacher_parameters)} in all, divided as the model's; frozen, in no checkpoint"
+            f"{size(width * self._teacher_parameters)} in total, sharded as the model is; frozen, not saved in "
+            "checkpoints"
         )
 
     # loss -----------------------------------------------------------------------------------------------------------
@@ -166,7 +167,8 @@ def _head(model: nn.Module, family: str) -> LanguageModelHead:
         if isinstance(module, LanguageModelHead):
             return module
     raise UserError(
-        f"model.family={family} computes whole logits, and distillation compares them in chunks; use a built-in family"
+        f"model.family={family} returns all logits at once, but distillation compares logits in chunks; use a built-in "
+        "family"
     )
 
 

@@ -29,14 +29,16 @@ class DistillationSection(TaskSection):
         yield from super().mistakes_with(config)
         if config.parallel.pipeline != 1:
             yield (
-                f"parallel.pipeline={config.parallel.pipeline} with task.name=distillation, whose teacher is not split "
-                "into stages; use parallel.pipeline=1, with parallel=fsdp or parallel.tensor for large models"
+                f"parallel.pipeline={config.parallel.pipeline} is not supported with task.name=distillation, as the "
+                "teacher cannot be split into stages; use parallel.pipeline=1, with parallel=fsdp or parallel.tensor "
+                "for large models"
             )
         for name, group in config.optim.groups.items():
             if group.frozen:
                 yield (
-                    f"optim.groups.{name}.frozen=true with task.name=distillation: what is frozen is taken for the "
-                    "teacher's and held in the type of products; leave it out, or use adapter=lora"
+                    f"optim.groups.{name}.frozen=true is not supported with task.name=distillation, which treats "
+                    "frozen parameters as the teacher's and stores them in low precision; remove it, or use "
+                    "adapter=lora"
                 )
 
 

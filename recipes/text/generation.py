@@ -47,7 +47,9 @@ def of_vocabulary(tokenizer: Tokenizer, choose: Choose) -> Choose:
 
     def chosen(logits: Tensor) -> int:
         if logits.isnan().any():
-            raise UserError("the model computes NaN, so no token is likeliest; use precision=fp32, or other weights")
+            raise UserError(
+                "the logits of the model are NaN, so no token can be chosen; use precision=fp32, or other weights"
+            )
         return choose(logits[: tokenizer.vocab_size])
 
     return chosen

@@ -10,6 +10,6 @@ def mistakes_of_sequence_shards(config: Any) -> Iterator[str]:
     """Refuse context parallelism: it shards answers, and the task needs complete ones."""
     if config.parallel.context != 1:
         yield (
-            f"parallel.context={config.parallel.context} divides answers over ranks, and task.name={config.task.name} "
-            "needs whole ones; use parallel.context=1, and parallel.tensor for long sequences"
+            f"parallel.context={config.parallel.context} is not supported with task.name={config.task.name}, which "
+            "needs full answers on each rank; use parallel.context=1, and parallel.tensor for long sequences"
         )

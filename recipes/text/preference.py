@@ -41,8 +41,8 @@ class Preference(PairTask):
         if self.config.needs_reference and not (self._model.path and self._model.pretrained):
             use = "model.pretrained=true" if self._model.path else "model.path=FOLDER_OR_NAME"
             raise UserError(
-                f"task.loss={self.config.loss} compares with the initial model of the run, and random weights are not "
-                f"worth comparing with; use {use}"
+                f"task.loss={self.config.loss} uses the initial model as its reference, and random weights are of no "
+                f"use as a reference; use {use}"
             )
 
     def build_model(self) -> nn.Module:
@@ -114,12 +114,12 @@ class Preference(PairTask):
 
     def describe_reference(self) -> str:
         if not self.config.needs_reference:
-            return f"none: {self.config.loss} needs none"
+            return f"none ({self.config.loss} has no reference model)"
         if self._compares_with_base:
-            return "the model without its adapters, one forward more in each step; no second model"
+            return "the model without its adapters: one more forward in each step, no second model"
         return (
-            f"log-probabilities by {self._model.path}, computed once before the first step on this layout and kept in "
-            f"{cache_folder(self._data) / _FOLDER}; no second model"
+            f"log-probabilities of {self._model.path}, computed once on this layout before the first step and cached "
+            f"in {cache_folder(self._data) / _FOLDER}; no second model"
         )
 
     def _take_reference(self, split: str, numbers: np.ndarray) -> None:

@@ -62,7 +62,7 @@ class PreferenceSection(TaskSection):
             value = getattr(self, key)
             if value is not None and self.loss not in read_with:
                 losses = ", ".join(read_with)
-                yield f"task.{key}={value:g} is not read with task.loss={self.loss}, only with {losses}; leave it out"
+                yield f"task.{key}={value:g} is not used with task.loss={self.loss}, only with {losses}; remove it"
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)

@@ -123,7 +123,7 @@ class Reward(PairTask):
 
     def _no_text(self, *_: Any, **__: Any) -> Any:
         raise UserError(
-            "a reward model scores answers and writes no text; open it with transformers' "
+            "a reward model scores answers and cannot generate text; open it with transformers' "
             "AutoModelForSequenceClassification"
         )
 

@@ -19,8 +19,8 @@ class RewardSection(TaskSection):
         yield from mistakes_of_sequence_shards(config)
         if config.parallel.tensor != 1:
             yield (
-                f"parallel.tensor={config.parallel.tensor} cannot divide the one row of the head of task.name=reward; "
-                "use parallel.tensor=1, with parallel=fsdp for large models"
+                f"parallel.tensor={config.parallel.tensor} is not supported with task.name=reward, whose head has a "
+                "single output; use parallel.tensor=1, with parallel=fsdp for large models"
             )
         if config.trainer.sample_tokens:
             yield (

@@ -93,8 +93,8 @@ class TextData:
     def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
         if any(source.tokenizer.spec() != prepared[0].tokenizer.spec() for source in prepared):
             raise UserError(
-                f"data.tokenizer={self.section.tokenizer} is learned from a source, and the sources here would each "
-                "have their own; use data.tokenizer=bytes, or the files of an existing tokenizer"
+                f"data.tokenizer={self.section.tokenizer} would train a different tokenizer for each source; use "
+                "data.tokenizer=bytes, or the files of an existing tokenizer"
             )
 
     def open(self, place: str) -> None:
@@ -120,7 +120,8 @@ class TextData:
         if self.section.is_streamed:
             held_out = self.first.splits["validation"]
             sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
-        return [line, *sizes, *(f"{name} without {n:,} that are trained on" for name, n in self._left_out.items())]
+        left_out = [f"{name} without {n:,} documents of the training data" for name, n in self._left_out.items()]
+        return [line, *sizes, *left_out]
 
     def summary(self) -> str:
         """Return a detailed summary of the prepared data: documents, tokens, lengths, a sample."""

@@ -112,9 +112,8 @@ def check_tokenizer_of(folder: Path, data: DataSection, tokenizer: Tokenizer) ->
         raise UserError(f"cannot read {path}: {error.strerror}; the tokens of the model are read from it") from None
     if not is_same:
         raise UserError(
-            f"data.tokenizer={data.tokenizer} is not the tokenizer of {folder} any more: it was learned from "
-            "other text, or its files have changed; to use text with the "
-            "model's tokenizer, give data=text data.path=FILES"
+            f"data.tokenizer={data.tokenizer} is no longer the tokenizer of {folder}: it was trained on other text, or "
+            "its files have changed; to use text with the tokenizer of the model: data=text data.path=FILES"
         )
 
 
@@ -131,6 +130,6 @@ def check_unchanged(checkpoint: Path, data: DataSection, tokenizer: Tokenizer, a
         keys, without = f"{keys},data.vocab_size", " without data.vocab_size"  # only for a tokenizer trained by the run
     use = shlex.join([f"data.tokenizer={checkpoint}", f"checkpoint.allow_changes=[{keys}]"])
     raise UserError(
-        f"{checkpoint} was trained with another tokenizer than data.tokenizer={data.tokenizer} is now: "
-        f"{what}; use its own, {use}{without}, or {another_run} to keep both"
+        f"{checkpoint} was trained with a different tokenizer than the current one of data.tokenizer={data.tokenizer}: "
+        f"{what}; use the tokenizer of the checkpoint, {use}{without}, or {another_run} to keep both"
     )

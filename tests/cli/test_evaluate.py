@@ -186,7 +186,7 @@ def test_data_rewritten_with_another_tokenizer_is_refused(
     assert run_here(tiny_overrides(mine, run, "data.tokenizer=chars")).code == 0
     (mine / "30.txt").write_text("more: Ω " * 40)
     assert evaluate_here([f"run.dir={run}"]) == 78
-    assert "data.tokenizer=chars is not the tokenizer of" in capsys.readouterr().err
+    assert "data.tokenizer=chars is no longer the tokenizer of" in capsys.readouterr().err
 
 
 def test_losses_of_a_mixture_are_reported_by_source(cluster: Cluster, text: Path, tmp_path: Path) -> None:

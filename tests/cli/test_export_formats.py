@@ -135,7 +135,9 @@ def test_gguf_names_only_ways_to_split_text_that_are_known() -> None:
         tokenizer_json(after),
         {"pre_tokenizer": None, "model": {}},
     ):
-        with pytest.raises(UserError, match=r"splits text in a way .*; use format=hf and .*convert_hf_to_gguf\.py"):
+        with pytest.raises(
+            UserError, match=r"supports only the pre-tokenizers of .*; use format=hf and .*convert_hf_to_gguf\.py"
+        ):
             _splitting(other)
 
 
@@ -248,7 +250,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
         assert "1000B are free" in refusal(str(llama), out, "format=torch_export")
     assert "adapters without a run" in refusal(str(tmp_path / "adapters"), out, "format=torch_export")
     pytest.importorskip("gguf")
-    assert "model.family=gpt2 is not written as GGUF" in refusal(str(tmp_path / "gpt2"), out, "format=gguf")
+    assert "format=gguf does not support model.family=gpt2" in refusal(str(tmp_path / "gpt2"), out, "format=gguf")
 
 
 @pytest.mark.parametrize("found", [[1.0, 2.2], [1.0, float("nan")]])

@@ -327,7 +327,7 @@ def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
     tensors = load_file(weights)
     save_file({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}, weights)
     assert main(["generate", str(tmp_path / "model")]) == 78
-    assert "error: the model computes NaN" in capsys.readouterr().err
+    assert "error: the logits of the model are NaN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows", ['"many"', "-1", "1.5", "null", "[]", "{}", "1" + "0" * 30, "1" * 5000, "NaN"])

@@ -414,7 +414,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'hollow'}"], "hollow/train has classes without images: none, void; remove their"),
         ([f"task.model={tmp_path / 'colours/text'}"], "text/preprocessor_config.json holds no mapping of names"),
         ([f"task.model={tmp_path / 'colours/two'}"], "two/preprocessor_config.json: image_mean [1,2] and image_std 1"),
-        ([f"task.model={tmp_path / 'colours/zero'}"], "image_mean 0 and image_std 0 are not three numbers"),
+        ([f"task.model={tmp_path / 'colours/zero'}"], "image_mean 0 and image_std 0 must be three numbers"),
         (["task.validation=vla"], "use task.validation=val"),
         (["task.model=nowhere"], "cannot read nowhere/config.json"),
         (["task.pretrained=true"], "the weights cannot be read or downloaded"),

@@ -269,9 +269,14 @@ def test_tokenizer_learned_again_is_refused_under_the_weights_whatever_is_allowe
     before = tree(run_dir)
     for allowed in ("false", "true", "[data]"):
         line = refusal(folder, run_dir, *own, f"checkpoint.allow_changes={allowed}")
-        assert f"was trained with another tokenizer than data.tokenizer={tokenizer} is now: '" in line
+        assert (
+            f"was trained with a different tokenizer than the current one of data.tokenizer={tokenizer}: token '"
+            in line
+        )
     assert tree(run_dir) == before
-    use = line.partition("use its own, ")[2].partition(" without" if tokenizer == "train" else ", or")[0]
+    use = line.partition("use the tokenizer of the checkpoint, ")[2].partition(
+        " without" if tokenizer == "train" else ", or"
+    )[0]
     if tokenizer == "train":
         train(folder, run_dir, own[1], *shlex.split(use))
         assert resumed_from(run_dir) == [None, 2]
@@ -287,9 +292,9 @@ def test_token_that_is_added_to_a_tokenizer_changes_no_other(tmp_path: Path) -> 
 
     assert changed() is changed(version="1.0") is None
     assert changed(added_tokens=[*now["added_tokens"], {"content": "<new>", "id": 3}]) is None
-    assert changed(model={"vocab": {"b": 0, "a": 1}}) == "'a' had id 0, and now has 1"
+    assert changed(model={"vocab": {"b": 0, "a": 1}}) == "token 'a' had id 0 and now has id 1"
     assert changed(model={"vocab": [["a", -1.0], ["b", -2.0]]}) is None
-    assert changed(added_tokens=[]) == "'<end>' had id 2, and now has none"
+    assert changed(added_tokens=[]) == "token '<end>' had id 2 and now has no id"
     assert changed_token(tmp_path / "none.json", "{}") is None
 
 

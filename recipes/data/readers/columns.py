@@ -129,7 +129,8 @@ class Column:
         for ours, theirs in self.renamed:
             if theirs not in names:
                 raise UserError(
-                    f"data.columns.{ours}={theirs}: {where} has no such column; its columns are {', '.join(names)}"
+                    f"{where} has no column {theirs!r} (data.columns.{ours}={theirs}); its columns are "
+                    f"{', '.join(names)}"
                 )
         if found := self.found(names):
             if twice := [name for name in found if names.count(name) > 1]:

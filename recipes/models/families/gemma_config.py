@@ -44,8 +44,8 @@ class GemmaSection(MistralSection):
         for each, instead in ((key, family), ("rope_scaling", "llama")):
             if getattr(self, each) is not None:
                 yield (
-                    f"model.{each} is set with model.family={self.family}, which does not compute it; use "
-                    f"model.{each}=null, or model.family={instead}"
+                    f"model.{each} is not supported with model.family={self.family}; use model.{each}=null, or "
+                    f"model.family={instead}"
                 )
 
     @classmethod
@@ -80,10 +80,12 @@ def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
         return int(every)
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
     if len(kinds) != layers:
-        raise ValueError(f"has {len(kinds)} layer_types and num_hidden_layers {layers}; both must be equal")
+        raise ValueError(f"has {len(kinds)} layer_types but num_hidden_layers {layers}; both must be equal")
     expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
     if kinds != expected:
-        raise ValueError("has layer_types in which not each n-th is full_attention; other patterns are not supported")
+        raise ValueError(
+            "has layer_types where not every n-th layer is full_attention; other patterns are not supported"
+        )
     return int(first)
 
 

@@ -57,7 +57,7 @@ class GPT2Section(ModelSection):
             found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
         )
         if not found["scale_attn_weights"]:
-            raise ValueError("has scale_attn_weights False; only True can be taken over")
+            raise ValueError("has scale_attn_weights False; only True is supported")
         inner = 4 * found["n_embd"] if found["n_inner"] is None else found["n_inner"]
         return keys_named(cls.names, {**found, "n_inner": inner})
 

@@ -169,8 +169,8 @@ class LlamaSection(ModelSection):
         if width % 2:
             derived = "" if self.head_dim else f" (model.dim={self.dim} / model.heads={self.heads})"
             yield (
-                f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
-                f"use model.head_dim={width + 1}"
+                f"model.head_dim={width}{derived} is odd, but rotary embeddings rotate pairs; use "
+                f"model.head_dim={width + 1}"
             )
 
 

@@ -144,14 +144,14 @@ class MoESection(LlamaSection):
         if self.rotary_dim % 2:
             yield (
                 f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
-                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=1"
+                f"{self.rotary_dim}, which is odd, but rotary embeddings rotate pairs; use model.rotary_fraction=1"
             )
         for key, value in _FORMS.get(self.family, {}).items():
             if getattr(self, key) != value:
                 fixed = str(value).lower() if isinstance(value, bool) else value
                 yield (
-                    f"model.{key}={str(getattr(self, key)).lower()} with model.family={self.family}, whose checkpoints "
-                    f"cannot express it; use model.{key}={fixed}, or model.family=glm4_moe"
+                    f"model.{key}={str(getattr(self, key)).lower()} cannot be expressed in checkpoints of "
+                    f"model.family={self.family}; use model.{key}={fixed}, or model.family=glm4_moe"
                 )
 
 

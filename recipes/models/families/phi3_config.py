@@ -27,7 +27,7 @@ class Phi3Section(MistralSection):
         yield from super()._mistakes()
         if self.rope_scaling is not None:
             yield (
-                f"model.rope_scaling is set with model.family={self.family}, which transformers does not compute; use "
+                f"model.rope_scaling is not supported with model.family={self.family} in transformers; use "
                 "model.rope_scaling=null, or model.family=llama"
             )
 

@@ -60,7 +60,7 @@ class HuggingFaceModel(LossFamily):
 
     def build(self) -> nn.Module:
         if find_spec("transformers.core_model_loading" if find_spec("transformers") else "transformers") is None:
-            raise UserError("model=hf needs the library transformers, 5 or newer; use: pip install 'transformers>=5'")
+            raise UserError("model=hf needs transformers 5 or newer; use: pip install 'transformers>=5'")
         draws = _Draws()
         with draws, _EmptyOnMeta():
             model = self._of_transformers()
@@ -82,18 +82,18 @@ class HuggingFaceModel(LossFamily):
         except Exception as error:  # a model's code may raise any exception on an untrusted file
             reason = " ".join(str(error).split())[:200]
             if kind not in transformers.CONFIG_MAPPING:
-                own = "; it comes with code of its own, which is never run (trust_remote_code)"
-                reason = f"transformers {transformers.__version__} has no such model{own * ('auto_map' in found)}"
+                has_code = "; its own code is never run (trust_remote_code)" if "auto_map" in found else ""
+                reason = f"transformers {transformers.__version__} has no such model{has_code}"
             elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-                reason = "transformers has no causal language model of it"
+                reason = "transformers has no causal language model of this type"
             raise UserError(f"model.path={path} has model_type {kind}: {reason}; use another model") from None
         named = found.get("architectures")
         if isinstance(named, list) and named and type(model).__name__ not in named:
             is_masked = architecture_of(found).endswith("ForMaskedLM")
-            instead = f"task=masked_lm task.model={path}" if is_masked else "a folder of that one"
+            instead = f"task=masked_lm task.model={path}" if is_masked else f"a folder with a {type(model).__name__}"
             raise UserError(
-                f"model.path={path} holds a {architecture_of(found)}, and model=hf trains causal language models: here "
-                f"a {type(model).__name__} with other weights or another attention; use {instead}"
+                f"model.path={path} has a {architecture_of(found)}, but model=hf would train a {type(model).__name__}, "
+                f"whose weights or attention differ; use {instead}"
             )
         head = model.get_output_embeddings()
         is_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -111,8 +111,8 @@ class HuggingFaceModel(LossFamily):
         for name, drawn in self._drawn.items():
             if isinstance(drawn, str):
                 raise UserError(
-                    f"model.pretrained=false: {name} is initialized with {drawn}, and only normal distributions around "
-                    "zero are drawn here; let transformers save a new model, and use model.path=FOLDER of that one"
+                    f"model.pretrained=false: {name} is initialized with {drawn}, but only normal distributions with "
+                    "mean 0 are supported; save a new model with transformers, and use model.path=FOLDER"
                 )
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
@@ -134,9 +134,9 @@ class HuggingFaceModel(LossFamily):
         kind = self.section.architecture.get("model_type")
         native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
         return [
-            "model=hf runs transformers' own code; slower than a native family: fp32 weights "
-            "are gathered whatever the precision, packed documents need a mask of the whole sequence, text is "
-            f"generated without a cache; {native}"
+            "model=hf runs transformers' own code, which is slower than a native family: weights are gathered in fp32 "
+            "at any precision, packed documents need a mask of the full sequence, and generation has no cache; "
+            f"{native}"
         ]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
@@ -239,8 +239,8 @@ class _Forward:
                     if (self._logits(few, **way(positions))[:, 5:] - alone).abs().max() <= seen / 100:
                         return way
         raise UserError(
-            f"data.isolate_documents=true: transformers' {type(self._model).__name__} cannot keep the documents of a "
-            "sequence apart; use data.isolate_documents=false"
+            f"data.isolate_documents=true: transformers' {type(self._model).__name__} cannot isolate documents in a "
+            "sequence; use data.isolate_documents=false"
         )
 
     def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:
@@ -346,7 +346,7 @@ class _Draws(TorchDispatchMode):
     def last(self, parameter: Tensor) -> Any:
         """Return the standard deviation of the zero-mean normal distribution that last filled ``parameter``; None:
         ones. A string describes other values."""
-        return self._last.get(id(parameter), (parameter, "values of its own"))[1]
+        return self._last.get(id(parameter), (parameter, "other values"))[1]
 
 
 def _drawn(kind: str, values: Sequence[Any]) -> Any:
@@ -373,7 +373,10 @@ def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
     for name, tensor in saved.items():
         ours = name_of.get(tensor.untyped_storage()._cdata, "")
         if not ours or tensor.stride() != parameters[ours].stride()[-tensor.ndim :]:
-            raise UserError(f"transformers saves {name} of a {type(model).__name__} in a way that is not read here")
+            raise UserError(
+                f"transformers' {type(model).__name__} saves {name} in a layout that is not supported; use another "
+                "model"
+            )
         part = Fragment.view(name, tensor.shape, int(tensor.storage_offset()), parameters[ours].shape)
         found.setdefault(ours, []).append(part)
     return {name: tuple(fragments) for name, fragments in found.items()}

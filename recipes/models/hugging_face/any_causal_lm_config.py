@@ -26,9 +26,9 @@ class HuggingFaceSection(ModelSection):
         longest = _longest(self.architecture)
         if longest and self.max_sequence_length > longest:
             yield (
-                f"model.max_sequence_length={self.max_sequence_length} exceeds the {longest} positions that "
-                f"config.json of model.path={self.path} names; leave it out, with "
-                f"data.sequence_length={longest} or less, or change that file"
+                f"model.max_sequence_length={self.max_sequence_length} exceeds the {longest} positions in config.json "
+                f"of model.path={self.path}; remove it and use data.sequence_length={longest} or less, or change "
+                "config.json"
             )
 
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
@@ -42,34 +42,32 @@ class HuggingFaceSection(ModelSection):
         for axis, degree in degrees.items():
             if degree > 1 and axis != "tensor":
                 yield (
-                    f"parallel.{axis}={degree} with model=hf, which runs transformers' own code: only data axes and "
-                    f"parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
+                    f"parallel.{axis}={degree} is not supported with model=hf, which only data axes and "
+                    f"parallel.tensor can shard; use {native}parallel.{axis}=1 with parallel=fsdp"
                 )
         tensor = degrees["tensor"]
         if tensor > 1 and kind not in DIVIDED_MODELS:
             yield (
-                f"parallel.tensor={tensor} with model=hf divides only {', '.join(DIVIDED_MODELS)}, and this model "
-                f"is a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
+                f"parallel.tensor={tensor} with model=hf supports only {', '.join(DIVIDED_MODELS)}, but this model is "
+                f"a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
             )
         if tensor > 1 and sequence:
             yield (
-                f"parallel.tensor={tensor} with model=hf, whose own code sees the whole stream; use "
-                f"{native}parallel.sequence=false"
+                "parallel.sequence=true is not supported with model=hf, whose code needs the full activations on each "
+                f"rank; use {native}parallel.sequence=false"
             )
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("is_encoder_decoder"):
-            raise ValueError("is of an encoder-decoder model; only decoder-only language models are trained")
+            raise ValueError("describes an encoder-decoder model; only decoder-only language models are supported")
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
         if "vocab_size" not in found:
-            part = (
-                "; its text model alone can be one: save that to a folder of its own" if "text_config" in found else ""
-            )
+            part = "; its text model may be one: save it to a separate folder" if "text_config" in found else ""
             raise ValueError(
-                f"has model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
-                f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
+                f"has model_type {found.get('model_type')} and no vocab_size, so it is not a text language "
+                f"model{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
             )
         longest = _longest(found)
         own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}

@@ -45,7 +45,10 @@ def build_classifier(
         ) from None
     kind = found.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
-        raise UserError(f"task.model={section.model} has model_type {kind}, and transformers has no such model")
+        raise UserError(
+            f"task.model={section.model} has model_type {kind}, which transformers {transformers.__version__} does not "
+            "support; use another model"
+        )
     kept = without_code(found)
     kept.pop("dtype", None)
     labels = {
@@ -60,7 +63,9 @@ def build_classifier(
     auto = getattr(transformers, f"AutoModelFor{of}")
     mapping = f"MODEL_FOR_{re.sub('(?<=[a-z])(?=[A-Z])', '_', of).upper()}_MAPPING"
     if type(config) not in getattr(transformers, mapping):
-        raise UserError(f"task.model={section.model}: transformers has no AutoModelFor{of} for model_type {kind}")
+        raise UserError(
+            f"task.model={section.model}: transformers has no AutoModelFor{of} for model_type {kind}; use another model"
+        )
     if not section.pretrained:
         model = auto.from_config(config, dtype=torch.float32).train()
         return model, {name for name, _ in model.named_parameters()}
@@ -79,7 +84,7 @@ def not_built(named: str, pretrained: bool, samples: str, error: Exception) -> U
     if pretrained:
         return UserError(
             f"{named} task.pretrained=true: the weights cannot be read or downloaded: {reason.rstrip('.')}; put them "
-            "into its folder, or if it is a name run it once with network and share its cache (TORCH_HOME, "
-            "HF_HOME), or use task.pretrained=false"
+            "into the folder of the model, or, for a model of the Hub, run once with network access and share the "
+            "cache (TORCH_HOME, HF_HOME), or use task.pretrained=false"
         )
     return UserError(f"{named} cannot be built for {samples}: {reason}")

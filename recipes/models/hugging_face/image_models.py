@@ -21,7 +21,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PROCESSOR = "preprocessor_config.json"
 """File next to ``config.json`` that describes how transformers preprocesses images for a model."""
 _SHOWN = 8
-_WITHOUT = "correct it, or remove it for the mean and standard deviation of ImageNet"
+_WITHOUT = "fix the file, or remove it to use the mean and standard deviation of ImageNet"
 
 
 def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Module:
@@ -77,8 +77,8 @@ def _colours(processor: Mapping[str, Any], file: Path) -> tuple[Sequence[float],
     )
     if not is_usable or min(std) <= 0:
         raise UserError(
-            f"{file}: image_mean {shown(given[0])} and image_std {shown(given[1])} are not three numbers each, the "
-            f"latter above 0; {_WITHOUT}"
+            f"{file}: image_mean {shown(given[0])} and image_std {shown(given[1])} must be three numbers each, and "
+            f"image_std above 0; {_WITHOUT}"
         )
     return mean, std
 
@@ -105,15 +105,15 @@ def _library(section: ImageSection) -> Any:
         raise not_installed(section.library, f"task.library={section.library}", extra="vision") from None
     except Exception as error:  # its operators are compiled for one version of torch
         raise UserError(
-            f"{section.library} does not fit torch {torch.__version__}: {' '.join(str(error).split())}; install the "
-            "one that is made for it, or use task.library=transformers"
+            f"{section.library} is not compatible with torch {torch.__version__}: {' '.join(str(error).split())}; "
+            "install the matching version, or use task.library=transformers"
         ) from None
 
 
 def _check_name(name: str, names: Sequence[str], section: ImageSection) -> None:
     if name not in names:
         near = nearest(name, names)
-        hint = f"did you mean task.model={near[0]}?" if near else f"there are {', '.join(names[:_SHOWN])}, ..."
+        hint = f"did you mean task.model={near[0]}?" if near else f"its models are {', '.join(names[:_SHOWN])}, ..."
         raise UserError(f"task.model={name}: {section.library} has no such model; {hint}")
 
 
@@ -136,8 +136,8 @@ def _fill(model: nn.Module, values: dict[str, torch.Tensor], section: ImageSecti
     head = {name.rpartition(".")[0] for name in others if name in own and own[name].ndim}
     if any(not isinstance(model.get_submodule(name), nn.Linear | nn.Conv2d) for name in head):
         raise UserError(
-            f"task.image_size={section.image_size}: the weights of task.model={section.model} are for another size; "
-            "leave it out"
+            f"task.image_size={section.image_size} does not match the pretrained weights of "
+            f"task.model={section.model}; remove it"
         )
     model.load_state_dict({name: value for name, value in values.items() if name not in others}, strict=False)
 

@@ -39,7 +39,7 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
     if kernel != "sdpa" and (not torch.cuda.is_available() or has_flex(torch.device("cuda"))):
         _check_width(model, "launch.device=cpu" if is_divided else "model.attention=sdpa")
         return FLEX
-    return f"{_SDPA} with a mask of queries x keys" if not cap else "attention that holds all scores"
+    return f"{_SDPA} with a mask of queries x keys" if not cap else "attention with all scores in memory"
 
 
 def _check_width(model: Any, instead: str) -> None:
@@ -47,8 +47,8 @@ def _check_width(model: Any, instead: str) -> None:
     width = getattr(model, "attention_head_dim", model.dim // model.heads)
     if width < _LEAST_WIDTH:
         raise UserError(
-            f"heads of {width} numbers (model.dim={model.dim}, model.heads={model.heads}) with {FLEX}: it takes "
-            f"{_LEAST_WIDTH} or more, and this run needs it on a GPU; use fewer model.heads, or {instead}"
+            f"head dim {width} (model.dim={model.dim}, model.heads={model.heads}) is too small for {FLEX}, which this "
+            f"run needs on GPUs and which supports {_LEAST_WIDTH} or more; use fewer model.heads, or {instead}"
         )
 
 
@@ -61,14 +61,14 @@ def _refused(config: TextRunConfig, device: str, context: int) -> str:
     if torch.cuda.is_available() and not has_flex(torch.device("cuda")):
         return f" needs Triton, a C compiler and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher"
     if is_varlen and config.precision.name == "fp32":
-        return " with precision=fp32, which FlashAttention does not take, as it does precision=bf16"
+        return " does not support precision=fp32 (precision=bf16 is supported)"
     if is_varlen and (cap := getattr(model, "score_soft_cap", None)):
-        return f" with model.score_soft_cap={cap:g}, which only FlexAttention computes"
+        return f" does not support model.score_soft_cap={cap:g}"
     if is_varlen and context != 1:
-        return f" with parallel.context={context}, whose ranks have parts of documents"
+        return f" does not support parallel.context={context}"
     is_grouped = getattr(model, "kv_heads", model.heads) != model.heads
     if is_varlen and is_grouped and not _takes_groups():
-        return f" with model.kv_heads={model.kv_heads} of model.heads={model.heads} needs torch 2.12 or newer"
+        return f" needs torch 2.12 or newer for model.kv_heads={model.kv_heads} with model.heads={model.heads}"
     return ""
 
 

@@ -151,13 +151,17 @@ MISTAKES = [
     _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),
     _mistake("idle path", "data.path=books", "add data=text"),
     # tasks
-    _mistake("one row", "recipe=reward|parallel=fsdp|parallel.tensor=2", "=2 cannot divide the one row of"),
+    _mistake("one row", "recipe=reward|parallel=fsdp|parallel.tensor=2", "=2 is not supported with task.name=reward"),
     _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 but task.name=reward does not generate text"),
     _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
-    _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is not read with task.loss=dpo, only with cpo"),
+    _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is not used with task.loss=dpo, only with cpo"),
     _mistake("packed pairs", "recipe=dpo|data.packing=best_fit", "data.packing=best_fit with data.format=preference"),
     _mistake("no pairs", "recipe=dpo|data.format=chat", "task.name=preference reads; use data.format=preference"),
-    _mistake("parts of answers", "recipe=dpo|parallel=fsdp|parallel.context=2", "=2 divides answers over ranks"),
+    _mistake(
+        "parts of answers",
+        "recipe=dpo|parallel=fsdp|parallel.context=2",
+        "=2 is not supported with task.name=preference",
+    ),
     _mistake("key of a task", "recipe=dpo|task.bta=1", "did you mean task.beta=1?"),
     _mistake("beta", "recipe=dpo|task.beta=0", "task.beta=0 (command line) is out of range: it must be above 0"),
     # model families

@@ -34,7 +34,7 @@ def test_columns_by_other_names_are_read(tmp_path: Path) -> None:
     column = Column("messages", "chat", (("completion", "a"), ("prompt", "q"), ("system", "who")))
     assert contents(tmp_path / "a.jsonl", [row], column) == [[{"role": "system", "content": "You count."}, U, A]]
     (said,) = contents(tmp_path / "a.jsonl", [{"q": "Add."}], column)
-    assert said == f"data.columns.completion=a: {tmp_path / 'a.jsonl'} line 1 has no such column; its columns are q"
+    assert said == "line 1 has no column 'a' (data.columns.completion=a); its columns are q"
     assert contents(tmp_path / "a.jsonl", [{"talk": [U, A]}], Column("messages", "chat", (("messages", "talk"),))) == [
         [U, A]
     ]
@@ -174,7 +174,8 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_pat
     with pytest.raises(UserError) as caught:
         prepare([*words, "data.columns.system=person"])
     assert str(caught.value) == (
-        f"data.columns.system=person: no row of {tmp_path / 'a.jsonl'} has this column; the columns are messages, persona"
+        f"data.columns.system=person: no row of {tmp_path / 'a.jsonl'} has this column; the columns are messages, "
+        "persona"
     )
     array = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     (tmp_path / "a.jsonl").write_text(json.dumps(array))

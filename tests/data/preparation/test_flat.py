@@ -108,7 +108,7 @@ def test_a_folder_of_ours_is_opened_where_it_is(tmp_path: Path) -> None:
     assert prepared.folder == moved
     assert same(prepared)
     assert same(open_prepared(moved))
-    with pytest.raises(UserError, match=r"leave data\.tokenizer=chars out"):
+    with pytest.raises(UserError, match=r"different tokenizer than data\.tokenizer=chars; remove"):
         prepare(of_tokens(moved, tmp_path / "other", tokenizer="chars"))
 
 

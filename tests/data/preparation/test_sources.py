@@ -157,7 +157,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
         (lines() + '{"text": 3}\n', r"a\.jsonl line 201: column 'text' is a number \(3\), not text"),
         (
             lines() + '["text"]\n',
-            r"a\.jsonl line 201 is a list .*, not an object .* JSON array: jq -c .* > lines\.jsonl",
+            r"a\.jsonl line 201 is a list .*, not an object .* JSON array with: jq -c .* > lines\.jsonl",
         ),
         (
             '{\n "text": "a"\n}\n',
@@ -169,11 +169,11 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
         ),
         (
             lines() + '{"messages": []}\n',
-            r"line 201 has no column 'text'; its columns are messages; to train on conversations use data\.format=chat",
+            r"line 201 has no column 'text'; its columns are messages; use data\.format=chat to train on conversations",
         ),
         (
             lines() + '{"instruction": "Two and two?", "output": "Four."}\n',
-            r"its columns are instruction, output; .* data\.format=chat to train on conversations, or data\.text_column=NAME",
+            r"are instruction, output; .* data\.format=chat to train on conversations, or data\.text_column=NAME",
         ),
         (
             lines() + '{"text": [{"role": "user", "content": "?"}]}\n',

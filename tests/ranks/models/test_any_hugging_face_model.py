@@ -112,7 +112,7 @@ def test_documents_that_would_see_each_other_are_refused(tmp_path: Path) -> None
     saved("bloom", tmp_path)
     model = opened(tmp_path, "hf")[1]
     tokens = torch.arange(LENGTH).expand(2, -1)
-    with pytest.raises(UserError, match=r"BloomForCausalLM cannot keep .*; use data.isolate_documents=false"):
+    with pytest.raises(UserError, match=r"BloomForCausalLM cannot isolate .*; use data.isolate_documents=false"):
         model(tokens, tokens, POSITIONS.expand(2, -1))
 
 
@@ -200,17 +200,17 @@ def test_plan_needs_neither_weights_nor_memory(tmp_path: Path, capsys: pytest.Ca
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "is of an encoder-decoder model; only"),
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "describes an encoder-decoder model; only"),
     "quantized": ({"quantization_config": {"bits": 4}}, "only plain float weights"),
-    "of code of its own": (
+    "of its own code": (
         {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "new.New"}},
-        "no such model; it comes with code of its own, which is never run .trust_remote_code",
+        "no such model; its own code is never run .trust_remote_code",
     ),
     "for masks": (
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-        "holds a BertForMaskedLM, and model=hf .* use task=masked_lm task.model=",
+        "has a BertForMaskedLM, but model=hf .* use task=masked_lm task.model=",
     ),
-    "of images": ({"model_type": "vit", "vocab_size": ...}, "has model_type vit and names no vocab_size, so it is no"),
+    "of images": ({"model_type": "vit", "vocab_size": ...}, "has model_type vit and no vocab_size, so it is no"),
     "of a kind that is no text": ({"model_type": []}, "has model_type .., but no model family reads it|no such model"),
     "malformed": ({"num_attention_heads": "four"}, "num_attention_heads"),
 }
@@ -246,7 +246,7 @@ def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None
     assert "'pytorch_model.bin' is a pickle, which is never loaded" in ended.printed.splitlines()[-1]
     with pytest.raises(UserError, match=r"opt, but no model family reads it; .*; model=hf trains it"):
         compose([f"model.path={tmp_path}"])
-    with pytest.raises(UserError, match=r"exceeds the 256 positions that config.json .* with data.sequence_length=256"):
+    with pytest.raises(UserError, match=r"exceeds the 256 positions in config.json .* use data.sequence_length=256"):
         compose(["model=hf", f"model.path={tmp_path}", "model.max_sequence_length=300"])
 
 
@@ -291,8 +291,8 @@ def test_tensor_ranks_are_refused_for_a_model_that_no_test_divides(name: str, tm
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": ROWS}))
     known = ", ".join(DIVIDED_MODELS)
     assert refusal(tmp_path, "tensor") == (
-        f"parallel.tensor=2 with model=hf divides only {known}, and this model is a {name}; use parallel.tensor=1 with "
-        "parallel=fsdp"
+        f"parallel.tensor=2 with model=hf supports only {known}, but this model is a {name}; use parallel.tensor=1 "
+        "with parallel=fsdp"
     )
 
 

@@ -449,7 +449,7 @@ def test_plan_of_an_8b_model_fits_one_gpu_with_its_base_in_bf16(capsys: pytest.C
     assert "parameters 15.1GiB, gradients 160.0MiB, optimizer state 320.0MiB" in plan
     assert "480.0MiB each" in plan
     assert "does not fit" not in plan
-    assert "WARNING    a run with adapter.method=lora starts only with a base model: model.path=FOLDER_OR_NAME" in plan
+    assert "WARNING    adapter.method=lora needs a base model: model.path=FOLDER_OR_NAME" in plan
     assert main([word.replace("=lora", "=qlora") for word in words]) == 0
     plan = capsys.readouterr().out
     assert "8,072,204,288 parameters" in plan

@@ -348,7 +348,7 @@ def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]
     ("row", "said"),
     [
         ({"prompt": "?", "chosen": "A"}, "pairs.jsonl line 2 has no column rejected; its columns are prompt, chosen"),
-        ({"chosen": "A", "rejected": "B"}, "line 2: the row has two answers but no prompt; put the prompt of both answers into the "),
+        ({"chosen": "A", "rejected": "B"}, "line 2: the row has two answers but no prompt; put the"),
         ({"prompt": "?", "chosen": "A", "rejected": 3}, "line 2: column 'rejected' is a number (3), not text or a li"),
         ({"prompt": "?", "chosen": "A", "rejected": None}, "line 2: column 'rejected' is null, not text or a list"),
         ({"prompt": "?", "chosen": "A", "rejected": [YES]}, "line 2: one of 'chosen' and 'rejected' is text, the"),
@@ -370,10 +370,7 @@ def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: dict[str, Any], sai
 
 def test_the_plan_names_the_reference(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(dpo(model, tmp_path / "run", "dry_run=true"))
-    assert (
-        f"reference  log-probabilities by {model / 'llama'}, computed once before the first step"
-        in capsys.readouterr().out
-    )
+    assert f"reference  log-probabilities of {model / 'llama'}, computed once on this layout" in capsys.readouterr().out
     train(dpo(model, tmp_path / "run", "dry_run=true", "adapter=lora"))
     assert "reference  the model without its adapters" in capsys.readouterr().out
     train(["recipe=dpo", "dry_run=true"], 78)

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, files_of
+from serried.configs.hugging_face.adapter_settings import with_adapters
 from serried.configs.hugging_face.model_folder import with_model_folder
 from serried.configs.messages.invalid_values import Origins, explain, shown
 from serried.configs.messages.keys import all_keys, is_section
@@ -61,7 +62,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     late: Sequence[str] = ()
     try:
         plain = preset = _composed(line)
-        plain = _with_fitting_length(with_model_folder(preset, given), given)
+        plain = _with_fitting_length(with_model_folder(with_adapters(preset, given), given), given)
         config = check(plain)
         late = _unknown_changes(config)
     except UserError as error:

@@ -109,7 +109,7 @@ def overview(
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
         ("save", _saving(config, layout, model, plan, device)),
-        ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
+        ("run", f"{config.run.dir}, {_beginning(config, start)}" if start else str(config.run.dir)),
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
@@ -264,7 +264,9 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
     section, what = config.adapter, ""
     if section.method != "none":
         layers = sum(hasattr(module, "adapter") for module in model.modules())
-        what = f": {section.method} of rank {section.rank}, alpha {section.alpha:g}, in {layers} layers"
+        ranks = sorted({section.rank, *section.rank_pattern.values()})
+        rank = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {layers} layers"
         what += ", and the new head" if heads else ""
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
@@ -302,10 +304,12 @@ def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelP
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
 
-def _beginning(start: Start) -> str:
+def _beginning(config: RunConfig, start: Start) -> str:
     if start.checkpoint is not None:
         return f"resuming from {start.checkpoint} at step {start.step}"
-    return f"step 0 with the weights of {start.weights}" if start.weights is not None else "step 0"
+    given = [f"the weights of {start.weights}"] if start.weights is not None else []
+    given += [f"the adapters of {config.adapter.path}"] if config.adapter.path is not None else []
+    return f"step 0 with {' and '.join(given)}" if given else "step 0"
 
 
 def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:

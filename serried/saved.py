@@ -318,8 +318,8 @@ def _keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
     """
     from serried.records.safetensors_files import TensorFolder
 
-    specs = TensorFolder(folder, "adapter_model").specs
-    return {"model": {"path": base_of_adapters(folder)}, "adapter": described_adapters(folder, specs)}
+    described_adapters(folder, TensorFolder(folder, "adapter_model").specs)
+    return {"model": {"path": base_of_adapters(folder)}, "adapter": {"path": folder.absolute()}}
 
 
 def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:

@@ -14,8 +14,9 @@ from serried.configs.hugging_face.model_folder import CONFIG, keys_of_teacher, m
 from serried.configs.messages.invalid_values import shown
 from serried.records.safetensors_files import TensorFolder
 from serried.runtime.session import Session
-from serried.trainer.checkpoint.manifest import record_of
+from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files, record_of
 from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.retention import OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.replica_check import digest
 from serried.trainer.run_context import Context
@@ -125,6 +126,18 @@ def check_base(checkpoint: Path) -> Path | None:
     folder = Path(path)
     _compare({"path": path, "files": _checksums(folder, _weight_files(folder, checkpoint))}, checkpoint)
     return folder
+
+
+def check_adapters(folder: Path, base: Base) -> None:
+    """Raise ``UserError`` if ``folder`` is a checkpoint of adapters that is damaged, or that adapts another model than
+    ``base``. Folders written by PEFT or an export have no checksums."""
+    if not (folder / MANIFEST).exists():
+        return
+    try:
+        check_files(folder, lambda name: not name.startswith(OPTIMIZER))
+    except Damaged as error:
+        raise UserError(f"{error}; use another checkpoint") from None
+    _compare(base.record, folder)
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any]:

@@ -4,15 +4,21 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, PREFIX, described_adapters
+from serried.configs.hugging_face.adapter_folder import (
+    ADAPTER_CONFIG,
+    PREFIX,
+    described_adapters,
+    layer_value,
+    matches_layer,
+    scale_of,
+)
 from serried.configs.messages.invalid_values import shown
 from serried.configs.schema.sections import AdapterSection
 from serried.configs.similar_names import nearest, nearest_pattern
@@ -29,6 +35,7 @@ from serried.trainer.checkpoint.tensors import Exported
 _PIECE_NUMBERS = 2**23
 """Number of weights that are quantized at a time."""
 _ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_Number = TypeVar("_Number", int, float)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -70,7 +77,9 @@ class Adapters:
         self._chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
         """Original shapes of the quantized weights by parameter name."""
-        self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
+        self._ranks = self._by_layer("rank_pattern", section.rank)
+        self._alphas = self._by_layer("alpha_pattern", section.alpha)
+        self._is_conv1d = self._attach(model)
         for head in heads:
             model.get_submodule(head).requires_grad_(True)
         self._saved_modules = _modules_in_checkpoint(model, heads, exported)
@@ -80,6 +89,36 @@ class Adapters:
     def is_of_head(self, name: str) -> bool:
         """Return whether parameter ``name`` is in a fully trained head."""
         return name.startswith(self._heads)
+
+    def _aliases(self, name: str) -> set[str]:
+        """Return the names by which the user may call layer ``name``."""
+        weight = self._weights[name]
+        return {_module_of(weight.name), *([name] if weight.is_whole else [])}
+
+    def _by_layer(self, key: str, otherwise: _Number) -> dict[str, _Number]:
+        """Return the value of each adapted layer: that of the first pattern of ``key`` that matches, or
+        ``otherwise``."""
+        patterns, names = getattr(self._section, key), {name: self._aliases(name) for name in self._chosen}
+        for pattern, value in patterns.items():
+            if not any(matches_layer(alias, pattern) for known in names.values() for alias in known):
+                raise CannotAdapt(pattern, _unmatched(f"adapter.{key}={{{pattern}: {value}}}", pattern, names))
+        return {name: layer_value(patterns, known, otherwise) for name, known in names.items()}
+
+    def _attach(self, model: nn.Module) -> bool:
+        """Freeze ``model`` and attach adapters to the chosen layers. Returns whether the layers are ``Conv1D``."""
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        section = self._section
+        kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in self._chosen}
+        if len(kinds) > 1:
+            raise UserError("adapter.modules: PEFT's format cannot hold both Conv1D and Linear layers; name one kind")
+        is_conv1d, is_dora = kinds == {True}, section.method == "dora"
+        shared: dict[str, nn.Parameter] = {}
+        for name, rank in self._ranks.items():
+            adapter = Adapter(scale_of(rank, self._alphas[name], section.scale), section.dropout, is_conv1d)
+            module, tensor = model.get_submodule(name), self._weights[name].name
+            shared[tensor] = attach(module, rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
+        return is_conv1d
 
     def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
         blocks = tuple(f"{block}." for block in plan.blocks)
@@ -180,6 +219,8 @@ class Adapters:
             "lora_dropout": section.dropout,
             "use_rslora": section.scale == "rslora",
             "use_dora": section.method == "dora",
+            "rank_pattern": self._other_values(self._ranks, section.rank),
+            "alpha_pattern": self._other_values(self._alphas, section.alpha),
             "target_modules": self._target_modules(self._adapted),
             "fan_in_fan_out": self._is_conv1d,
             "modules_to_save": self._saved_modules or None,
@@ -188,6 +229,11 @@ class Adapters:
             **further,
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _other_values(self, values: Mapping[str, _Number], default: _Number) -> dict[str, _Number]:
+        """Return the ``values`` by layer that differ from ``default``, by the name of the layer in a checkpoint."""
+        named = {_module_of(self._weights[name].name): value for name, value in values.items()}
+        return {name: value for name, value in named.items() if value != default}
 
     @property
     def _adapted(self) -> set[str]:
@@ -200,8 +246,13 @@ class Adapters:
         theirs = set(found["modules"])
         if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()}:
             raise UserError(unknown_layer(folder, min(unknown)))
-        keys = {key: shown(found[key]) for key in ("method", "rank", "alpha", "scale")}
+        keys = {key: shown(found[key]) for key in ("method", "scale")}
         differing = {key: value for key, value in keys.items() if value != shown(getattr(self._section, key))}
+        for key, values in (("rank", self._ranks), ("alpha", self._alphas)):
+            ours = self._other_values(values, found[key])
+            patterns = found.get(f"{key}_pattern", {})
+            if any(layer_value(patterns, [name], found[key]) != ours.get(name, found[key]) for name in theirs):
+                differing[key] = shown(found[key])
         if theirs != self._adapted:
             differing["modules"] = f"[{','.join(self._target_modules(theirs))}]"
         if differing:
@@ -215,11 +266,7 @@ class Adapters:
         return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
 
     def _choose(self, patterns: Sequence[str] | None, plan: ParallelPlan) -> list[str]:
-        names = {
-            name: {_module_of(weight.name), *([name] if weight.is_whole else [])}
-            for name, weight in self._weights.items()
-            if not self.is_of_head(f"{name}.")
-        }
+        names = {name: self._aliases(name) for name in self._weights if not self.is_of_head(f"{name}.")}
         if patterns is None:
             inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
             if not (inside or names):
@@ -228,15 +275,15 @@ class Adapters:
             return [name for name in inside or names if name.rpartition(".")[2] not in of_experts]
         chosen = set[str]()
         for pattern in patterns:
-            if stacked := next((name for name in self._experts if _matches(name, pattern)), None):
+            if stacked := next((name for name in self._experts if matches_layer(name, pattern)), None):
                 raise CannotAdapt(
                     pattern,
                     f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}); stacked experts "
                     "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
-            found = [name for name, known in names.items() if any(_matches(alias, pattern) for alias in known)]
+            found = [name for name, known in names.items() if any(matches_layer(alias, pattern) for alias in known)]
             if not found:
-                raise CannotAdapt(pattern, _unmatched(pattern, names))
+                raise CannotAdapt(pattern, _unmatched(f"adapter.modules=[{pattern}]", pattern, names))
             chosen.update(found)
         return [name for name in names if name in chosen]
 
@@ -257,24 +304,6 @@ def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
     return {
         name: module for name, module in layers.items() if len(exported(f"{name}.weight", module.weight.shape)) == 1
     }  # fmt: skip
-
-
-def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]) -> bool:
-    """Freeze ``model`` and attach adapters to the layers in ``chosen``, a mapping from layer name to the tensor that
-    contains its weight. Returns whether the layers are ``Conv1D``."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    by = math.sqrt(section.rank) if section.scale == "rslora" else section.rank
-    kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen}
-    if len(kinds) > 1:
-        raise UserError("adapter.modules: PEFT's format cannot hold both Conv1D and Linear layers; name one kind")
-    is_conv1d = kinds == {True}
-    shared: dict[str, nn.Parameter] = {}
-    is_dora = section.method == "dora"
-    for name, tensor in chosen.items():
-        adapter, module = Adapter(section.alpha / by, section.dropout, is_conv1d), model.get_submodule(name)
-        shared[tensor] = attach(module, section.rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
-    return is_conv1d
 
 
 def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exported) -> list[str]:
@@ -303,18 +332,16 @@ def _experts(model: nn.Module, plan: ParallelPlan, exported: Exported) -> list[s
     return [*found, *(_module_of(part.name) for name, shape in found.items() for part in exported(name, shape))]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether ``pattern`` equals ``name``, its last parts (as in PEFT), or matches either as a glob."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+def _unmatched(given: str, pattern: str, layers: Mapping[str, Iterable[str]]) -> str:
+    """Return the error message for a pattern that matches none of ``layers``, a mapping from layers to their names.
 
-
-def _unmatched(pattern: str, layers: Mapping[str, Iterable[str]]) -> str:
-    """Return the error message for a pattern that matches none of ``layers``, a mapping from layers to their names."""
+    ``given``: the override that contains the pattern.
+    """
     names = sorted({name for known in layers.values() for name in known})
-    guess = nearest_pattern(pattern, names, _matches)
-    last = sorted({name.rpartition(".")[2] for name in names if guess is None or _matches(name, guess)})
+    guess = nearest_pattern(pattern, names, matches_layer)
+    last = sorted({name.rpartition(".")[2] for name in names if guess is None or matches_layer(name, guess)})
     near = (nearest(pattern.rpartition(".")[2], last) if guess is None else None) or last[:4]
     return (
-        f"adapter.modules=[{pattern}] matches none of the {len(layers)} linear layers, such as {names[0]}; near names: "
-        f"{', '.join(near)}; e.g. 'adapter.modules=[{guess or near[0]}]'"
+        f"{given} matches none of the {len(layers)} linear layers, such as {names[0]}; near names: "
+        f"{', '.join(near)}; e.g. {shlex.quote(given.replace(pattern, guess or near[0]))}"
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.hugging_face.adapter_settings import adapters_in
 from serried.configs.plain_data import expanded
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
@@ -19,7 +20,7 @@ from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.tracker_processes import choose_run_id
 from serried.runtime.accelerator import device_name
-from serried.trainer.adapter_base_model import Base, find_base, same_files, teacher_keys
+from serried.trainer.adapter_base_model import Base, check_adapters, find_base, same_files, teacher_keys
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
@@ -238,8 +239,8 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
                 "model.path=FOLDER_OR_NAME"
             )
         base = find_base(Path(folder) if folder else None, model.module, start.checkpoint, session)
-        if start.weights is not None and start.origin is not None:
-            adapters = session.once(partial(_adapters_to_start_with, config, model.adapters, start.weights, folder))
+        if start.checkpoint is None:
+            adapters = session.once(partial(_adapters_to_start_with, config, model.adapters, start, base))
             base = replace(base, adapters=adapters and Path(adapters))
         weights = base.folder
     elif weights is not None and session.once((weights / ADAPTER_CONFIG).is_file):
@@ -252,21 +253,34 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
     return model, base
 
 
-def _adapters_to_start_with(config: RunConfig, adapters: Adapters, given: Path, base: str) -> str | None:
-    """Return the folder in ``checkpoint.resume`` if it contains matching adapters, or None if it is the ``base`` model.
+def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start, base: Base) -> str | None:
+    """Return the folder of the adapters that a new run starts from, or None if the run initializes them.
 
-    Called on one rank. Raises ``UserError`` if the adapters do not match, or if the folder has another model.
+    Called on one rank. Raises ``UserError`` if the adapters do not match, or if ``checkpoint.resume`` names another
+    model.
     """
-    if (given / ADAPTER_CONFIG).is_file():
+    given = start.weights if start.origin is not None else None
+    is_peft = given is not None and (given / ADAPTER_CONFIG).is_file()
+    if config.adapter.path is not None:
+        if is_peft:
+            raise UserError(
+                f"adapter.path={config.adapter.path} and checkpoint.resume={given} both name adapters; keep one"
+            )
+        found = adapters_in(config.adapter.path)
+        check_adapters(found, base)
+        adapters.check_folder(found)
+        return str(found)
+    if given is None or (base.folder and given.is_dir() and given.samefile(base.folder)):
+        return None
+    if is_peft:
         adapters.check_folder(given)
         return str(given)
-    if base and given.is_dir() and given.samefile(base):
-        return None
     key = "task.model" if hasattr(config.task, "model") else "model.path"
-    base, instead = (f"{key}={base}", f"use {key}={given}") if base else ("what build_model() returns", "load it there")
+    of_base = (f"{key}={base.folder}", f"use {key}={given}") if base.folder else None
+    is_base, instead = of_base or ("what build_model() returns", "load it there")
     raise UserError(
         f"checkpoint.resume={given} holds a model without adapters, and the base model of adapter.method="
-        f"{config.adapter.method} is {base}; {instead}, or leave checkpoint.resume out"
+        f"{config.adapter.method} is {is_base}; {instead}, or leave checkpoint.resume out"
     )
 
 

@@ -1,8 +1,11 @@
 """Read adapter folders in PEFT's format, from any source. A folder with an unsupported key is refused."""
 
-from collections.abc import Collection, Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -35,6 +38,10 @@ _TAKEN = {
 }
 """Supported values of keys, computed as in PEFT. All other keys must be unset, empty or false."""
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
+_PATTERNS = {"rank_pattern": "rank", "alpha_pattern": "alpha"}
+_REPEATED = r"\)[*+?{]|([*+?{].*){4}"
+"""Regular expressions of PEFT that repeat a group, or repeat often: they may take exponential time."""
+_Value = TypeVar("_Value")
 
 
 def described_adapters(folder: Path, tensors: Collection[str], heads: Collection[str] = ()) -> dict[str, Any]:
@@ -44,9 +51,9 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
     read, or if PEFT would compute different results with it.
     """
     file = folder / ADAPTER_CONFIG
-    found = _read(folder)
+    found = adapter_config(folder)
     for key, value in found.items():
-        if key in _FREE or key in _NUMBERS:
+        if key in _FREE or key in _NUMBERS or key in _PATTERNS:
             continue
         taken = _TAKEN.get(key, (value,) if not value else ())
         if key == "modules_to_save" and isinstance(value, list) and value == sorted(heads):
@@ -67,19 +74,52 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
         "scale": "rslora" if found.get("use_rslora") else "standard",
         "modules": [name.removeprefix(PREFIX).removesuffix(_A) for name in names],
     }
-    return keys | {ours: _number(file, found, key) for key, ours in _NUMBERS.items()}
+    keys |= {ours: _number(file, key, ours, found.get(key)) for key, ours in _NUMBERS.items()}
+    return keys | {key: named for key in _PATTERNS if (named := _by_layer(file, found, key, keys["modules"]))}
+
+
+def layer_value(patterns: Mapping[str, _Value], names: Collection[str], otherwise: _Value) -> _Value:
+    """Return the value of the first of ``patterns`` that matches one of the ``names`` of a layer."""
+    return next(
+        (value for key, value in patterns.items() if any(matches_layer(name, key) for name in names)), otherwise
+    )
+
+
+def matches_layer(name: str, pattern: str) -> bool:
+    """Return whether ``pattern`` equals ``name``, its last parts (as in PEFT), or matches either as a glob."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def scales_in(folder: Path, modules: Collection[str]) -> dict[str, float]:
+    """Return the factor of B A of each of the ``modules`` that the adapters in ``folder`` adapt.
+
+    Raises ``UserError`` if ``adapter_config.json`` cannot be read.
+    """
+    file, found = folder / ADAPTER_CONFIG, adapter_config(folder)
+    ranks, alphas = (_by_layer(file, found, key, modules) for key in _PATTERNS)
+    rank, alpha = (_number(file, key, ours, found.get(key)) for key, ours in _NUMBERS.items())
+    scale = "rslora" if found.get("use_rslora") else "standard"
+    return {
+        name: scale_of(layer_value(ranks, [name], rank), layer_value(alphas, [name], alpha), scale) for name in modules
+    }
+
+
+def scale_of(rank: int, alpha: float, scale: str) -> float:
+    """Return the factor of B A. ``scale``: value of ``adapter.scale``."""
+    return alpha / (math.sqrt(rank) if scale == "rslora" else rank)
 
 
 def base_of_adapters(folder: Path) -> str:
     """Return the folder or Hub name of the base model of the adapters in ``folder``. Raises ``UserError`` if it is not
     recorded there."""
-    base = _read(folder).get("base_model_name_or_path")
+    base = adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{folder / ADAPTER_CONFIG} names no base model: add base_model_name_or_path to it")
     return base
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of ``adapter_config.json``. Raises ``UserError`` if it cannot be read."""
     file = folder / ADAPTER_CONFIG
     try:
         return read_json(file)
@@ -89,8 +129,30 @@ def _read(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be used: {str(error).removeprefix(f'{file} ')}") from None
 
 
-def _number(file: Path, found: Mapping[str, Any], key: str) -> Any:
-    ours, value = _NUMBERS[key], found.get(key)
+def _by_layer(file: Path, found: Mapping[str, Any], key: str, modules: Iterable[str]) -> dict[str, Any]:
+    """Return ``rank_pattern`` or ``alpha_pattern`` without keys that match no module.
+
+    Keys that are regular expressions are replaced with the names of the modules that they match.
+    """
+    given = found.get(key) or {}
+    if not isinstance(given, dict):
+        raise UserError(f"{file} has {key} {shown(given)}: a mapping of names to numbers is needed")
+    named: dict[str, Any] = {}
+    for pattern, value in given.items():
+        number = _number(file, f"{key}.{pattern}", _PATTERNS[key], value)
+        try:
+            if re.search(_REPEATED, pattern):
+                raise re.error("it repeats too much")
+            expression = re.compile(rf"(.*\.)?({pattern})$")
+        except re.error as error:
+            raise UserError(f"{file} has {key} {shown(pattern)}, which cannot be read: {error}; {_MERGE}") from None
+        if matching := [module for module in modules if expression.match(module)]:
+            is_name = re.fullmatch(r"[\w.]+", pattern)
+            named = named | dict.fromkeys([pattern] if is_name else matching, number) | named
+    return named
+
+
+def _number(file: Path, key: str, ours: str, value: Any) -> Any:
     try:
         if not isinstance(value, int | float):
             raise ValueError("a number is needed")
@@ -99,5 +161,5 @@ def _number(file: Path, found: Mapping[str, Any], key: str) -> Any:
         why = error.errors()[0]["msg"]
     except ValueError as error:
         why = str(error)
-    lacks = f"has {key} {shown(value)}" if key in found else f"lacks {key}"
+    lacks = f"lacks {key}" if value is None else f"has {key} {shown(value)}"
     raise UserError(f"{file} {lacks}: {why[:1].lower()}{why[1:]}")

@@ -212,7 +212,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
 def _with_weights(name: str, folder: Path, key: str) -> Path:
     """Return the folder of the model ``name``. For a name on the Hub whose weights include an output projection,
     download the weights, to compare it with the embedding."""
-    is_here = _exists(expanded(name)) or not _names_a_head(name)
+    is_here = path_exists(expanded(name)) or not _names_a_head(name)
     return folder if is_here else model_folder(name, "*.safetensors", "*.json", key=key)
 
 
@@ -232,7 +232,7 @@ def _names_a_head(name: str) -> bool:
 
 def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
     """Raise ``UserError`` if ``folder``, which the user named as a model, holds adapters instead."""
-    if not _exists(folder / ADAPTER_CONFIG):
+    if not path_exists(folder / ADAPTER_CONFIG):
         return
     base = base_of_adapters(folder)
     start = f", with adapter=lora checkpoint.resume={name} to start from these adapters" if key == _MODEL else ""
@@ -263,7 +263,7 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     if is_address(name):
         raise UserError(not_a_path(key, name))
     folder = expanded(name)
-    if _exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+    if path_exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return folder
     try:
         from huggingface_hub import snapshot_download
@@ -278,7 +278,7 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
         ) from None
 
 
-def _exists(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Return whether ``path`` exists; False if its name is too long for a file."""
     with suppress(OSError):
         return path.exists()
@@ -288,14 +288,14 @@ def _exists(path: Path) -> bool:
 def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
     """Return the model folder that ``checkpoint.resume`` names; None if it is not a plain model folder."""
     path = expanded(str((plain.get("checkpoint") or {}).get("resume")))
-    is_model = _exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
+    is_model = path_exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
     return str(path) if is_model or _recorded(str(path), plain) else None
 
 
 def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:
     """Return the keys of the model in ``path``. If it no longer exists, use the record of the run that started from
     it."""
-    recorded = {} if _exists(Path(path)) else _recorded(path, plain)
+    recorded = {} if path_exists(Path(path)) else _recorded(path, plain)
     return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path, family)
 
 

@@ -9,7 +9,6 @@ from typing import IO, Any
 
 from serried.configs.plain_data import open_regular, parse_json, read_json
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGESTHEADER_BYTES = 100_000_000  # as in the safetensors library
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -22,7 +21,7 @@ def has_head_of_its_own(folder: Path) -> bool:
     False if they cannot be read, since loading them reports the error.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        files = _files(folder)
+        files = _files(folder, "model")
         embedding = next((name for name in files if name.endswith(_EMBEDDINGS)), None)
         if HEAD in files and embedding is not None:
             pieces = [_values(folder / files[name], name) for name in (HEAD, embedding)]
@@ -30,12 +29,22 @@ def has_head_of_its_own(folder: Path) -> bool:
     return False
 
 
-def _files(folder: Path) -> Mapping[str, str]:
+def tensor_names(folder: Path, stem: str) -> list[str]:
+    """Return the names of the tensors in the files ``stem`` of ``folder``.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: They cannot be read.
+    """
+    return [name for name in _files(folder, stem) if name != "__metadata__"]
+
+
+def _files(folder: Path, stem: str) -> Mapping[str, str]:
     """Return the file name of each tensor."""
-    if (folder / _FILE).is_file():
-        with open_regular(folder / _FILE) as file:
-            return dict.fromkeys(_header(file), _FILE)
-    names = read_json(folder / _INDEX, _LARGESTHEADER_BYTES)["weight_map"]
+    single = f"{stem}.safetensors"
+    if (folder / single).is_file():
+        with open_regular(folder / single) as file:
+            return dict.fromkeys(_header(file), single)
+    names = read_json(folder / f"{single}.index.json", _LARGESTHEADER_BYTES)["weight_map"]
     return {name: os.path.basename(file) for name, file in names.items()}  # noqa: PTH119
 
 

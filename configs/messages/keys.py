@@ -68,8 +68,7 @@ class Key:
         """JSON type: integer, number, boolean, string or array. Also texts and integers (lists of any length), object
         (a section that may be null), mapping (values under names that the user chooses) and value (one of these)."""
         if is_mapping(self.annotation):
-            entry = "string" if get_args(self.annotation)[1] in (str, str | None) else "value"
-            return entry if self.is_entry else "mapping"
+            return str(self._field.get("type", "value")) if self.is_entry else "mapping"
         if "$ref" in self._field and _section_in(self.annotation)[0]:
             return "object"
         lists = {"string": "texts", "integer": "integers"}
@@ -158,7 +157,11 @@ class Key:
     @property
     def _alternatives(self) -> list[dict[str, Any]]:
         """JSON Schema of each type that the value may have."""
-        return _types(self.section, self.field_name)
+        found = _types(self.section, self.field_name)
+        if not self.is_entry:
+            return found
+        entry = found[0].get("additionalProperties")
+        return list(entry.get("anyOf", [entry])) if isinstance(entry, dict) else [{}]  # {}: any value
 
 
 @functools.cache

@@ -81,7 +81,8 @@ def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
     ``trainer.steps``. A shared section is not enough: ``trainer.foo`` matches nothing.
     """
     typed = typed.lower().replace("/", ".").replace("-", "_")
-    leaf = typed.rpartition(".")[2]
+    section, _, leaf = typed.rpartition(".")
+    leaf = "" if section and leaf == "path" else leaf  # data.path does not mean adapter.path
 
     def likeness(name: str) -> tuple[float, float]:
         whole = _likeness(typed, name, 0.8)

@@ -195,6 +195,13 @@ class AdapterSection(Section):
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all
     linear layers of the blocks."""
+    rank_pattern: dict[str, Annotated[Count, Field(ge=1, le=10**5)]] = Field(default_factory=dict)
+    """Other ranks for layers whose name or pattern is listed, such as ``{down_proj: 8}``; the first that matches."""
+    alpha_pattern: dict[str, Annotated[Number, Field(gt=0, le=10**6)]] = Field(default_factory=dict)
+    """Other values of ``alpha``, by layer like ``rank_pattern``."""
+    path: PathText | None = Field(default=None, min_length=1, max_length=4096)
+    """Adapters to start from: a PEFT folder, a run or a checkpoint with adapters, or a name on the Hub. All other keys
+    of ``adapter`` except ``quantize`` are taken from there."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.quantize != "none" and self.method != "lora":
@@ -202,8 +209,9 @@ class AdapterSection(Section):
                 f"adapter.quantize={self.quantize} with adapter.method={self.method}: quantized weights are trained "
                 "with adapters of LoRA alone; use adapter=lora, or adapter.quantize=none"
             )
-        for name in ("rank", "alpha", "dropout", "scale", "modules") if self.method == "none" else ():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+        names = ("rank", "alpha", "dropout", "scale", "modules", "rank_pattern", "alpha_pattern")
+        for name in names if self.method == "none" else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
                 shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
                 given = f"adapter.{name}={shown}"
                 yield f"{given} has no effect with adapter.method=none; use adapter=lora, or leave it out"

@@ -75,13 +75,14 @@ def _vocabulary_rows(model: nn.Module, plan: ParallelPlan) -> int | None:
 
 def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
     """Return each rank's share of the work on a block."""
+    adapter = config.adapter
     return Share(
         context=layout.context,
         keys=layout.context if layout.context_method == "ring" else 1,
         tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
-        trains_weights=config.adapter.method == "none",
-        adapters=config.adapter.rank if config.adapter.method != "none" else 0,
+        trains_weights=adapter.method == "none",
+        adapters=max(adapter.rank, *adapter.rank_pattern.values(), 0) if adapter.method != "none" else 0,
         fuses_norms=is_for_gpus(config),
     )
 

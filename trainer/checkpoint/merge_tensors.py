@@ -1,6 +1,5 @@
 """Tensor folders computed from several others piece by piece: a base model with adapters, or the mean of models."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from serried.configs.hugging_face.adapter_folder import PREFIX
+from serried.configs.hugging_face.adapter_folder import PREFIX, scales_in
 from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported
 
@@ -52,8 +51,8 @@ class Merged:
         kept = {name: each for name, each in self._base.specs.items() if not (heads and name == _REPLACED)}
         self._heads = {name: replace(each, name=name) for name, each in heads.items()}
         self.specs: Mapping[str, TensorSpec] = kept | self._heads
-        by = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
-        self._scale, self._is_transposed = config["lora_alpha"] / by, bool(config["fan_in_fan_out"])
+        self._scales = scales_in(adapters.folder, adapted)
+        self._is_transposed = bool(config["fan_in_fan_out"])
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
@@ -71,7 +70,7 @@ class Merged:
         weight = _whole(self._base, name)
         weight = weight.T if self._is_transposed else weight
         a, b = (_whole(self._adapters, f"{module}.{key}.weight") for key in ("lora_A", "lora_B"))
-        weight = weight + self._scale * (b @ a)
+        weight = weight + self._scales[module.removeprefix(PREFIX)] * (b @ a)
         if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
             weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
         return (weight.T if self._is_transposed else weight).flatten()

@@ -646,7 +646,8 @@ def test_a_field_that_cannot_be_a_key_is_refused_before_it_is_used(annotation: A
 
 PATHS = {
     "run.dir": [], "data.cache_dir": [], "data.tokenizer": [], "checkpoint.resume": [], "slurm.python": [],
-    "plan.rates": [], "plan.out": ["plan.search=true"], "data.path": ["data=text"], "model.path": ["model=auto"],
+    "plan.rates": [], "plan.out": ["plan.search=true"], "adapter.path": [],
+    "data.path": ["data=text"], "model.path": ["model=auto"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
     "task.path": ["task=text_classification"], "task.model": ["task=image_classification"],
     "data.validation.a.path": ["data.validation.a.name=hf"],

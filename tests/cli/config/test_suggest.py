@@ -59,8 +59,8 @@ def paste(override: str) -> None:
     key = override.partition("=")[0]
     family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
     family += ["adapter=lora"] if key.startswith("adapter.") else []
-    # It needs a model, and only train.py takes task=masked_lm.
-    if key not in ("model.path", "task.mask_share") and override != "model=auto":
+    # It needs a model or adapters, and only train.py takes task=masked_lm.
+    if key not in ("model.path", "adapter.path", "task.mask_share") and override != "model=auto":
         compose([*NEEDED.get(override, NEEDED.get(key, family)), override])
 
 

@@ -286,9 +286,9 @@ def test_run_that_starts_from_adapters_continues_with_them(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["adapter.alpha=16"], "do not match this command's adapter.* settings; use adapter.alpha=8.0"),
-        (["adapter.rank=8", "adapter.modules=[q_proj]"], "use adapter.rank=4 'adapter.modules=[down_proj,gate_proj,"),
-        (["adapter=dora"], "use adapter.method=lora"),
+        (["adapter.alpha=16"], "has adapter.alpha=8.0, so its weights do not fit adapter.alpha=16; leave"),
+        (["adapter.rank=8", "adapter.modules=[q_proj]"], "do not fit adapter.rank=8 adapter.modules=[q_proj]; leave"),
+        (["adapter=dora"], "has adapter.method=lora, so its weights do not fit adapter.method=dora; leave"),
         (["adapter=none"], "holds adapters; add adapter=lora"),
     ],
 )
@@ -328,7 +328,7 @@ def test_every_key_of_peft_that_changes_what_is_computed_is_refused_by_name(expo
     free = {
         "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode", "lora_dropout",
         "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "megatron_core",
-        "qalora_group_size",
+        "qalora_group_size", "rank_pattern", "alpha_pattern",
     }  # fmt: skip
     for key in (*(peft.LoraConfig().to_dict().keys() - free), "a_key_of_tomorrow"):
         for value in ("pissa", [1], {"q_proj": 2}, -1):

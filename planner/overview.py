@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from serried.configs.formats import short, size
+from serried.configs.hugging_face.quantization import quantization_in
 from serried.configs.messages.invalid_values import shown
 from serried.configs.requirements import install_command
 from serried.configs.schema.sections import RunConfig, TrainerSection
@@ -307,9 +308,13 @@ def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelP
 def _beginning(config: RunConfig, start: Start) -> str:
     if start.checkpoint is not None:
         return f"resuming from {start.checkpoint} at step {start.step}"
-    given = [f"the weights of {start.weights}"] if start.weights is not None else []
+    given = []
+    if start.weights is not None:
+        quantization = quantization_in(start.weights)
+        how = f", dequantized from {quantization.method}," if quantization else ""
+        given.append(f"the weights of {start.weights}{how}")
     given += [f"the adapters of {config.adapter.path}"] if config.adapter.path is not None else []
-    return f"step 0 with {' and '.join(given)}" if given else "step 0"
+    return f"step 0 with {' and '.join(given)}".rstrip(",") if given else "step 0"
 
 
 def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:

@@ -24,7 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.configs.hugging_face.quantization import quantization_in
 from serried.configs.plain_data import NotPlainData, read_json
+from serried.records.dequantized_weights import Values, dequantized
 
 DTYPES = {
     "F64": torch.float64,
@@ -125,31 +127,44 @@ class TensorFolder:
 
     Opening it reads and checks every header, but no values. Files from untrusted sources give either tensors or
     a ``UserError``. Several threads may use it at once.
+
+    If the ``config.json`` of a model says that weights are quantized, in a format that is known here, the folder
+    contains the dequantized weights instead.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         """Read the headers. Raises ``UserError`` if the files do not exist, or one of them violates the format."""
         self.folder = folder
-        self.specs: dict[str, TensorSpec] = {}
-        """Specs by name, in the order of the index, or of the values in a single file."""
-        self.file_of: dict[str, str] = {}
-        """File name of each tensor."""
         self.files: list[str] = []
         """Names of the files that were read, with the index last."""
-        self._begins: dict[str, int] = {}
+        self._values: dict[str, Values] = {}
         single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         if _is_there(folder / single):
             self.files = [single]
-            self._take(single, None)
+            self._values = dict(self._found(single))
         elif _is_there(folder / index):
             weight_map = _read_index(folder / index)
-            self.file_of = weight_map
             self.files = [*dict.fromkeys(weight_map.values()), index]
-            for file in self.files[:-1]:
-                self._take(file, index)
-            self.specs = {name: self.specs[name] for name in weight_map}
+            found = {file: self._listed(file, index) for file in self.files[:-1]}
+            for name, file in weight_map.items():
+                if name not in found[file]:
+                    raise UserError(
+                        f"{folder / index} lists the tensor {_shown(name)} in {file}, but that file does not contain "
+                        "it; copy the files of the model again"
+                    )
+                self._values[name] = found[file][name]
         else:
             raise UserError(_nothing_to_read(folder, single, index))
+        quantization = quantization_in(folder) if stem == "model" else None
+        self.is_dequantized = quantization is not None
+        """Whether weights in the files are quantized, and dequantized while they are read."""
+        if quantization is not None:
+            try:
+                self._values = dequantized(self._values, quantization)
+            except ValueError as error:
+                raise UserError(f"{folder} cannot be used: {error}; copy it again") from None
+        self.specs = {name: TensorSpec(name, each.dtype, each.shape) for name, each in self._values.items()}
+        """Specs by name, in the order of the index, or of the values in a single file."""
 
     def named_like(self, wanted: Collection[str]) -> "TensorFolder":
         """Prefix all names with the first part of ``wanted`` names if they lack it, as transformers does for a model
@@ -157,33 +172,23 @@ class TensorFolder:
         prefix = next((name.partition(".")[0] for name in wanted if name.partition(".")[2] in self.specs), None)
         if prefix is None or any(name.startswith(f"{prefix}.") for name in self.specs):
             return self
-        renamed = (replace(spec, name=f"{prefix}.{name}") for name, spec in self.specs.items())
-        self.specs = {spec.name: spec for spec in renamed}
-        self.file_of = {f"{prefix}.{name}": file for name, file in self.file_of.items()}
-        self._begins = {f"{prefix}.{name}": begin for name, begin in self._begins.items()}
+        self.specs = {f"{prefix}.{name}": replace(spec, name=f"{prefix}.{name}") for name, spec in self.specs.items()}
+        self._values = {f"{prefix}.{name}": values for name, values in self._values.items()}
         return self
 
     def rename(self, name: str, new: str) -> None:
         """Rename the tensor ``name`` to ``new``."""
         self.specs[new] = replace(self.specs.pop(name), name=new)
-        self.file_of[new], self._begins[new] = self.file_of.pop(name), self._begins.pop(name)
+        self._values[new] = self._values.pop(name)
 
-    def _take(self, file: str, index: str | None) -> None:
-        path = self.folder / file
-        if index is not None and not _is_there(path):
+    def _listed(self, file: str, index: str) -> dict[str, "_Stored"]:
+        if not _is_there(self.folder / file):
             raise UserError(f"{self.folder / index} names {_shown(file)}, which does not exist; copy that file too")
-        found = read_header(path)
-        if index is None:
-            self.file_of = dict.fromkeys(found, file)
-        for name, of in self.file_of.items():
-            if of != file:
-                continue
-            if name not in found:
-                raise UserError(
-                    f"{self.folder / str(index)} lists the tensor {_shown(name)} in {file}, but that file does not "
-                    "contain it; copy the files of the model again"
-                )
-            self.specs[name], self._begins[name] = found[name]
+        return self._found(file)
+
+    def _found(self, file: str) -> dict[str, "_Stored"]:
+        path = self.folder / file
+        return {name: _Stored(path, *entry) for name, entry in read_header(path).items()}
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
         """Return a copy of ``count`` elements of tensor ``name``, flattened, starting at ``first``: a CPU tensor,
@@ -194,20 +199,39 @@ class TensorFolder:
         spec = self.specs[name]
         if first < 0 or count < 0 or first + count > spec.numel:
             raise ValueError(f"elements {first} to {first + count} of {name!r} with {spec.numel} elements")
-        values = torch.empty(count, dtype=spec.dtype)
-        position = self._begins[name] + first * spec.dtype.itemsize
+        return self._values[name].read(first, count)
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    spec: TensorSpec
+    begin: int  # byte of the file
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    def read(self, first: int, count: int) -> Tensor:
+        values = torch.empty(count, dtype=self.dtype)
+        position = self.begin + first * self.dtype.itemsize
         remaining = tensor_bytes(values)
-        path = self.folder / self.file_of[name]
         # preadv lets other threads run, and writes directly into the tensor: no second copy exists.
         try:
-            with path.open("rb", buffering=0) as file:
+            with self.path.open("rb", buffering=0) as file:
                 while remaining:
                     read = os.preadv(file.fileno(), [remaining[:_READ_BYTES]], position)
                     if read == 0:
-                        _refuse(path, f"it was truncated while open: it ends at byte {position}, in {_shown(name)}")
+                        end = f"it ends at byte {position}, in {_shown(self.spec.name)}"
+                        _refuse(self.path, f"it was truncated while open: {end}")
                     remaining, position = remaining[read:], position + read
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
         return values
 
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from serried.configs.addresses import is_address, not_a_path
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
+from serried.configs.hugging_face.quantization import quantization_of
 from serried.configs.hugging_face.weight_files import HEAD, has_head_of_its_own
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
@@ -188,11 +189,11 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
         section: Any = models.get(family).section
         if family == ANY_FAMILY:
             without_code(found)  # raises for unsafe keys
+        quantization_of(found)  # raises for a format that is not read
         try:
             return {"family": family, **section.keys_from(found)}
         except ValueError as error:
-            instead = "" if family == ANY_FAMILY or found.get("quantization_config") else any_other
-            raise ValueError(f"{error}{instead}") from None
+            raise ValueError(f"{error}{'' if family == ANY_FAMILY else any_other}") from None
     except OSError as error:
         of_a_run: list[Path] = []
         with suppress(OSError):  # not a valid file name

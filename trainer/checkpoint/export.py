@@ -51,11 +51,11 @@ def export(
     For a checkpoint of adapters, only the adapters are written, in PEFT's format. If ``base`` is given, the base model
     with the adapters merged into it is written instead.
 
-    Floating-point weights are converted to ``dtype`` (None: unchanged). A file contains at most ``shard_bytes`` of
-    weights, or one larger tensor: ``model.safetensors`` if all weights fit into one file, else
-    ``model-00001-of-0000N.safetensors`` with an index. ``dtype`` is written to config.json, generation_config.json
-    is derived from it if missing, and the other files of the model (tokenizer) are copied. All files are verified
-    first. The export is atomic: ``out`` is complete or is not created.
+    Floating-point weights are converted to ``dtype`` (None: unchanged, or bf16 if ``base`` is quantized). A file
+    contains at most ``shard_bytes`` of weights, or one larger tensor: ``model.safetensors`` if all weights fit into one
+    file, else ``model-00001-of-0000N.safetensors`` with an index. ``dtype`` is written to config.json,
+    generation_config.json is derived from it if missing, and the other files of the model (tokenizer) are copied. All
+    files are verified first. The export is atomic: ``out`` is complete or is not created.
 
     Peak memory is a few times 64 MiB for any model size, plus one matrix in fp32 if ``base`` is given.
 
@@ -86,6 +86,8 @@ def export(
     left_out = {ADAPTER_CONFIG} if base is not None else {CONFIG, GENERATION} if is_adapter else set()
     if base is not None:
         weights = Merged(base, saved, read_json(checkpoint / ADAPTER_CONFIG))
+        if dtype is None and isinstance(base, TensorFolder) and base.is_dequantized:
+            dtype = torch.bfloat16  # as transformers dequantizes it
     of_weights = (".safetensors", ".safetensors.index.json")
     others = [name for name in sorted(records) if name not in left_out and not name.endswith(of_weights)]
     specs = [_converted(spec, dtype) for spec in weights.specs.values()]

@@ -100,8 +100,6 @@ class LlamaSection(ModelSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
         refuse_unless(found, **cls.plain)
-        if found.get("quantization_config"):
-            raise ValueError("has a quantization_config; only plain float weights can be taken over")
         rope = {"rope_theta": found["rope_theta"], **rope_of(found)}
         if rope["rope_theta"] is None:
             raise ValueError("has rope_theta null; leave it out for the default of transformers, or set it")

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
+from serried.configs.hugging_face.quantization import without_quantization
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models
 
@@ -61,8 +62,6 @@ class HuggingFaceSection(ModelSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("is_encoder_decoder"):
             raise ValueError("describes an encoder-decoder model; only decoder-only language models are supported")
-        if found.get("quantization_config"):
-            raise ValueError("has a quantization_config; only plain float weights can be taken over")
         if "vocab_size" not in found:
             part = "; its text model may be one: save it to a separate folder" if "text_config" in found else ""
             raise ValueError(
@@ -70,7 +69,7 @@ class HuggingFaceSection(ModelSection):
                 f"model{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
             )
         longest = _longest(found)
-        own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}
+        own = {"architecture": without_quantization(found), "vocab_size": found["vocab_size"]}
         return own | ({"max_sequence_length": longest} if longest else {})
 
 

@@ -8,6 +8,7 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG, model_folder, refuse_adapters, without_code
+from serried.configs.hugging_face.quantization import KEY as QUANTIZED
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.schema.tasks import SampledSection
 from serried.recipes.models.hugging_face.any_causal_lm import import_transformers
@@ -48,6 +49,11 @@ def build_classifier(
         raise UserError(
             f"task.model={section.model} has model_type {kind}, which transformers {transformers.__version__} does not "
             "support; use another model"
+        )
+    if found.get(QUANTIZED):
+        raise UserError(
+            f"task.model={section.model} has quantized weights ({QUANTIZED} in {CONFIG}); use the model before its "
+            "quantization"
         )
     kept = without_code(found)
     kept.pop("dtype", None)

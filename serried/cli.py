@@ -48,6 +48,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "recipes": _Command("plan_runs", ""),
+    "convert": _Command("convert_config", "FILE [FILE ...] [gpus=N] [steps=N] [recipe=RECIPE]"),
     "plan": _Command("plan_runs", f"[search|compare|calibrate] [RUN] {_OVERRIDES}"),
     "prepare": _Command("prepare_data", _OVERRIDES),
     "preflight": _Command("slurm_jobs", "[key=value ...]"),

@@ -1,0 +1,348 @@
+"""``serried convert``: configs of other frameworks become commands that train.py accepts."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serried.cli import main
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.conversion.converted import Converted
+from serried.conversion.foreign_config import read
+from serried.conversion.overrides_of_facts import converted
+from testing.rank_pool import ROOT
+from testing.runs import metrics, run_here
+from tests.runs.fine_tuning.test_sft import write_chats
+
+BASES: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "base_model": "org/model", "datasets": [{"path": "chats.jsonl", "type": "chat_template"}], "adapter": "lora",
+        "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 1, "learning_rate": "2e-4",
+    },
+    "LLaMA-Factory": {"model_name_or_path": "org/model", "stage": "sft", "finetuning_type": "lora", "dataset": "demo"},
+    "TRL": {"model_name_or_path": "org/model", "dataset_name": "org/data", "learning_rate": 2e-5},
+    "torchtune": {
+        "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b"},
+        "checkpointer": {"checkpoint_dir": "org/model"}, "optimizer": {"_component_": "torch.optim.AdamW"},
+        "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "org/data"}, "batch_size": 1,
+    },
+    "Unsloth": {"model_name": "org/model", "max_seq_length": 512, "load_in_4bit": True, "dataset": "org/data"},
+    "DeepSpeed": {"zero_optimization": {"stage": 2}},
+    "accelerate": {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"},
+}  # fmt: skip
+"""A small config of each framework."""
+
+
+def rows_of_the_page() -> list[tuple[str, str, str]]:
+    page = (ROOT / "docs" / "reference" / "coming-from.md").read_text()
+    table = page.partition("## What people type")[2].partition("## What is computed")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    return [(framework, line.strip("`"), here) for framework, line, here in cells]
+
+
+def written(path: Path, tree: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(tree) if path.suffix == ".json" else yaml.safe_dump(tree))
+    return path
+
+
+def conversion(folder: Path, tree: dict[str, Any], name: str = "their.yaml", **more: Any) -> Converted:
+    result = converted(read([written(folder / name, tree)]), more.get("gpus"), more.get("steps"), more.get("recipe"))
+    composes(result)
+    return result
+
+
+def composes(result: Converted) -> None:
+    """Compose the command as train.py does. Models and teachers are not opened: they are on no machine."""
+    words = [shlex.split(word)[0] for word in result.words]
+    compose([word for word in words if not word.startswith(("model.path=", "task.teacher=", "adapter.path="))])
+
+
+def with_line(tree: dict[str, Any], line: str) -> dict[str, Any]:
+    """Return ``tree`` with a ``line`` of a config, whose key may be dotted."""
+    tree = json.loads(json.dumps(tree))
+    path, _, value = line.partition(": ")
+    *above, last = path.split(".")
+    section = tree
+    for name in above:
+        section = section.setdefault(name, {})
+    section[last] = yaml.safe_load(value)
+    return tree
+
+
+def sentences(result: Converted) -> list[str]:
+    return [*result.explained, *result.decide, *result.lacking]
+
+
+@pytest.mark.parametrize(("framework", "line", "here"), rows_of_the_page())
+def test_line_that_people_type_is_converted_or_answered(framework: str, line: str, here: str, tmp_path: Path) -> None:
+    result = conversion(tmp_path, with_line(BASES[framework], line))
+    if here.startswith("`"):
+        launched = [f"launch.processes={result.processes}"]
+        assert {*here.strip("`").split()} <= {*launched, *(f"{key}={value}" for key, value in result.overrides.items())}
+        assert not [sentence for sentence in result.lacking if line.partition(":")[0] in sentence]
+    else:
+        assert len([sentence for sentence in sentences(result) if here in sentence]) == 1
+        assert not any("serried has no key" in sentence for sentence in result.lacking)
+
+
+def test_page_has_the_rows_that_the_test_reads() -> None:
+    assert len(rows_of_the_page()) >= 30
+    assert {framework for framework, _, _ in rows_of_the_page()} == {*BASES}
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("framework", "lines", "gpus", "expected"),
+    [
+        ("axolotl", {}, None, (8, 2, 1)),
+        ("axolotl", {}, 16, (128, 2, 16)),
+        ("axolotl", {"sequence_parallel_degree": 4}, 8, (16, 2, 8)),  # 2 x 4 x 8 GPUs / 4
+        ("axolotl", {"tensor_parallel_size": 2, "context_parallel_size": 2}, 8, (16, 2, 8)),
+        ("LLaMA-Factory", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}, 4, (32, 1, 4)),
+        ("LLaMA-Factory", {}, None, (8, 8, 1)),  # the default of transformers
+        ("torchtune", {"batch_size": 4, "gradient_accumulation_steps": 16}, 2, (128, 4, 2)),
+        ("DeepSpeed", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, None, (64, 2, 32)),
+        ("DeepSpeed", {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}, 32, (64, 2, 32)),
+        ("DeepSpeed", {"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, (64, 4, 8)),
+    ],
+)
+def test_batch_is_micro_batch_times_accumulation_times_gpus(
+    framework: str, lines: dict[str, Any], gpus: int | None, expected: tuple[int, int, int], tmp_path: Path
+) -> None:
+    result = conversion(tmp_path, {**BASES[framework], **lines}, gpus=gpus)
+    batch = (int(result.overrides["trainer.global_batch"]), int(result.overrides["trainer.micro_batch"]))
+    assert (*batch, result.processes) == expected
+
+
+def test_deepspeed_batch_that_contradicts_the_gpus_is_kept_and_named(tmp_path: Path) -> None:
+    tree = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    result = conversion(tmp_path, tree, "ds.json", gpus=8)
+    assert result.overrides["trainer.global_batch"] == "64"
+    assert any("is 16" in sentence for sentence in result.decide)
+
+
+def test_counts_of_epochs_become_steps_if_the_steps_are_given(tmp_path: Path) -> None:
+    lines = {"num_epochs": 4, "evals_per_epoch": 4, "saves_per_epoch": 2, "val_set_size": 0.1}
+    unknown = conversion(tmp_path, {**BASES["axolotl"], **lines}).overrides
+    assert (unknown["trainer.epochs"], unknown["trainer.eval_every"]) == ("4", "null")
+    assert "checkpoint.every" not in unknown
+    known = conversion(tmp_path, {**BASES["axolotl"], **lines}, steps=1000).overrides
+    assert known["trainer.epochs"] == "4"  # 250 steps an epoch
+    assert (known["trainer.eval_every"], known["checkpoint.every"]) == ("63", "125")
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ({}, {"schedule": "linear", "schedule.min_lr_ratio": "0", "schedule.warmup_steps": "0"}),
+        (
+            {"lr_scheduler_type": "cosine", "warmup_steps": 7},
+            {"schedule.min_lr_ratio": "0", "schedule.warmup_steps": "7"},
+        ),
+        ({"lr_scheduler_type": "cosine", "warmup_steps": 0.03}, {"schedule.warmup_ratio": "0.03"}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 7}, {"schedule": "constant", "schedule.warmup_steps": "0"}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 7}, {"schedule.warmup_steps": "7"}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-6}},
+            {"schedule.min_lr_ratio": "0.1"},
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 50},
+                "max_steps": 200,
+            },
+            {"schedule": "wsd", "schedule.decay_fraction": "0.25", "trainer.steps": "200"},
+        ),
+        ({"max_steps": -1, "num_train_epochs": 2.5}, {"trainer.epochs": "2.5"}),
+    ],
+)
+def test_schedule_of_transformers_keeps_its_shape(
+    lines: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    overrides = conversion(tmp_path, {**BASES["TRL"], **lines}).overrides
+    assert {key: overrides.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"zero_optimization": {"stage": 0}}, {}),
+        ({"zero_optimization": {"stage": 1}}, {"parallel": "fsdp", "parallel.reshard_after_forward": "false"}),
+        ({"zero_optimization": {"stage": 2}}, {"parallel": "fsdp", "parallel.reshard_after_forward": "false"}),
+        ({"zero_optimization": {"stage": 3}}, {"parallel": "fsdp"}),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"parallel": "fsdp", "parallel.offload": "true"},
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, {"parallel": "fsdp"}),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+            {"parallel": "fsdp", "parallel.reshard_after_forward": "false"},
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, {"parallel": "hsdp"}),
+        ({"distributed_type": "MULTI_GPU"}, {}),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}},
+            {"parallel": "fsdp", "parallel.reshard_after_forward": "false", "optim.offload": "true"},
+        ),
+    ],
+)
+def test_sharding_becomes_a_parallel_layout(tree: dict[str, Any], expected: dict[str, str], tmp_path: Path) -> None:
+    overrides = conversion(tmp_path, tree).overrides
+    layout = {key: value for key, value in overrides.items() if key.startswith(("parallel", "optim.offload"))}
+    assert layout == expected
+
+
+def test_several_files_of_a_run_are_joined_in_any_order(tmp_path: Path) -> None:
+    sft = written(tmp_path / "sft.yaml", {**BASES["TRL"], "per_device_train_batch_size": 2})
+    launch = written(tmp_path / "fsdp.yaml", {"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2})
+    for files in ([sft, launch], [launch, sft]):
+        result = converted(read(files), None, None, None)
+        composes(result)
+        assert (result.processes, result.nodes, result.overrides["parallel"]) == (8, 2, "fsdp")
+        assert result.overrides["trainer.global_batch"] == "32"
+
+
+def test_deepspeed_file_that_a_config_names_is_read_and_auto_is_left_to_the_config(tmp_path: Path) -> None:
+    stage = {
+        "zero_optimization": {"stage": 1},
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    written(tmp_path / "zero3.json", stage)  # its content counts, not its name
+    result = conversion(tmp_path, {**BASES["axolotl"], "deepspeed": "zero3.json", "max_grad_norm": 0.5})
+    assert result.overrides["parallel.reshard_after_forward"] == "false"
+    assert result.overrides["trainer.max_grad_norm"] == "0.5"
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def test_data_of_llama_factory_comes_from_its_table(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = {
+        "mine": {"file_name": "mine.json", "formatting": "sharegpt", "columns": {"messages": "dialog"}},
+        "hub": {"hf_hub_url": "org/hub", "subset": "en", "columns": {"prompt": "q", "response": "a"}},
+        "plain": {"file_name": "plain.json"},
+    }
+    written(tmp_path / "data" / "dataset_info.json", table)
+    one = conversion(tmp_path, {**BASES["LLaMA-Factory"], "dataset": "mine"}).overrides
+    assert (one["data.path"], one["data.messages_column"]) == (str(tmp_path / "data" / "mine.json"), "dialog")
+    many = conversion(tmp_path, {**BASES["LLaMA-Factory"], "dataset": "mine, hub, plain"}).overrides
+    assert many["data"] == "mixture"
+    assert many["data.sources.hub-en.subset"] == "en"
+    assert (many["data.sources.hub-en.columns.prompt"], many["data.sources.hub-en.columns.completion"]) == ("q", "a")
+    assert many["data.sources.plain.name"] == "text"
+
+
+def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
+    kind = {"field_instruction": "question_text", "field_output": "best answer"}
+    entry = {"path": "org/data", "name": "en", "split": "train[:10%]", "type": kind}
+    result = conversion(tmp_path, {**BASES["axolotl"], "datasets": [entry]})
+    expected = {
+        "data": "hf", "data.path": "org/data", "data.subset": "en", "data.split": "train[:10%]",
+        "data.columns.prompt": "question_text", "data.columns.completion": "best answer",
+    }  # fmt: skip
+    assert {key: result.overrides.get(key) for key in expected} == expected
+    text = conversion(
+        tmp_path, {**BASES["axolotl"], "datasets": [{"path": "a.jsonl", "type": "completion", "field": "body"}]}
+    )
+    assert (text.overrides["data.format"], text.overrides["data.text_column"]) == ("text", "body")
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("absent.yaml", None, "cannot read"),
+        ("broken.yaml", "base_model: [", "not YAML"),
+        ("broken.json", '{"zero_optimization": ', "not JSON"),
+        ("aliases.yaml", "a: &x 1\nb: *x\n", "aliases are not read"),
+        ("text.yaml", "just text", "has no keys with values"),
+        ("other.yaml", "apiVersion: v1\nkind: Pod\n", "is in no known format"),
+        ("train.py", "import torch", "is code, which is not run"),
+        ("ppo.yaml", "model_name_or_path: a\nstage: ppo\n", "stage=ppo"),
+        ("grpo.yaml", "model_name_or_path: a\nnum_generations: 8\n", "no reinforcement learning"),
+        ("words.yaml", "base_model: a\nmicro_batch_size: two\n", "micro_batch_size=two"),
+        ("rate.yaml", "model_name_or_path: a\nlearning_rate: fast\n", "learning_rate=fast"),
+    ],
+)
+def test_file_that_cannot_be_converted_gets_one_line(
+    name: str, content: str | None, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert main(["convert", str(tmp_path / name)]) == 78
+    out = capsys.readouterr()
+    assert out.out == ""
+    (line,) = out.err.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+    assert name in line
+
+
+def test_gpus_that_do_not_fit_the_degrees_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gpus=6 is no multiple of 4"):
+        conversion(tmp_path, {**BASES["axolotl"], "tensor_parallel_size": 4}, gpus=6)
+
+
+def test_tokens_and_passwords_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {
+        "hub_token": "hf_SECRET",
+        "mlflow_tracking_uri": "https://me:SECRET@mlflow.org",
+        "use_auth_token": "SECRET",
+    }
+    assert main(["convert", str(written(tmp_path / "a.yaml", {**BASES["axolotl"], **lines}))]) == 0
+    assert "SECRET" not in capsys.readouterr().out
+
+
+def test_output_is_a_shell_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {
+        **BASES["axolotl"],
+        "datasets": [{"path": "it's here.jsonl", "type": "chat_template"}],
+        "wandb_name": "a b/c",
+    }
+    assert main(["convert", str(written(tmp_path / "a.yaml", tree)), "gpus=2"]) == 0
+    out = capsys.readouterr().out
+    command = [line for line in out.splitlines() if not line.startswith("#")]
+    assert all(line.endswith(" \\") for line in command[:-1])
+    words = shlex.split("\n".join(command).replace("\\\n", ""))
+    assert words[:2] == ["python", "train.py"]
+    assert {"launch=local", "launch.processes=2", "run.name=a-b-c"} <= {*words}
+    assert not [line for line in out.splitlines() if "Refused" in line]
+    composes_as_typed = [word for word in words[2:] if not word.startswith("model.path=")]
+    assert compose(composes_as_typed).data.path == "it's here.jsonl"  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_converted_config_of_axolotl_trains(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "model")
+    write_chats(tmp_path / "chats.jsonl", 24)
+    tree = {
+        **BASES["axolotl"], "base_model": "model", "sequence_len": 256, "sample_packing": True, "lora_r": 4,
+        "lora_target_linear": True, "lora_alpha": 8, "max_steps": 3, "val_set_size": 0.2, "eval_steps": 3,
+        "warmup_ratio": 0.5, "lr_scheduler": "linear", "bf16": False, "logging_steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    result = converted(read([written(tmp_path / "axolotl.yml", tree)]), None, None, None)
+    words = [shlex.split(word)[0] for word in result.words]
+    ended = run_here([*words, "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"])
+    assert ended.code == 0, ended.printed
+    steps = metrics(tmp_path / "out")
+    assert [step["lr"] for step in steps] == pytest.approx([1e-4, 2e-4, 0.0])  # 0.5 x 3 steps, rounded up, are warm-up
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert (tmp_path / "out" / "checkpoints" / "step-00000003" / "adapter_model.safetensors").is_file()

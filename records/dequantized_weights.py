@@ -85,11 +85,12 @@ def _fitting_block(
 ) -> tuple[int, int]:
     """Return the rows and columns of a ``weight`` that share one of its ``scales``."""
     *stack, rows, columns = weight
-    for size in (block, (1, columns), (rows, columns)):
+    matrix = max(1, rows), max(1, columns)
+    for size in (block, (1, matrix[1]), matrix):
         if size and scales == (*stack, -(-rows // size[0]), -(-columns // size[1])):
             return size
     if prod(scales) == prod(stack):  # one scale per matrix, as [] or [1]
-        return rows, columns
+        return matrix
     blocks = f" in blocks of {list(block)}" if block else ""
     raise ValueError(f"{name} is {list(weight)}{blocks}, and its scales are {list(scales)}")
 

@@ -109,6 +109,14 @@ def test_keys_that_name_code_are_not_followed(folder: Path, tmp_path: Path) -> N
     assert config._experts_implementation != "c/d"
 
 
+def test_quantized_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    found = json.loads((folder / "bert/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(found | {"quantization_config": {"quant_method": "fp8"}}))
+    section = LabelledSection(path="unread", model=str(tmp_path))
+    with pytest.raises(UserError, match=r"task\.model=.* has quantized weights .*; use the model before"):
+        build_classifier(section, ["a", "b"], "SequenceClassification", {})
+
+
 @pytest.mark.parametrize(
     "keys",
     [

@@ -80,6 +80,12 @@ def test_fp8_scales_of_a_tensor_or_of_rows_are_applied(shape: tuple[int, ...], t
     assert torch.equal(whole(folder, "a.weight"), weight.float() * scales)
 
 
+def test_weights_without_elements_are_read(tmp_path: Path) -> None:
+    empty = {"a": random_fp8(4, 0), "a_scale": torch.ones(1), "b": random_fp8(0, 4), "b_scale_inv": torch.ones(0, 1)}
+    folder = folder_with(tmp_path, FP8, **empty)
+    assert [whole(folder, name).shape for name in ("a", "b")] == [(4, 0), (0, 4)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_experts_are_dequantized_as_in_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -41,11 +41,9 @@ def not_a_path(key: str, address: str, source: str = "") -> str:
     elif host.lower().removeprefix("www.") in ("huggingface.co", "hf.co") and "/" in name:
         use = f"use the name on the Hub: {key}={name}"
     else:
-        use = f"mount the storage, or copy what it holds, and give the path: {key}=/PATH"
+        use = f"mount the storage or copy the files, and give the path: {key}=/PATH"
     where = f" ({source})" if source else ""
-    return (
-        f"{key}={masked(address)}{where} is an address, and only files and folders of this machine can be used; {use}"
-    )
+    return f"{key}={masked(address)}{where} is an address, but only local files and folders are supported; {use}"
 
 
 def has_password(address: str) -> bool:

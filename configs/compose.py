@@ -218,11 +218,11 @@ def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any]
     mistakes = line.sentences({})
     for key, value in line.typed.items():
         if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
-            has = "a run has its own value" if plain is None else f"the run has {key}={shown(value_at(key, plain))}"
-            mistakes.append(f"{key}={shown(value)}: {has}, and its weights do not fit any other value; leave it out")
+            own = "a value of its own" if plain is None else f"{key}={shown(value_at(key, plain))}"
+            mistakes.append(f"{key}={shown(value)}: the run was trained with {own}, which is fixed; leave it out")
         elif not key.startswith(reads):
             keys = ", ".join(reads)
-            mistakes.append(f"{key}={shown(value)} has no effect here; keys that are read: {keys}; leave it out")
+            mistakes.append(f"{key}={shown(value)} has no effect here; only these keys are read: {keys}; leave it out")
     return mistakes
 
 
@@ -279,7 +279,7 @@ def _composed(line: CommandLine) -> dict[str, Any]:
         if unset := re.search("Environment variable '(.+)' not found", reason):
             cure = f"set it, or give a default: ${{oc.env:{unset[1]},VALUE}}"
             reason = f"the environment variable {unset[1]} is not set; {cure}"
-        raise UserError(f"{given} cannot be filled in: {reason}") from None
+        raise UserError(f"{given} cannot be resolved: {reason}") from None
 
 
 def _stamp() -> object:
@@ -305,8 +305,8 @@ def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) 
         for file in (folder / group / f"{choice}.yaml" for folder in declared().config_dirs):
             if file.is_file() and file.read_bytes().startswith(BOM_UTF8):
                 raise UserError(
-                    f"{file} begins with a byte order mark, behind which its first line is not read; save it as UTF-8 "
-                    "without one"
+                    f"{file} begins with a byte order mark, so its first line would not be read; save the file as "
+                    "UTF-8 without a byte order mark"
                 )
     if isinstance(config.get("recipe"), DictConfig):
         raise UserError(
@@ -328,7 +328,7 @@ def _name(config: DictConfig, section: str, name: str | None) -> None:
     """Set the name in ``section`` if the YAML files do not set it."""
     found = config.get(section) or {}
     if not isinstance(found, Mapping):
-        raise UserError(f"{section}={found} in a YAML file: {section} is a section and must hold keys with values")
+        raise UserError(f"{section}={found} in a YAML file: {section} is a section and must contain keys with values")
     config[section] = {"name": name, **found}
 
 
@@ -384,8 +384,8 @@ def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
         near = nearest(group_name[1], list(groups)) or groups
         return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"
     if not text.strip() or "Cannot merge" in text:
-        return f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
-    return f"{file} does not fit: {text.strip().splitlines()[0]}"
+        return f"{file} is not a valid config: it must contain keys with values, and each ${{ needs a closing }}"
+    return f"{file} is not a valid config: {text.strip().splitlines()[0]}"
 
 
 def _without_missing(node: Any) -> Any:

@@ -62,7 +62,7 @@ def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
     ]
     is_built_in = bool(declared().sections)
     about = "Train a language model" if is_built_in else f"Train {declared().name}"
-    recipes = "recipe=NAME chooses everything below; overrides come on top" + " (default: tiny)" * is_built_in
+    recipes = "recipe=NAME sets everything below; overrides take precedence" + " (default: tiny)" * is_built_in
     return "\n".join(
         [
             f"{about}, on one process or many.",
@@ -74,7 +74,7 @@ def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
             f"       python {program} --callback MODULE:CLASS ...    a serried.Callback of your own",
             "",
             *([f"recipes: {recipes}", recipes_text(), ""] if has_recipes else []),
-            "groups: each chooses a set of keys",
+            "groups: each choice sets several keys",
             *_table([row for group, choices in groups.items() for row in _wrapped(group, " | ".join(choices))]),
             "",
             *_keys_of_choices(chosen),

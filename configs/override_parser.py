@@ -82,7 +82,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
             raise UserError(f"--config-dir {folder} is not a folder; use one that has recipe/, model/, data/, ...")
         hidden = [path for path in folder.glob("*/*.yaml") if (FOLDER / path.relative_to(folder)).exists()]
         if hidden:
-            raise UserError(f"{hidden[0]} has the name of a shipped choice and would be ignored; rename it")
+            raise UserError(f"{hidden[0]} has the name of a built-in preset, so it would be ignored; rename it")
     return overrides, tuple(folders)
 
 
@@ -158,8 +158,8 @@ class CommandLine:
             self.mistakes.append(f"{shown(word)}: {rule}; write {' or '.join(overrides)}")
         elif is_flag:
             self.mistakes.append(
-                f"no flag {shown(word)}; the flags are --help, --cfg job, --config-dir FOLDER, --callback NAME and "
-                "-m; all else is key=value without dashes"
+                f"unknown flag {shown(word)}; the flags are --help, --cfg job, --config-dir FOLDER, --callback NAME "
+                "and -m; everything else is key=value, without dashes"
             )
         else:
             example = "--help" if word == "help" else "recipe=tiny" if "recipe" in self.groups else "trainer.steps=1000"
@@ -180,8 +180,8 @@ class CommandLine:
             return f"={shown(value)} has no key before the =; e.g. trainer.steps=1000"
         if key == "recipe" and key not in self.groups:
             return (
-                f"recipe={shown(value)}: the recipes here are of language models, and this task reads none of them; "
-                "leave it out, or give --config-dir FOLDER with recipe/ in it"
+                f"recipe={shown(value)}: the built-in recipes are for language models, and this task does not use "
+                "them; leave it out, or add your own recipes with --config-dir FOLDER (FOLDER/recipe/NAME.yaml)"
             )
         if key in ("model", "data") and key not in self.groups and f"task.{key}" not in all_keys():
             return f"{key}={shown(value)}: this task defines its own {key}; leave it out"
@@ -190,7 +190,7 @@ class CommandLine:
                 return f"{key}= has no value; e.g. {_another_value(key) or f'{key}={chr(124).join(self.groups[key])}'}"
             if leaf in ("name", "strategy") and value in self.groups.get(section, []):
                 # It would change the label but no key of the choice.
-                return f"{key}={value} is only the label of a choice; write {section}={value}"
+                return f"{key}={value} sets only the name of the choice; write {section}={value}"
             return None
         if leaf in all_keys().named.get(section, ()):
             return f"{key}={shown(value)}: write {section}.NAME.{leaf}, with a name of your choice"
@@ -203,7 +203,7 @@ class CommandLine:
         if choice in self.groups[group]:
             self.typed[group], self.choices[group] = value, choice
         elif "," in choice:
-            self.mistakes.append(f"{group}={shown(value)} holds several values: {_NO_SWEEP}")
+            self.mistakes.append(f"{group}={shown(value)} has several values: {_NO_SWEEP}")
         else:
             self.mistakes.append(unknown_choice(group, shown(choice), self.groups[group]))
 
@@ -219,7 +219,7 @@ class CommandLine:
         elif is_several:
             in_brackets = f"write a list in brackets, {pasteable(key.path, f'[{value}]')}"
             remedy = in_brackets if key.takes_list else _NO_SWEEP
-            self.mistakes.append(f"{key.path}={shown(value)} holds several values: {remedy}")
+            self.mistakes.append(f"{key.path}={shown(value)} has several values: {remedy}")
         else:
             self._accept(key, value, parsed.value())
 
@@ -231,8 +231,8 @@ class CommandLine:
             # Probably two joined overrides or a list rather than a name.
             quoted = QuotedString(text=value, quote=Quote.double).with_quotes()
             self.mistakes.append(
-                f"{key.path}={shown(value)} holds a '{'=' if '=' in value else ','}'; "
-                f"if that is meant, quote it: {pasteable(key.path, quoted)}"
+                f"{key.path}={shown(value)} contains a '{'=' if '=' in value else ','}'; "
+                f"if this is intended, quote the value: {pasteable(key.path, quoted)}"
             )
         else:
             self._accept(key, value, value)
@@ -242,7 +242,7 @@ class CommandLine:
             OmegaConf.create({"value": value})
         except OmegaConfBaseException:
             reference = pasteable(key.path, "${recipe}")
-            self.mistakes.append(f"{key.path}={shown(typed)} is not a reference to another key; e.g. {reference}")
+            self.mistakes.append(f"{key.path}={shown(typed)} is not a valid reference to another key; e.g. {reference}")
         else:
             self.typed[key.path], self.values[key.path] = typed, value
 

@@ -97,7 +97,7 @@ def parse_yaml(text: bytes | str) -> Any:
             if depth > MOST_DEPTH:
                 raise NotPlainData(f"nested deeper than {MOST_DEPTH} levels")
             if isinstance(event, yaml.AliasEvent):
-                raise NotPlainData(f"YAML alias *{event.anchor}; aliases are not read")
+                raise NotPlainData(f"the YAML alias *{event.anchor} is not supported")
         return yaml.load(text, loader)
     except NotPlainData:
         raise
@@ -160,7 +160,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def _object(path: Path, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise NotPlainData(f"{path} holds no mapping of names to values")
+        raise NotPlainData(f"{path} does not contain a mapping of names to values")
     return value
 
 

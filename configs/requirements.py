@@ -49,7 +49,7 @@ def check_trackers(track: TrackSection) -> None:
     store, or ``track.webhook`` no variable with an address."""
     missing, advice = missing_trackers(track)
     if missing:
-        raise UserError(f"{advice}, or do without: {' '.join(_OFF[name] for name in missing)}")
+        raise UserError(f"{advice}, or use {' '.join(_OFF[name] for name in missing)}")
     if track.webhook is not None and not os.environ.get(track.webhook, "").startswith(("http://", "https://")):
         raise UserError(
             f"track.webhook={track.webhook}: the environment variable {track.webhook} does not contain an address; use "

@@ -35,7 +35,7 @@ def repeated(words: Sequence[str]) -> list[str]:
         if key := _key(word):
             values.setdefault(key, []).append(word.partition("=")[2].strip())
     notes = [
-        f"{key} is given {len(given)} times; the last one counts: {key}={shown(given[-1])}"
+        f"{key} is given {len(given)} times; the last value is used: {key}={shown(given[-1])}"
         for key, given in values.items()
         if len({*given}) > 1
     ]
@@ -78,7 +78,7 @@ def pairs(
         elif key not in keys and reads_overrides and not _is_slip(key, keys) and (equals or run or word[0] == "-"):
             overrides.append(word)
         elif not equals or not (value or key == "prompt"):
-            mistakes.append(f"{word!r} is not key=value, and there is no such folder; see serried {command} --help")
+            mistakes.append(f"{word!r} is neither key=value nor an existing folder; see serried {command} --help")
         elif key not in keys:
             close = nearest(key, keys)
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"

@@ -127,16 +127,16 @@ def _compares_evaluations(run: Run) -> bool:
 
 
 _NO_EFFECT = "has no effect"
-_LATE = "is more than the {last} steps of the run, so only the last one is"
+_LATE = "is more than the {last} steps of the run, so only the last step is"
 
 READERS: tuple[Reader, ...] = (
     Reader(
         "parallel", lambda run: run.layout.world > 1 or run.config.parallel.strategy == "single",
-        f"{_NO_EFFECT} in one process, which is always single", "launch=local launch.processes=2",
+        f"{_NO_EFFECT} with a single process", "launch=local launch.processes=2",
     ),
     Reader(
         "parallel", lambda run: run.config.parallel.strategy != "hsdp" or run.layout.replicate < run.layout.world,
-        "shards nothing, as each process is a replica", "parallel=ddp", is_instead=True,
+        "shards nothing, because each process is a full replica", "parallel=ddp", is_instead=True,
     ),
     Reader(
         "parallel.pipeline_schedule parallel.layers_of_stages", lambda run: run.layout.pipeline > 1,
@@ -156,7 +156,7 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "parallel.reshard_after_forward parallel.sync_every_micro_batch", lambda run: run.layout.is_sharded,
-        f"{_NO_EFFECT} where no parameters are sharded", "parallel=fsdp launch=local launch.processes=2",
+        f"{_NO_EFFECT}, because no parameters are sharded", "parallel=fsdp launch=local launch.processes=2",
     ),
     Reader(
         "precision.scaling", lambda run: run.config.precision.name == "float8",
@@ -177,12 +177,12 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "optim.groups.*.lr_scale optim.groups.*.weight_decay",
-        lambda run: not run.group.frozen, f"{_NO_EFFECT} on parameters that are frozen", "",
+        lambda run: not run.group.frozen, f"{_NO_EFFECT} on frozen parameters", "",
     ),
     Reader("optim.groups.*.lr_scale", lambda run: run.group.lr_scale > 0,
-           "leaves these parameters as they are, at the cost of training them", "{section}.frozen=true",
+           "leaves these parameters unchanged, but still computes their gradients", "{section}.frozen=true",
            is_instead=True),
-    Reader("optim.lr", lambda run: run.config.optim.lr > 0, "changes no weight", "optim.lr=3e-4"),
+    Reader("optim.lr", lambda run: run.config.optim.lr > 0, "leaves all weights unchanged", "optim.lr=3e-4"),
     Reader(
         "optim.dampening", lambda run: getattr(run.config.optim, "momentum", 1) > 0,
         f"{_NO_EFFECT} without momentum", "optim.momentum=0.9",
@@ -208,7 +208,8 @@ READERS: tuple[Reader, ...] = (
     Reader("trainer.eval_every", lambda run: run.reaches(run.config.trainer.evaluates_every),
            f"{_LATE} evaluated", "trainer.eval_every={tenth}"),
     Reader("trainer.log_every", lambda run: run.reaches(run.config.trainer.log_every),
-           f"{_LATE} logged beside the first", "trainer.log_every={tenth}"),
+           "is more than the {last} steps of the run, so only the first and last steps are logged",
+           "trainer.log_every={tenth}"),
     Reader("checkpoint.every", lambda run: run.reaches(run.config.checkpoint.every),
            f"{_LATE} saved", "checkpoint.every={tenth}"),
     Reader(
@@ -218,12 +219,12 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "trainer.sample_tokens",
         lambda run: run.config.trainer.sample_tokens <= run.model("max_sequence_length", math.inf),
-        "is more than the model can write: it ends at model.max_sequence_length={config.model.max_sequence_length}",
+        "is more than the model can generate with model.max_sequence_length={config.model.max_sequence_length}",
         "trainer.sample_tokens=200",
     ),
     Reader(
         "trainer.early_stopping_patience", _has_patience,
-        f"{_NO_EFFECT}: the run has no more evaluations than that", "trainer.eval_every={often}",
+        f"{_NO_EFFECT}, because the run has too few evaluations", "trainer.eval_every={often}",
     ),
     Reader(
         "trainer.stop_at",
@@ -236,14 +237,15 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "health.spike health.spike_deviations health.spike_window", _finds_spikes,
-        f"{_NO_EFFECT}: nothing is a spike before half of health.spike_window={{config.health.spike_window}} steps",
+        f"{_NO_EFFECT}: the run ends before half of health.spike_window={{config.health.spike_window}} steps, when "
+        "spikes start to be detected",
         "health.spike_window={window}",
     ),
     Reader(
         "health.spike health.non_finite",
         lambda run: run.own != "rollback" or run.saves_in_between or bool(run.config.checkpoint.every_minutes),
-        "has no checkpoint to return to before the last step, with checkpoint.every={config.checkpoint.every}, "
-        "unless one is saved for its time (checkpoint.every_minutes)",
+        "has no checkpoint to return to before the last step with checkpoint.every={config.checkpoint.every}, "
+        "unless checkpoint.every_minutes saves one",
         "checkpoint.every={tenth}",
     ),
     Reader("health.max_rollbacks", _rolls_back, f"{_NO_EFFECT} without rollbacks",
@@ -256,7 +258,7 @@ READERS: tuple[Reader, ...] = (
            f"{_LATE} compared", "health.replica_check_every={tenth}"),
     Reader(
         "checkpoint.keep checkpoint.keep_every", lambda run: run.may_save_in_between,
-        f"{_NO_EFFECT} with checkpoint.every={{config.checkpoint.every}}, which saves only where the run ends",
+        f"{_NO_EFFECT} with checkpoint.every={{config.checkpoint.every}}, which saves only at the end of the run",
         "checkpoint.every={tenth}",
     ),
     Reader(
@@ -270,17 +272,17 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "checkpoint.keep_best", lambda run: not run.config.checkpoint.keep_best or run.saves_in_between,
-        "has one checkpoint to choose from, with checkpoint.every={config.checkpoint.every}",
+        "has only one checkpoint to choose from with checkpoint.every={config.checkpoint.every}",
         "checkpoint.every={tenth} trainer.eval_every={tenth}",
     ),
     Reader(
         "checkpoint.keep_best", _compares_most,
-        "compares only steps that are both saved, every {config.checkpoint.every}, and evaluated, every "
-        "{config.trainer.evaluates_every}", "checkpoint.every={config.trainer.evaluates_every}",
+        "compares only steps that are both saved (every {config.checkpoint.every}) and evaluated (every "
+        "{config.trainer.evaluates_every})", "checkpoint.every={config.trainer.evaluates_every}",
     ),
     Reader(
         "checkpoint.best_metric checkpoint.best_mode", _compares_evaluations,
-        f"{_NO_EFFECT} where nothing is compared by it", "checkpoint.keep_best=true",
+        f"{_NO_EFFECT} without checkpoint.keep_best, early stopping or a sweep", "checkpoint.keep_best=true",
     ),
     Reader(
         "checkpoint.allow_changes", lambda run: run.config.checkpoint.resume != "never",
@@ -292,7 +294,7 @@ READERS: tuple[Reader, ...] = (
     Reader(
         "profile.memory",  # the run itself warns about it
         lambda run: run.config.profile.steps is not None or not run.is_on_cpu or not run.config.dry_run,
-        f"{_NO_EFFECT} alone on a CPU, whose allocator has no history", "profile.steps=[1,1]",
+        f"{_NO_EFFECT} on a CPU without profile.steps", "profile.steps=[1,1]",
     ),
     Reader("launch.stop_timeout_seconds", lambda run: run.config.launch.name == "local" or run.is_sweep,
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=local"),
@@ -301,7 +303,7 @@ READERS: tuple[Reader, ...] = (
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=slurm"),
     Reader("slurm.array_concurrency", lambda run: run.is_sweep, f"{_NO_EFFECT} without a sweep (-m)", ""),
     Reader("model.pretrained", lambda run: run.model("path") is not None,
-           f"{_NO_EFFECT} without a model to start from", ""),
+           f"{_NO_EFFECT} without model.path", ""),
     Reader(
         "model.vocab_multiple", lambda run: run.model("vocab_size") is None or bool(run.data("added_tokens")),
         f"{_NO_EFFECT} with model.vocab_size={{config.model.vocab_size}}, which is not rounded",
@@ -309,7 +311,7 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         "model.global_every model.local_rope_theta", lambda run: run.model("sliding_window", 0) is not None,
-        f"{_NO_EFFECT} without a window", "model.sliding_window=512",
+        f"{_NO_EFFECT} without a sliding window", "model.sliding_window=512",
     ),
     Reader(
         "model.balance_rate", lambda run: run.model("has_router_bias", True),
@@ -319,17 +321,18 @@ READERS: tuple[Reader, ...] = (
         "model.dense_layers model.experts model.experts_per_token model.expert_hidden_dim model.shared_experts "
         "model.routed_scale model.normalize_weights model.balance_rate",
         lambda run: run.model("dense_layers", 0) < run.model("layers", math.inf),
-        "leaves nothing to experts: all of model.layers={config.model.layers} are dense", "model.dense_layers=1",
+        "gives a model without experts: all model.layers={config.model.layers} layers are dense",
+        "model.dense_layers=1",
     ),
     Reader(
         "model.experts model.experts_per_token", _chooses_experts,
-        "sends every token to all of model.experts={config.model.experts}", "model.experts_per_token=1",
+        "sends every token to all model.experts={config.model.experts} experts", "model.experts_per_token=1",
     ),
     Reader("model.balance_rate", _chooses_experts,
-           f"{_NO_EFFECT} where every token goes to all experts", "model.experts_per_token=1"),
+           f"{_NO_EFFECT}, because every token goes to all experts", "model.experts_per_token=1"),
     Reader(
         "model.hidden_dim", lambda run: run.model("experts") is None or run.model("dense_layers", 1) > 0,
-        f"{_NO_EFFECT} with model.dense_layers=0: all layers have experts, of model.expert_hidden_dim",
+        f"{_NO_EFFECT} with model.dense_layers=0: all layers have experts of width model.expert_hidden_dim",
         "model.dense_layers=1",
     ),
     Reader("data.validation_fraction", lambda run: run.data("validation_split") is None,
@@ -341,7 +344,7 @@ READERS: tuple[Reader, ...] = (
     Reader("data.columns* data.*.columns*", lambda run: run.data("format") != "text",
            f"{_NO_EFFECT} with data.format=text", "data.format=chat"),
     Reader("data.isolate_documents", lambda run: run.data("packing") != "none",
-           f"{_NO_EFFECT} with data.packing=none, where a sequence has one document", ""),
+           f"{_NO_EFFECT} with data.packing=none, because each sequence is one document", ""),
     Reader("data.sources.*.weight data.weigh_by", lambda run: len(run.data("mixed", ())) > 1,
            f"{_NO_EFFECT} with a single source", ""),
 )  # fmt: skip

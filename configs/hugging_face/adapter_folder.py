@@ -65,8 +65,8 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
     for name in tensors:
         if not name.startswith(whole or " ") and not (name.startswith(PREFIX) and name.endswith(ENDINGS)):
             raise UserError(
-                f"{folder} holds the tensor {name}, and only those of LoRA and DoRA beside linear layers can be used "
-                f"here; {_MERGE}"
+                f"{folder} contains the tensor {name}, but only LoRA and DoRA adapters of linear layers are supported; "
+                f"{_MERGE}"
             )
     names = [name for name in tensors if name.endswith(_A)]
     keys = {
@@ -114,7 +114,7 @@ def base_of_adapters(folder: Path) -> str:
     recorded there."""
     base = adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise UserError(f"{folder / ADAPTER_CONFIG} names no base model: add base_model_name_or_path to it")
+        raise UserError(f"{folder / ADAPTER_CONFIG} does not name the base model; add base_model_name_or_path to it")
     return base
 
 
@@ -155,7 +155,7 @@ def _by_layer(file: Path, found: Mapping[str, Any], key: str, modules: Iterable[
 def _number(file: Path, key: str, ours: str, value: Any) -> Any:
     try:
         if not isinstance(value, int | float):
-            raise ValueError("a number is needed")
+            raise ValueError("must be a number")
         return getattr(AdapterSection.model_validate({ours: value, "method": "lora"}), ours)
     except ValidationError as error:
         why = error.errors()[0]["msg"]

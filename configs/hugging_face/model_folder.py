@@ -61,7 +61,7 @@ def _check_counts(found: Mapping[str, Any]) -> None:
         for kind, most in _COUNTS.items():
             if re.search(kind, name) and max(numbers, default=0) > most:
                 raise UserError(
-                    f"the {CONFIG} of the model has {name}: {shown(value)}, more than the {most} that are built here; "
+                    f"the {CONFIG} of the model has {name}: {shown(value)}, more than the supported maximum of {most}; "
                     "use another model"
                 )
 
@@ -72,8 +72,9 @@ def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
     _check_counts(found)
     if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
         raise UserError(
-            f"the {CONFIG} of the model has {named}: {shown(found[named])}, by which a library would build, download "
-            "or read what that file names; use a model without it (timm's own: task.library=timm task.model=NAME)"
+            f"the {CONFIG} of the model has {named}: {shown(found[named])}, which would make a library build or "
+            "download another model, or read a file; use a model without this key (from timm: task.library=timm "
+            "task.model=NAME)"
         )
     return {
         key: without_code(value) if isinstance(value, dict) else value
@@ -185,7 +186,7 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
         family = family or found.get("model_type")
         if family not in models.names():
             near = _nearest_family(str(family)) + any_other
-            raise ValueError(f"has model_type {family}, but no model family reads it; {near}")
+            raise ValueError(f"has model_type {family}, which no model family supports; {near}")
         section: Any = models.get(family).section
         if family == ANY_FAMILY:
             without_code(found)  # raises for unsafe keys
@@ -199,11 +200,11 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
         with suppress(OSError):  # not a valid file name
             of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
         if of_a_run:
-            raise UserError(f"{key}={name} is a run; use a model that it saved: {key}={of_a_run[-1].parent}") from None
+            raise UserError(f"{key}={name} is a run; use one of its checkpoints: {key}={of_a_run[-1].parent}") from None
         refuse_adapters(name, file.parent, key)
         raise UserError(
             f"{key}={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
-            f"{CONFIG} and weights, or a name on the Hub, as {key}=Qwen/Qwen3-0.6B"
+            f"{CONFIG} and weights, or a name on the Hub, such as {key}=Qwen/Qwen3-0.6B"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
@@ -238,7 +239,7 @@ def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
     base = base_of_adapters(folder)
     start = f", with adapter=lora checkpoint.resume={name} to start from these adapters" if key == _MODEL else ""
     raise UserError(
-        f"{key}={name} holds adapters ({ADAPTER_CONFIG}) and no model; use the model that they adapt, {key}={base}"
+        f"{key}={name} contains adapters ({ADAPTER_CONFIG}), not a model; use their base model, {key}={base}"
         f"{start}; or merge them with PEFT, merge_and_unload().save_pretrained(FOLDER), and use {key}=FOLDER"
     )
 
@@ -255,7 +256,7 @@ def family_of_any(name: str) -> str | None:
 def _nearest_family(model_type: str) -> str:
     names = [name for name in models.names() if name != ANY_FAMILY]
     near = [name for name in names if name.startswith(model_type)] or nearest(model_type, names)
-    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}"
+    return (f"the nearest is {near[0]}; " if near else "") + f"supported: {', '.join(names)}"
 
 
 def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
@@ -274,8 +275,8 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (ImportError, OSError, ValueError) as error:  # errors of the Hub are OSError and ValueError
         raise UserError(
-            f"{key}={name} is not a folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
-            f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then {key}=FOLDER"
+            f"{key}={name} is not a local folder, and cannot be downloaded ({type(error).__name__}); on a machine with "
+            f"access to the Hugging Face Hub, run: hf download {name} --local-dir FOLDER, then use {key}=FOLDER"
         ) from None
 
 

@@ -112,8 +112,8 @@ def explain(
     if missing:
         # One sentence for all: usually several are missing together.
         examples = " ".join(all_keys()[path if path in all_keys() else keys_of(path)[0]].override for path in missing)
-        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
-        sentences[""] = f"{names} set by no YAML file and not on the command line; e.g. {examples}"
+        names = f"{', '.join(missing)} {'has' if len(missing) == 1 else 'have'}"
+        sentences[""] = f"{names} no value, in a YAML file or on the command line; e.g. {examples}"
     return list(sentences.values())
 
 
@@ -133,7 +133,7 @@ def _sentence(
             chosen = value_at(section, config).get(key, default)
             add = f", or add {group}={names[0]}" if key == "name" else ""
             return (
-                f"{path}={shown(mistake['input'])} ({source}) is read by {group}={', '.join(names)}, and this is "
+                f"{path}={shown(mistake['input'])} ({source}) is a key of {group}={', '.join(names)}, but the run uses "
                 f"{group}={chosen}; leave it out{add}"
             )
         if isinstance(mistake["input"], dict):
@@ -147,12 +147,12 @@ def _sentence(
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         return f"{path}={value} ({source}) is out of range: it must be {key.bounds}"
     if kind == "string_pattern_mismatch":
-        barred = "slashes, blanks or control characters" if path == "run.name" else "blanks, quotes or backslashes"
-        return f"{path}={value} ({source}) may not hold {barred}; e.g. {key.example}"
+        barred = "slashes, spaces or control characters" if path == "run.name" else "spaces, quotes or backslashes"
+        return f"{path}={value} ({source}) must not contain {barred}; e.g. {key.example}"
     if kind == "string_too_short":
         return f"{path} ({source}) is empty; e.g. {key.example}"
     if kind == NOT_IN_32_BITS:
-        bounds = ", and ".join(filter(None, [key.bounds, "1.2e-38 to 3.4e38 in size, which 32-bit floats hold"]))
+        bounds = ", and ".join(filter(None, [key.bounds, "from 1.2e-38 to 3.4e38 in magnitude (float32)"]))
         return f"{path}={value} ({source}) is out of range: it must be {bounds}; e.g. {key.example}"
     if kind == "finite_number":
         return f"{path}={value} ({source}) is not finite; e.g. {key.example}"

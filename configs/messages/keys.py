@@ -28,7 +28,7 @@ _WORDS = {
     "string": ("text", "some-name"),
     "array": ("a list of two numbers", "[0.9,0.95]"),
     "integers": ("a list of whole numbers", "[1,2]"),
-    "texts": ("a list of texts", "[a,b]"),
+    "texts": ("a list of strings", "[a,b]"),
     "object": ("a section", "null"),
     "mapping": ("a mapping of names to values", "{name: value}"),
     "value": ("text, a number, true or false, null, or a list of these", "true"),
@@ -245,8 +245,8 @@ def check_fields(section: type[Section], name: str) -> None:
         except Exception as error:
             kind = getattr(key.annotation, "__forward_arg__", getattr(key.annotation, "__name__", key.annotation))
             raise UserError(
-                f"{name}.{key.path}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
-                "Literal, a list of numbers or texts, or a serried.Section"
+                f"{name}.{key.path}: {kind} is not supported as the type of a key; use int, float, bool, str, Path, "
+                "Literal, a list of numbers or strings, or a serried.Section"
             ) from error
 
 

@@ -273,7 +273,7 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     if reason and (own is None or {*re.findall(rf"{section}\.\w+", reason)} <= {*own}):
         return f"{given}: {reason}"
     if others := _tasks_with(key):
-        return f"unknown key {given}; it is read by {', '.join(others)}"
+        return f"unknown key {given}; it is a key of {', '.join(others)}"
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
@@ -290,7 +290,7 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     if own is not None:
         return f"unknown key {given}; the keys of {section} are {', '.join(name.partition('.')[2] for name in own)}"
     if section in all_keys():
-        return f"unknown key {given}; {section} is a value with nothing below it; write {pasteable(section, value)}"
+        return f"unknown key {given}; {section} is a key, not a section; write {pasteable(section, value)}"
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; --help lists the keys"
@@ -311,7 +311,7 @@ def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:
     for key in keys if has_model else ():
         families = readers(key) if key.startswith("model.") else []
         if families and family not in families:
-            return f" {key} is read by model.family={', '.join(families)}, and this is model.family={family}"
+            return f" {key} is a key of model.family={', '.join(families)}, but the run uses model.family={family}"
     return ""
 
 
@@ -326,7 +326,7 @@ def _keys_of_choice(section: str, config: _Config) -> list[str] | None:
 def listing(section: str) -> str:
     """Return the clause that lists the keys of a section, for use after a semicolon."""
     if section in all_keys().named:
-        return f"it has one section for each name you choose, as in {section}.web; {listing(f'{section}.web')}"
+        return f"it has one section for each name you choose, such as {section}.web; {listing(f'{section}.web')}"
     return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"
 
 
@@ -352,8 +352,6 @@ def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str 
         return f"model={choice}{where} is a family, which needs a YAML file; {write}"
     if found := _named_by_path(group, choice):
         chats = ", with recipe=sft if its rows are conversations" if group == "data" else ""
-        return (
-            f"{group}={choice}{where} is no preset; a file, a folder or a name on the Hub is a path; use {found}{chats}"
-        )
+        return f"{group}={choice}{where} is not a preset; for a file, a folder or a name on the Hub use {found}{chats}"
     hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
     return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"

@@ -171,8 +171,8 @@ class DataSection(LoadingSection, SourceSection):
         yield from super()._mistakes()
         if 0 < self.validation_fraction < _LEAST_FRACTION:
             yield (
-                f"data.validation_fraction={self.validation_fraction:g} keeps less than one part in 1e9, which is "
-                "nothing; use data.validation_fraction=0.001, or 0 to train on all"
+                f"data.validation_fraction={self.validation_fraction:g} holds out less than 1e-9 of the documents, "
+                "which is none; use data.validation_fraction=0.001, or 0 to train on all documents"
             )
         yield from self._mistakes_of_text()
 
@@ -188,22 +188,22 @@ class DataSection(LoadingSection, SourceSection):
             for key in source.needs:
                 if not getattr(source, key):
                     yield f"{path}.name={source.name} needs {path}.{key}={source.needs[key]}"
-        taken = {DEFAULT_VALIDATION: "data kept back from training", TRAINING: "training data"}
+        taken = {DEFAULT_VALIDATION: "the data held out from training", TRAINING: "the training data"}
         for name in self.validation.keys() & taken.keys():
-            yield f"data.validation.{name}: this is the name of the {taken[name]}; give this set another name"
+            yield f"data.validation.{name}: this name is reserved for {taken[name]}; use another name"
 
     def _mistakes_of_text(self) -> Iterator[str]:
         made = ("chars", "train")
         if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
             yield (
-                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
-                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
+                f"data.vocab_size={self.vocab_size} has an effect only with data.tokenizer=train, not "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the vocabulary size of the model: "
                 f"model.vocab_size={self.vocab_size}"
             )
         if len(self.mixed) > 1 and self.tokenizer in made:
             yield (
-                f"data.tokenizer={self.tokenizer} is learned from a source, and data=mixture has {len(self.mixed)}; "
-                "use data.tokenizer=bytes, or an existing tokenizer"
+                f"data.tokenizer={self.tokenizer} is built from a single source, but data=mixture has "
+                f"{len(self.mixed)}; use data.tokenizer=bytes, or an existing tokenizer"
             )
         yield from self._mistakes_of_added_tokens((*made, "bytes"))
         yield from self._mistakes_of_chats()
@@ -211,8 +211,8 @@ class DataSection(LoadingSection, SourceSection):
             yield from self._mistakes_of_pairs()
         if self.is_chat and self.tokenizer in made:
             yield (
-                f"data.format={self.format} needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
-                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+                f"data.format={self.format} needs an existing tokenizer, but data.tokenizer={self.tokenizer} builds "
+                "one from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
             )
         named = ("bytes", *made)
         if self.tokenizer not in named and "/" not in self.tokenizer and not exists(self.tokenizer):  # noqa: PTH110
@@ -237,30 +237,39 @@ class DataSection(LoadingSection, SourceSection):
         kwargs = self.chat_template_kwargs
         given = {"chat_template": self.chat_template is not None, "chat_template_kwargs": bool(kwargs)}
         for key in (key for key, is_given in given.items() if is_given and not self.is_chat):
-            yield f"data.{key} is only read with data.format=chat; add data.format=chat"
+            yield f"data.{key} has an effect only with data.format=chat; add data.format=chat"
         if self.train_on != "replies" and self.format != "chat":
             yield (
-                f"data.train_on={self.train_on} is only read with data.format=chat, and this is "
+                f"data.train_on={self.train_on} has an effect only with data.format=chat, not "
                 f"data.format={self.format}; leave it out"
             )
         for name in kwargs:
             if not name.isidentifier() or name in _OF_TEMPLATES:
-                of_rows = "every template gets it from the row" if name in _OF_TEMPLATES else "this is no name"
-                yield f"data.chat_template_kwargs.{name}: {of_rows}; leave it out"
+                why = "its value is set from each row" if name in _OF_TEMPLATES else "not a valid variable name"
+                yield f"data.chat_template_kwargs.{name}: {why}; leave it out"
         if self.chat_template != "none":
             return
         if kwargs:
             yield "data.chat_template_kwargs has no effect with data.chat_template=none; leave one of them out"
         if self.format == "preference":
-            yield "data.chat_template=none needs data.format=chat, and this is data.format=preference; leave it out"
+            yield "data.chat_template=none needs data.format=chat, not data.format=preference; leave it out"
         if self.train_on == "last":
-            yield "data.train_on=last with data.chat_template=none, whose rows have one completion; leave it out"
+            yield (
+                "data.train_on=last has no effect with data.chat_template=none, because each row has one completion; "
+                "leave it out"
+            )
 
     def _mistakes_of_pairs(self) -> Iterator[str]:
         if self.packing != "split":
-            yield f"data.packing={self.packing} with data.format=preference, whose pairs are not packed; leave it out"
+            yield (
+                f"data.packing={self.packing} has no effect with data.format=preference, because pairs are not packed; "
+                "leave it out"
+            )
         if self.isolate_documents:
-            yield "data.isolate_documents=true with data.format=preference, whose answers are apart; leave it out"
+            yield (
+                "data.isolate_documents=true has no effect with data.format=preference, because each answer is a "
+                "separate sequence; leave it out"
+            )
         if self.mixed:
             yield "data=mixture with data.format=preference is not supported; put the rows into one file or folder"
 
@@ -364,7 +373,7 @@ class TextRunConfig(RunConfig):
         """Yield a sentence if evaluations are on although no data is held out for them."""
         if self.trainer.eval_every != 0:
             yield (
-                "data.validation_fraction=0 trains on all documents and keeps none to evaluate on; add "
-                "trainer.eval_every=0, or a validation set of its own: "
+                "data.validation_fraction=0 holds out no documents for evaluation; turn evaluation off with "
+                "trainer.eval_every=0, or add a validation set: "
                 "data.validation.NAME.name=text data.validation.NAME.path=FILES"
             )

@@ -25,7 +25,8 @@ class ProfileSection(Section):
     def _not_one(cls, steps: object) -> object:
         if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
             raise ValueError(
-                f"profile.steps={steps} is one number; use the first and the last: 'profile.steps=[{steps},{steps}]'"
+                f"profile.steps={steps} is a single number; give the first and the last step: "
+                f"'profile.steps=[{steps},{steps}]'"
             )
         return steps
 
@@ -123,8 +124,8 @@ class TrackSection(Section):
         if self.mlflow and has_password(self.mlflow):
             kept = without_password(self.mlflow)
             yield (
-                "track.mlflow holds a password, token or user, and the config is kept in the run folder; use "
-                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give it by the environment: "
+                "track.mlflow contains a password, token or user name, which would be saved in the run folder; use "
+                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and set it in the environment: "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN for a server, "
                 "PGPASSWORD or MYSQL_PWD for a database"
             )

@@ -23,7 +23,7 @@ def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
     """Raise ``ValueError`` if a key of the ``config.json`` ``found`` has another value than in ``plain``."""
     for key, value in plain.items():
         if (found.get(key) or value) != value:
-            raise ValueError(f"has {key} {found[key]}; only {value} can be taken over")
+            raise ValueError(f"has {key} {found[key]}; only {value} is supported")
 
 
 def keys_named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,8 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
     for key in NOT_NULL.get(kind, ()):
         if key in values and values[key] is None:
             raise ValueError(
-                f"has {key} null, and transformers {VERSION} needs a value; leave it out for {defaults[key]}, or set it"
+                f"has {key} null, but transformers {VERSION} requires a value; leave the key out to use "
+                f"{defaults[key]}, or set it"
             )
     _check_kinds(values, defaults)
     return {**defaults, **values}
@@ -138,4 +139,4 @@ class ModelSection(Section):
             ValueError: The family does not support the model.
             KeyError: A required entry is missing.
         """
-        raise ValueError(f"has model_type {found.get('model_type')}, but {cls.__name__} does not read it")
+        raise ValueError(f"has model_type {found.get('model_type')}, which {cls.__name__} does not support")

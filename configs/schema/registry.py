@@ -116,7 +116,7 @@ class Registry:
         if name not in self._entries:
             near = nearest(name, self.names())
             hint = f"did you mean {self.group}={near[0]}? " if near else ""
-            raise UserError(f"no {self.kind} {name!r} is registered; {hint}there are {', '.join(self.names())}")
+            raise UserError(f"no {self.kind} {name!r} is registered; {hint}registered: {', '.join(self.names())}")
         return self._entries[name]
 
     @cached_property

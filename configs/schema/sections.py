@@ -49,7 +49,7 @@ TRAINING = "train"
 DEFAULT_VALIDATION = "validation"
 """Name of the validation set taken from the training data."""
 COMPARES_NOTHING = (
-    "compares evaluations on what is kept back from training, and data.validation_fraction=0 keeps nothing; use "
+    "needs validation data held out from training, but data.validation_fraction=0 holds out none; use "
     "data.validation_fraction=0.05"
 )
 """End of the message that refuses a key if a run ``lacks_validation``."""
@@ -130,12 +130,12 @@ class PrecisionSection(Section):
     def _mistakes(self) -> Iterator[str]:
         for key, name in {"scaling": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
             if self.name != name and (value := getattr(self, key)) != type(self).model_fields[key].default:
-                yield f"precision.{key}={value} is only read with precision={name}; use that, or leave it out"
+                yield f"precision.{key}={value} has an effect only with precision={name}; add it, or leave this key out"
         if self.gather == "float8" and (self.name, self.scaling) != ("float8", "tensorwise"):
             given = f"precision.scaling={self.scaling}" if self.name == "float8" else f"precision={self.name}"
             yield (
-                f"precision.gather=float8 with {given}: weights have one scale each, and are gathered so, with "
-                "precision=float8 precision.scaling=tensorwise alone; use these, or precision.gather=bf16"
+                f"precision.gather=float8 is not supported with {given}: FSDP gathers weights in float8 only if each "
+                "has a single scale; use precision=float8 precision.scaling=tensorwise, or precision.gather=bf16"
             )
 
 
@@ -206,8 +206,8 @@ class AdapterSection(Section):
     def _mistakes(self) -> Iterator[str]:
         if self.quantize != "none" and self.method != "lora":
             yield (
-                f"adapter.quantize={self.quantize} with adapter.method={self.method}: quantized weights are trained "
-                "with adapters of LoRA alone; use adapter=lora, or adapter.quantize=none"
+                f"adapter.quantize={self.quantize} is not supported with adapter.method={self.method}: quantized "
+                "weights can only be trained with LoRA adapters; use adapter=lora, or adapter.quantize=none"
             )
         names = ("rank", "alpha", "dropout", "scale", "modules", "rank_pattern", "alpha_pattern")
         for name in names if self.method == "none" else ():
@@ -308,8 +308,9 @@ class TrainerSection(Section):
             yield "trainer.evaluate is set, but trainer.eval_every=0 turns evaluation off; leave trainer.eval_every out"
         if self.activation_memory_budget < 1 and self.activation_checkpoint != "none":
             yield (
-                f"trainer.activation_memory_budget={self.activation_memory_budget:g} chooses what blocks keep, and so "
-                f"does trainer.activation_checkpoint={self.activation_checkpoint}; use "
+                f"trainer.activation_memory_budget={self.activation_memory_budget:g} and "
+                f"trainer.activation_checkpoint={self.activation_checkpoint} cannot be combined, as both choose the "
+                "activations that blocks keep; use "
                 "trainer.activation_checkpoint=none, or trainer.activation_memory_budget=1"
             )
         if self.activation_checkpoint_every > 1 and self.activation_checkpoint == "none":
@@ -324,8 +325,8 @@ class TrainerSection(Section):
             )
         if self.compiles and self.activation_checkpoint == "offload":
             yield (
-                "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "
-                "compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
+                "trainer.compile=true does not support trainer.activation_checkpoint=offload, because its copies to "
+                "host memory cannot be compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
             )
 
     @property
@@ -468,7 +469,7 @@ class TaskSection(Section):
         if config.data.format not in self.formats:
             pairs = config.data.format == "preference"
             yield (
-                f"data.format={config.data.format} is not what task.name={self.name} reads; use "
+                f"data.format={config.data.format} is not supported by task.name={self.name}; use "
                 f"{'recipe=dpo or recipe=reward, for pairs of answers' if pairs else f'data.format={self.formats[-1]}'}"
             )
 
@@ -522,8 +523,8 @@ class RunConfig(Section):
     def _mistakes(self) -> Iterator[str]:
         if self.precision.name in ("float8", "int8") and self.adapter.method != "none":
             yield (
-                f"precision={self.precision.name} with adapter.method={self.adapter.method}: only trained weights are "
-                f"multiplied in {self.precision.name}, and those of the model are frozen; use precision=bf16"
+                f"precision={self.precision.name} has no effect with adapter.method={self.adapter.method}: it applies "
+                "to the weights of linear layers that are trained, but adapters freeze them; use precision=bf16"
             )
         yield from self._quantizing_mistakes()
         if self.plan.model_fields_set and not self.dry_run:
@@ -532,7 +533,10 @@ class RunConfig(Section):
         elif self.plan.out is not None and not self.plan.search:
             yield f"plan.out={self.plan.out} is only read by serried plan search; leave it out"
         elif self.plan.mode == "trace" and self.plan.search:
-            yield "plan.mode=trace: serried plan search uses formulas; leave it out, and trace what you choose"
+            yield (
+                "plan.mode=trace cannot be used with serried plan search, which uses formulas; leave it out, and trace "
+                "the layout that you choose"
+            )
         if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 turns evaluation off; "
@@ -557,8 +561,8 @@ class RunConfig(Section):
         for key, response in (("spike", health.spike), ("non_finite", health.non_finite)):
             if response == "rollback" and not checkpoint.every and not checkpoint.minutes_between:
                 yield (
-                    f"health.{key}=rollback returns to a checkpoint, and checkpoint.every=0 saves none before the end; "
-                    f"use checkpoint.every={max(1, (self.trainer.steps or 1000) // 10)}, or health.{key}=skip"
+                    f"health.{key}=rollback needs a checkpoint to return to, but checkpoint.every=0 saves none before "
+                    f"the end; use checkpoint.every={max(1, (self.trainer.steps or 1000) // 10)}, or health.{key}=skip"
                 )
         if checkpoint.keep_best and evaluated and checkpoint.every and self.trainer.epochs is None:
             both = math.lcm(checkpoint.every, evaluated)
@@ -570,12 +574,12 @@ class RunConfig(Section):
                 )
         elif checkpoint.keep_best and evaluated and not checkpoint.every:
             yield (
-                "checkpoint.keep_best=true chooses among checkpoints, and checkpoint.every=0 saves only the last; use "
+                "checkpoint.keep_best=true chooses among checkpoints, but checkpoint.every=0 saves only the last; use "
                 f"checkpoint.every={evaluated}"
             )
         if checkpoint.best_metric == "loss" and checkpoint.best_mode == "max":
             yield (
-                "checkpoint.best_mode=max with checkpoint.best_metric=loss, of which the lowest is best; use "
+                "checkpoint.best_mode=max contradicts checkpoint.best_metric=loss, for which lower is better; use "
                 "checkpoint.best_mode=min, or name another metric"
             )
         known = self.task.metrics
@@ -591,16 +595,16 @@ class RunConfig(Section):
         without = "or precision.quantize_aware=none"
         if self.precision.name in ("fp16", "float8", "int8"):
             yield (
-                f"precision.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
+                f"precision.quantize_aware={how} is not supported with precision={self.precision.name}; "
                 f"use precision=bf16, {without}"
             )
         if self.adapter.method != "none":
             yield (
-                f"precision.quantize_aware={how} with adapter.method={self.adapter.method}: weights that are quantized "
-                f"must be trained themselves; use adapter=none, {without}"
+                f"precision.quantize_aware={how} is not supported with adapter.method={self.adapter.method}, which "
+                f"freezes the weights to quantize; use adapter=none, {without}"
             )
         if self.parallel.tensor != 1:
             yield (
-                f"precision.quantize_aware={how} with parallel.tensor={self.parallel.tensor}, whose ranks would divide "
-                f"what has one scale; use parallel.tensor=1, {without}"
+                f"precision.quantize_aware={how} is not supported with parallel.tensor={self.parallel.tensor}, which "
+                f"would shard weights that share a scale; use parallel.tensor=1, {without}"
             )

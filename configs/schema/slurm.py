@@ -71,12 +71,12 @@ class SlurmSection(Section):
 
     def _mistakes(self) -> Iterator[str]:
         if self.memory and not re.fullmatch("[0-9]+[KMGT]?B?", self.memory, re.IGNORECASE):
-            yield f"slurm.memory={self.memory} is not a size as sbatch writes it; e.g. slurm.memory=64G"
+            yield f"slurm.memory={self.memory} is not a memory size that sbatch accepts; e.g. slurm.memory=64G"
         if self.gpu_type and ":" in self.gpu_type:
             kind, _, number = self.gpu_type.partition(":")
             yield f"slurm.gpu_type={self.gpu_type}: use slurm.gpu_type={kind} slurm.gpus_per_node={number}"
         elif self.gpu_type and self.gpus_per_node is None:
-            yield f"slurm.gpu_type={self.gpu_type} needs their number; e.g. slurm.gpus_per_node=8"
+            yield f"slurm.gpu_type={self.gpu_type} needs the number of GPUs per node; e.g. slurm.gpus_per_node=8"
         yield from _wrong_options(self.options)
         yield from _wrong_srun_options(self.srun_options)
         limit = self.time_minutes and self.time_minutes * 60

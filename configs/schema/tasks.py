@@ -33,8 +33,8 @@ class SampledSection(Section):
     def mistakes_with(self, config: Any) -> Iterator[str]:
         """Yield a sentence: this task has no sections of a language model."""
         yield (
-            f"task.name={config.task.name} was added to the keys of a language model; choose it with "
-            f"task={config.task.name} instead"
+            f"task.name={config.task.name} cannot be used with the other settings, which are for a language model; "
+            f"choose the task with task={config.task.name} instead"
         )
 
 

@@ -486,7 +486,7 @@ class TakenName(Tiny):
         (nn.Linear, [], "Linear is not a task; give a subclass of serried.Task"),
         (nn.Identity(), [], r"Identity\(\) is not a task; give a subclass of serried.Task"),
         (Loader, [], r"Loader.dataset\('train'\) returned a DataLoader; return the data set itself"),
-        (Unresolved, [], "Unresolved.Config.layers: Layers cannot be the type of a key"),
+        (Unresolved, [], "Unresolved.Config.layers: Layers is not supported as the type of a key"),
         (WrongDefault, [], r"optim.lrr=0.1 \(defaults of the task\); did you mean optim.lr=0.1"),
         (NoData, [], r"NoData.dataset\('train'\) returned None"),
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),

@@ -164,7 +164,7 @@ def test_main_job_under_torchrun_then_again_then_from_scratch(text: Path, tmp_pa
     assert (run_dir / "metrics.jsonl").read_bytes() == before, "a mistake moves no finished run"
     anew = typed("train.py", *argv, "checkpoint.resume=never", "trainer.micro_batch=18")
     assert anew.returncode == 0, anew.stderr
-    assert "note: trainer.micro_batch is given 2 times; the last one counts: trainer.micro_batch=18\n" in anew.stderr
+    assert "note: trainer.micro_batch is given 2 times; the last value is used: trainer.micro_batch=18\n" in anew.stderr
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
     assert (checkpoint(run_dir / "earlier-1") / "config.json").exists()
     assert len(metrics(run_dir, "start")) == 1

@@ -476,7 +476,7 @@ def test_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("search.trials=2 optim.lr=1e-3,1e-2 trainer.eval_every=0", "use trainer.eval_every="),
         (
             "search.trials=2 optim.lr=1e-3,1e-2 data.validation_fraction=0 data.validation.v.name=stdlib",
-            "search.trials=2 compares evaluations on what is kept back from training",
+            "search.trials=2 needs validation data held out from training",
         ),
         ("search.trials=2 optim.lr=interval(-1,1)", "out of range"),
         ("search.trials=2 optim.lr=interval(3,1)", "`low <= high` must hold, but got (low=3.0, high=1.0)"),

@@ -76,7 +76,7 @@ def test_list_prints_every_check_and_runs_nothing(
         (["launch.nodes=2"], "launch.nodes=2: serried verify checks the node it runs on"),
         (["launch.device=cuda"], "launch.device=cuda but torch finds none here; use launch.device=cpu"),
         (["launch.device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda, xpu, npu"),
-        (["faults"], "'faults' is not key=value"),
+        (["faults"], "'faults' is neither key=value"),
     ],
 )
 def test_mistakes_are_one_line(

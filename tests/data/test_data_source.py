@@ -91,7 +91,7 @@ def test_a_registered_function_is_a_source() -> None:
     other = open_source(compose(["data=lines", "data.text=c"]).data)
     assert source.fingerprint(Progress(None, 1)) != other.fingerprint(Progress(None, 1))
     for words, answer in (
-        (["data=lines", "data.subset=x"], "is read by data=hf, and this is data=lines"),
+        (["data=lines", "data.subset=x"], "is a key of data=hf, but the run uses data=lines"),
         (["data=linse"], "Did you mean data=lines?"),
     ):
         with pytest.raises(UserError) as caught:

@@ -412,7 +412,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'none'}"], "is neither a folder nor the name of a dataset"),
         ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, but the training data has only red"),
         ([f"task.path={tmp_path / 'hollow'}"], "hollow/train has classes without images: none, void; remove their"),
-        ([f"task.model={tmp_path / 'colours/text'}"], "text/preprocessor_config.json holds no mapping of names"),
+        ([f"task.model={tmp_path / 'colours/text'}"], "text/preprocessor_config.json does not contain a mapping"),
         ([f"task.model={tmp_path / 'colours/two'}"], "two/preprocessor_config.json: image_mean [1,2] and image_std 1"),
         ([f"task.model={tmp_path / 'colours/zero'}"], "image_mean 0 and image_std 0 must be three numbers"),
         (["task.validation=vla"], "use task.validation=val"),
@@ -432,7 +432,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         assert line.startswith("error: ")
         assert told in line
     assert main(["task.flip=true"]) == 78
-    assert "it is read by task=image_classification" in capfd.readouterr().err
+    assert "it is a key of task=image_classification" in capfd.readouterr().err
     assert main(images(folder, tmp_path / "run", "dry_run=true")) == 0
     assert "42 images, 15 for evaluation; 32x32" in capfd.readouterr().out
 

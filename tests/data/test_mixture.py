@@ -151,7 +151,7 @@ def test_evaluation_of_a_mixture_is_the_same_on_every_layout(
 def test_a_tokenizer_that_is_learned_from_a_source_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
     ended = run_here(mixed(sources, tmp_path / "run", "data.tokenizer=chars"))
     assert (ended.code, ended.printed.count("error:")) == (78, 1)
-    assert "data.tokenizer=chars is learned from a source" in ended.printed
+    assert "data.tokenizer=chars is built from a single source" in ended.printed
 
 
 def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
             "mine.py is a script; serried plan search compares layouts of built-in models; plan its",
         ),
         (["serach", "recipe=tiny"], "there is no folder serach; did you mean serried plan search?"),
-        (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search uses formulas; leave it out"),
+        (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search, which uses formulas; leave it out"),
         (["compare", "{run}", "parallel=ddp"], "parallel=ddp has no effect here"),
         (["compare", "{run}", "plan.rates={folder}/none.json"], "cannot read plan.rates={folder}/none.json: No such"),
         (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),

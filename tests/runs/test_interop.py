@@ -258,15 +258,15 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mistral3"}, "mistral3, but no model family reads it; the nearest is mistral; there"),
-        ({"model_type": "bert"}, "model_type bert, but no model family reads it; there are llama"),
-        ({"attention_bias": True}, "config.json has attention_bias True; only False can be taken over"),
+        ({"model_type": "mistral3"}, "mistral3, which no model family supports; the nearest is mistral; supp"),
+        ({"model_type": "bert"}, "model_type bert, which no model family supports; supported: llama"),
+        ({"attention_bias": True}, "config.json has attention_bias True; only False is supported"),
         ({"mlp_bias": True}, "config.json has mlp_bias True"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "config.json has rope_type yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "config.json lacks 'low_freq_factor'"),
         ({"hidden_size": None}, "of other shape (model.embed_tokens.weight is [300, 32] there and [300, 4096] here"),
-        ({"rms_norm_eps": "null"}, "config.json has rms_norm_eps null, and transformers"),
+        ({"rms_norm_eps": "null"}, "config.json has rms_norm_eps null, but transformers"),
         ({"pad_token_id": "<pad>"}, 'config.json has pad_token_id "<pad>"; use a number'),
         ({"pad_token_id": [0]}, "config.json has pad_token_id [0]; use a number"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, 'config.json has rope_parameters.rope_theta "1e4"; use a number'),
@@ -308,7 +308,7 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
         (folder / "checkpoints" / step).mkdir(parents=True)
         (folder / "checkpoints" / step / "config.json").touch()
     saved = folder / "checkpoints" / "step-00000010"
-    assert f"{path} is a run; use a model that it saved: model.path={saved}" in refusal(text, run_dir, path)
+    assert f"{path} is a run; use one of its checkpoints: model.path={saved}" in refusal(text, run_dir, path)
     shutil.rmtree(folder / "checkpoints")
     assert f"{folder / 'config.json'} does not exist" in refusal(text, run_dir, resume, "model.max_sequence_length=8k")
 
@@ -430,13 +430,15 @@ def test_sequences_are_no_longer_than_the_model_takes_unless_the_length_is_typed
         with pytest.raises(UserError, match=r"data\.sequence_length=257"):
             compose(argv)
         (tmp_path / "recipe/own.yaml").write_text(f"\ufeff{own}")
-        with pytest.raises(UserError, match=r"own\.yaml begins with a byte order mark, .*; save it as UTF-8 without"):
+        with pytest.raises(
+            UserError, match=r"own\.yaml begins with a byte order mark, .*; save the file as UTF-8 without"
+        ):
             compose(argv)
 
 
 def test_a_folder_of_adapters_as_a_model_is_answered_with_the_model_that_they_adapt(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
-    told = r"holds adapters .*; use the model that they adapt, model\.path=owner/base, with adapter=lora"
+    told = r"contains adapters .*; use their base model, model\.path=owner/base, with adapter=lora"
     with pytest.raises(UserError, match=told):
         compose(["recipe=sft", f"model.path={tmp_path}", "data.path=rows.jsonl"])
 
@@ -463,10 +465,10 @@ def test_a_model_of_a_size_that_none_has_is_refused_before_it_is_built(
     changes: dict[str, Any], plain: Path, tmp_path: Path
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)
-    with pytest.raises(UserError, match=r"more than the \d+ that are built here; use another model"):
+    with pytest.raises(UserError, match=r"more than the supported maximum of \d+; use another model"):
         compose(["model=hf", f"model.path={folder}", "data.sequence_length=256"])
     section = TextClassSection(model=str(folder), path=str(tmp_path))
-    with pytest.raises(UserError, match=r"more than the \d+ that are built here"):
+    with pytest.raises(UserError, match=r"more than the supported maximum of \d+"):
         build_classifier(section, ["one", "two"], "SequenceClassification", {})
 
 
@@ -561,4 +563,4 @@ def test_a_name_that_cannot_be_downloaded_is_answered_with_the_command(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as caught:
         compose(["recipe=sft", "model.path=owner/name", f"data.path={tmp_path}"])
-    assert "hf download owner/name --local-dir FOLDER, then model.path=FOLDER" in str(caught.value)
+    assert "hf download owner/name --local-dir FOLDER, then use model.path=FOLDER" in str(caught.value)

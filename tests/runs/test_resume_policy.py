@@ -301,7 +301,7 @@ def test_token_that_is_added_to_a_tokenizer_changes_no_other(tmp_path: Path) -> 
 def test_names_in_allow_changes_are_looked_up() -> None:
     for typed, told in {
         "[optim.lrr]": "there is no key optim.lrr; did you mean 'checkpoint.allow_changes=[optim.lr]'?",
-        "optim.lr": "is not true or false or a list of texts; e.g. 'checkpoint.allow_changes=[optim.lr]'",
+        "optim.lr": "is not true or false or a list of strings; e.g. 'checkpoint.allow_changes=[optim.lr]'",
         "optim.lr,trainer.seed": "write a list in brackets, 'checkpoint.allow_changes=[optim.lr,trainer.seed]'",
     }.items():
         with pytest.raises(UserError) as error:

@@ -421,7 +421,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
         lambda name: None if name == "mlflow" else find_spec(name),
     )
     config = compose(tiny_overrides(text, tmp_path / "run", "track.wandb=offline", "track.mlflow=sqlite:///a.db"))
-    with pytest.raises(UserError, match=r"^MLflow is not installed; pip install -e '.\[mlflow\]', or do without: "):
+    with pytest.raises(UserError, match=r"^MLflow is not installed; pip install -e '.\[mlflow\]', or use "):
         check_trackers(config.track)
 
 
@@ -449,7 +449,7 @@ def test_half_an_address_is_no_folder_to_make(text: Path, tmp_path: Path) -> Non
 )
 def test_a_password_is_kept_out_of_the_config(address: str, advice: str, text: Path, tmp_path: Path) -> None:
     quoted = f"track.mlflow='{address}'"
-    with pytest.raises(UserError, match=r"track\.mlflow holds a password") as caught:
+    with pytest.raises(UserError, match=r"track\.mlflow contains a password") as caught:
         compose(tiny_overrides(text, tmp_path / "run", quoted))
     assert "secret" not in str(caught.value)
     assert advice in str(caught.value)

@@ -192,7 +192,7 @@ def test_keys_of_checkpoints_get_no_line_where_some_are_saved_for_their_time() -
     keys = ("checkpoint.keep=5", "checkpoint.keep_every=30", "health.spike=rollback")
     assert noted(*keys, "checkpoint.every=0", "checkpoint.every_minutes=5") == []
     (note,) = noted("checkpoint.keep=5", "health.spike=rollback", "checkpoint.every=300")
-    assert "unless one is saved for its time" in note
+    assert "unless checkpoint.every_minutes saves one" in note
 
 
 def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,11 +213,14 @@ def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.Capture
         ("health.spike=rollback checkpoint.every=0", "saves none before the end; use checkpoint.every=30"),
         ("checkpoint.keep_best=true checkpoint.every=0", "saves only the last; use checkpoint.every=100"),
         ("checkpoint.keep_best=true checkpoint.every=29 trainer.eval_every=30", "no step is both saved and evaluated"),
-        ("checkpoint.best_mode=max", "of which the lowest is best; use checkpoint.best_mode=min"),
+        ("checkpoint.best_mode=max", "for which lower is better; use checkpoint.best_mode=min"),
         ("checkpoint.best_metric=acc", "which has loss; use checkpoint.best_metric=loss"),
         ("recipe=dpo data.path=x checkpoint.best_metric=acc", "loss, reward_margin, reward_accuracy, chosen_reward"),
-        ("optim.lr=1e300", "must be at least 0, and 1.2e-38 to 3.4e38 in size"),
-        ("data.validation_fraction=1e-12", "keeps less than one part in 1e9, which is nothing; use data.validation_fr"),
+        ("optim.lr=1e300", "must be at least 0, and from 1.2e-38 to 3.4e38 in magnitude"),
+        (
+            "data.validation_fraction=1e-12",
+            "holds out less than 1e-9 of the documents, which is none; use data.validation_fr",
+        ),
         ("data.validation_fraction=0.999999", "it must be at least 0 and at most 0.999"),
         ("trainer.ema_decay=0.999999999999", "it must be at least 0 and at most 0.999999"),
         ("trainer.global_batch=1e15", "it must be at least 1 and at most 1e7"),
@@ -227,7 +230,7 @@ def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.Capture
         ("launch.threads=10000", "it must be at least 1 and at most 1024"),
         ("data.workers=1024", "it must be at least 0 and at most 256"),
         ("task.label_smoothing=0.999999", "it must be at least 0 and at most 0.9"),
-        ("trainer.max_minutes=1e-300", "must be above 0, and 1.2e-38 to 3.4e38 in size"),
+        ("trainer.max_minutes=1e-300", "must be above 0, and from 1.2e-38 to 3.4e38 in magnitude"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:

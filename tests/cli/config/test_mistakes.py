@@ -49,7 +49,12 @@ MISTAKES = [
         _mistake(f"a time limit in Slurm's words, {given}", f"slurm.time={given}", f"slurm.time_minutes={minutes}?")
         for given, minutes in (("4:00:00", 240), ("90:30", 91), ("1-12", 2160), ("1-00:30:00", 1470), ("45", 45))
     ),
-    _mistake("an option of sbatch", "slurm.mail_user=a", "further options of sbatch are one key", "'slurm.options="),
+    _mistake(
+        "an option of sbatch",
+        "slurm.mail_user=a",
+        "other options of sbatch are set together in one key",
+        "'slurm.options=",
+    ),
     _mistake("no option", "slurm.options=-x", "'-x' is not of the form --name=value or --name"),
     _mistake("an option with a key", 'slurm.options="--time=3"', "--time is set by slurm.time_minutes; use that key"),
     _mistake("an option that waits", "slurm.options=--wait", "--wait would keep serried from starting or finding"),
@@ -60,13 +65,17 @@ MISTAKES = [
     _mistake("a line of our srun", "slurm.srun_options='--comment=\"a\nreboot\"'", "is not of the form --name=value"),
     _mistake("a late signal", "slurm.signal_seconds=1e9", "slurm.signal_seconds=1e9 (command line) is out of range"),
     _mistake("type and number", "slurm.gpu_type=a100:4", "use slurm.gpu_type=a100 slurm.gpus_per_node=4"),
-    _mistake("no size", "slurm.memory=64X", "slurm.memory=64X is not a size", "slurm.memory=64G"),
-    _mistake("type without number", "slurm.gpu_type=a100", "needs their number; e.g. slurm.gpus_per_node=8"),
+    _mistake("no size", "slurm.memory=64X", "slurm.memory=64X is not a memory size", "slurm.memory=64G"),
+    _mistake(
+        "type without number", "slurm.gpu_type=a100", "needs the number of GPUs per node; e.g. slurm.gpus_per_node=8"
+    ),
     _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
     _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
     _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),
     _mistake("epochs", "num_train_epochs=3", "trainer.epochs=3"),
-    _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
+    _mistake(
+        "accumulation", "gradient_accumulation_steps=4", "is computed as", "trainer.global_batch / (trainer.micro_batch"
+    ),
     _mistake("bf16", "bf16=true", "precision=bf16"),
     _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda, xpu, npu; did you mean launch.device=auto?"),
     _mistake(
@@ -77,7 +86,10 @@ MISTAKES = [
     _mistake("W&B as a switch", "track.wandb=true", "did you mean track.wandb=online?"),
     _mistake("profiler", "profiler=pytorch", "'profile.steps=[10,13]'"),
     _mistake(
-        "profile, one step", "profile.steps=5", "is one number", "use the first and the last: 'profile.steps=[5,5]'"
+        "profile, one step",
+        "profile.steps=5",
+        "is a single number",
+        "give the first and the last step: 'profile.steps=[5,5]'",
     ),
     _mistake("profile, backwards", "profile.steps=[13,10]", "'profile.steps=[10,13]'"),
     _mistake("profile, from 0", "profile.steps=[0,3]", "profile.steps=[0,3]", "count from 1"),
@@ -109,19 +121,19 @@ MISTAKES = [
     _mistake("no dataset", "data=hf", "data.path=OWNER/NAME_OR_FOLDER"),
     _mistake("idle subset", "data.subset=en", "add data=hf"),
     _mistake(
-        "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "is read by data=text, hf"
+        "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "is a key of data=text, hf"
     ),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
-    _mistake("sweep", "-m|trainer.seed=1", "no key has them", stage="parse"),
-    _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "train.py -m"),
+    _mistake("sweep", "-m|trainer.seed=1", "but no key has several", stage="parse"),
+    _mistake("several values", "trainer.seed=1,2", "has several values: give one, or sweep", "train.py -m"),
     # form
     _mistake("dashes", "--trainer.lr=1", "no dashes", "optim.lr=1"),
     _mistake("dashes and blank", "--recipe|llama8b", "no dashes", "recipe=llama8b"),
-    _mistake("unknown flag", "--verbose", "no flag --verbose", "--help"),
+    _mistake("unknown flag", "--verbose", "unknown flag --verbose", "--help"),
     _mistake("no equals sign", "recipe|tiny", "recipe=tiny"),
     _mistake("no key", "=5", "no key"),
     _mistake("no value", "trainer.steps=", "no value", "trainer.steps=1000"),
-    _mistake("two equals signs", "run.name=a=b", "holds a '='", """'run.name="a=b"'"""),
+    _mistake("two equals signs", "run.name=a=b", "contains a '='", """'run.name="a=b"'"""),
     _mistake("section as key", "trainer=5", "trainer is a section", "global_batch"),
     _mistake("below a value", "trainer.steps.x=1", "trainer.steps=1"),
     _mistake("deletion", "~trainer.steps", "cannot be deleted", "trainer.steps=1000"),
@@ -145,9 +157,13 @@ MISTAKES = [
         "odd heads", "model.dim=28", "model.head_dim=7 (model.dim=28 / model.heads=4) is odd", "use model.head_dim=8"
     ),
     _mistake("long sequence", "data.sequence_length=16k", "16000 exceeds", "data.sequence_length=8192"),
-    _mistake("idle recipe", "precision=bf16|precision.scaling=tensorwise", "only read with precision=float8; use that"),
-    _mistake("idle scale", "precision.initial_scale=8", "precision.initial_scale=8.0 is only read with precision=fp16"),
-    _mistake("idle gather", "precision=bf16|precision.gather=float8", "precision.gather=float8 with precision=bf16"),
+    _mistake(
+        "idle recipe", "precision=bf16|precision.scaling=tensorwise", "has an effect only with precision=float8; add it"
+    ),
+    _mistake(
+        "idle scale", "precision.initial_scale=8", "precision.initial_scale=8.0 has an effect only with precision=fp16"
+    ),
+    _mistake("idle gather", "precision=bf16|precision.gather=float8", "is not supported with precision=bf16"),
     _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),
     _mistake("idle path", "data.path=books", "add data=text"),
     # tasks
@@ -155,8 +171,14 @@ MISTAKES = [
     _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 but task.name=reward does not generate text"),
     _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
     _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is not used with task.loss=dpo, only with cpo"),
-    _mistake("packed pairs", "recipe=dpo|data.packing=best_fit", "data.packing=best_fit with data.format=preference"),
-    _mistake("no pairs", "recipe=dpo|data.format=chat", "task.name=preference reads; use data.format=preference"),
+    _mistake(
+        "packed pairs",
+        "recipe=dpo|data.packing=best_fit",
+        "data.packing=best_fit has no effect with data.format=preference",
+    ),
+    _mistake(
+        "no pairs", "recipe=dpo|data.format=chat", "supported by task.name=preference; use data.format=preference"
+    ),
     _mistake(
         "parts of answers",
         "recipe=dpo|parallel=fsdp|parallel.context=2",
@@ -167,14 +189,18 @@ MISTAKES = [
     # model families
     _mistake("key of gemma2", "model=gemma3_1b|model.score_soft_cap=50", "=null, or model.family=gemma2"),
     _mistake("key of gemma3", "model=gemma2_9b|model.local_rope_theta=1e4", "=null, or model.family=gemma3"),
-    _mistake("window", "model.sliding_window=64", "model.family=gemma2, gemma3_text, mistral, phi3, and this is"),
+    _mistake("window", "model.sliding_window=64", "model.family=gemma2, gemma3_text, mistral, phi3, but the run uses"),
     _mistake("soft cap", "model=gemma2_9b|model.attn_logit_softcapping=50", "did you mean model.score_soft_cap=50?"),
     _mistake("epsilon", "model=mistral7b|model.rms_norm_eps=1e-5", "did you mean model.norm_eps=1e-5?"),
     # optimizers and schedules
     _mistake("optim", "optim=lionn", "no optim 'lionn'. Did you mean optim=lion?"),
     _mistake("optim.name", "optim.name=lionn", "no optimizer 'lionn' is registered; did you mean optim=lion?"),
-    _mistake("SGD", "optim=sgd|optim.betas=[0.9,0.95]", "by optim=adamw, adam, ", "lion, ", "this is optim=sgd"),
-    _mistake("key of a schedule", "schedule=constant|schedule.min_lr_ratio=0.2", "by schedule=cosine, linear, wsd"),
+    _mistake(
+        "SGD", "optim=sgd|optim.betas=[0.9,0.95]", "a key of optim=adamw, adam, ", "lion, ", "the run uses optim=sgd"
+    ),
+    _mistake(
+        "key of a schedule", "schedule=constant|schedule.min_lr_ratio=0.2", "a key of schedule=cosine, linear, wsd"
+    ),
     _mistake("betas", "optim=lion|optim.betas=[0.9,1]", "both must be at least 0 and below 1"),
     # several
     _mistake(

@@ -141,7 +141,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("target_modules=all-linear", "did you mean adapter.modules=null?"),
         ("parallelism.context_parallel_rotate_method=alltoall", "did you mean parallel.context_method=ring?"),
         ("report_to=none", "did you mean track=files?"),
-        ("special_tokens.pad_token=x", "of the tokenizer and of config.json; leave it out"),
+        ("special_tokens.pad_token=x", "from the tokenizer and from config.json; leave it out"),
         ("eval_strategy=steps", "use trainer.eval_every=100 checkpoint.every=100"),
         ("torch_dtype=bfloat16", "did you mean precision=bf16?"),
         ("checkpoint.enable=true", "no key is needed for this; leave it out"),
@@ -150,7 +150,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("checkpoint.resume=False", "use checkpoint.resume=never"),
         ("--resume", "write checkpoint.resume=auto"),
         ("data.validation.path=a.txt", "write data.validation.NAME.path, with a name of your choice"),
-        ("data=text data.path=. data.sources.a.name=text", "(command line) is read by data=mixture"),
+        ("data=text data.path=. data.sources.a.name=text", "(command line) is a key of data=mixture"),
     ],
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:
@@ -173,16 +173,16 @@ LLAMA = {
         ("dataset=alpaca.jsonl", "did you mean data=text data.path=alpaca.jsonl?"),
         ("datasets=[my.jsonl]", "did you mean data=text data.path=my.jsonl?"),
         ("data=tatsu-lab/alpaca", "use data=hf data.path=tatsu-lab/alpaca, with recipe=sft"),
-        ("flash_attention=true", "use model.attention=auto, sdpa, flex or varlen"),
-        ("chat_template=chatml", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
-        ("template=qwen", "leave it out, or use recipe=sft data.chat_template=FILE.jinja"),
+        ("flash_attention=true", "use model.attention=sdpa, flex or varlen"),
+        ("chat_template=chatml", "leave it out, or set a template file with recipe=sft data.chat_template=FILE.jinja"),
+        ("template=qwen", "leave it out, or set a template file with recipe=sft data.chat_template=FILE.jinja"),
         ("save_minutes=30", "did you mean checkpoint.every_minutes=30?"),
         ("save_minutes=0.5", "did you mean checkpoint.every_minutes=1?"),
         ("train_time_interval=01:30:00", "did you mean checkpoint.every_minutes=90?"),
         ("sequence_len=2048", "did you mean data.sequence_length=2048?"),
         ("cutoff_len=2k", "did you mean data.sequence_length=2k?"),
         ("val_set_size=0.05", "did you mean data.validation_fraction=0.05?"),
-        ("use_flash_attention_2=true", "use model.attention=auto, sdpa, flex or varlen"),
+        ("use_flash_attention_2=true", "use model.attention=sdpa, flex or varlen"),
         ("search.seed=3", "python train.py -m search.trials=20"),
     ],
 )
@@ -212,7 +212,7 @@ def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
 @pytest.mark.parametrize("typed", ["attention_bias=true", "attention_window=100", "num_local_experts=8"])
 def test_a_key_of_other_model_families_is_suggested_with_their_names(typed: str) -> None:
     with pytest.raises(
-        UserError, match=r"did you mean model\.(\w+)=\w+\? model\.\1 is read by model\.family=.*mi[sx]t"
+        UserError, match=r"did you mean model\.(\w+)=\w+\? model\.\1 is a key of model\.family=.*mi[sx]t"
     ):
         compose([typed])
     with pytest.raises(UserError, match=r"did you mean model\.hidden_dim=48\?$"):

@@ -188,11 +188,11 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_pat
     [
         ("data.columns.promt=null", "unknown column promt; did you mean data.columns.prompt=null?"),
         ("data.chat_template_kwargs=5", "is not a mapping of names to values; e.g. 'data.chat_template_kwargs={enable"),
-        ("data.chat_template_kwargs.tools=5", "data.chat_template_kwargs.tools: every template gets it from the row"),
+        ("data.chat_template_kwargs.tools=5", "data.chat_template_kwargs.tools: its value is set from each row"),
         ("data.columns.promt=q", "unknown column promt; did you mean data.columns.prompt=q?"),
         ("data.train_on=x", "data.train_on=x (command line) is not one of replies, last, all"),
-        ("data.format=text data.train_on=all", "data.train_on=all is only read with data.format=chat"),
-        ("data.chat_template=none data.train_on=last", "whose rows have one completion; leave it out"),
+        ("data.format=text data.train_on=all", "data.train_on=all has an effect only with data.format=chat"),
+        ("data.chat_template=none data.train_on=last", "because each row has one completion; leave it out"),
         ("data.chat_template=none data.chat_template_kwargs.a=1", "has no effect with data.chat_template=none"),
     ],
 )

@@ -211,7 +211,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "has a BertForMaskedLM, but model=hf .* use task=masked_lm task.model=",
     ),
     "of images": ({"model_type": "vit", "vocab_size": ...}, "has model_type vit and no vocab_size, so it is no"),
-    "of a kind that is no text": ({"model_type": []}, "has model_type .., but no model family reads it|no such model"),
+    "of a kind that is no text": (
+        {"model_type": []},
+        "has model_type .., which no model family supports|no such model",
+    ),
     "malformed": ({"num_attention_heads": "four"}, "num_attention_heads"),
 }
 
@@ -244,7 +247,7 @@ def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None
     ended = runs.run_here(sft(folder, tmp_path / "run", f"model.path={tmp_path}"))
     assert ended.code == 78
     assert "'pytorch_model.bin' is a pickle, which is never loaded" in ended.printed.splitlines()[-1]
-    with pytest.raises(UserError, match=r"opt, but no model family reads it; .*; model=hf trains it"):
+    with pytest.raises(UserError, match=r"opt, which no model family supports; .*; model=hf trains it"):
         compose([f"model.path={tmp_path}"])
     with pytest.raises(UserError, match=r"exceeds the 256 positions in config.json .* use data.sequence_length=256"):
         compose(["model=hf", f"model.path={tmp_path}", "model.max_sequence_length=300"])

@@ -264,7 +264,7 @@ def test_presets_say_what_published_models_do(preset: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "changes", "reason"),
     [
-        ("qwen25_7b", {"use_sliding_window": True}, "has use_sliding_window True; only False can be taken over"),
+        ("qwen25_7b", {"use_sliding_window": True}, "has use_sliding_window True; only False is supported"),
         ("phi3_mini", {"rope_scaling": {"type": "longrope"}}, "has rope_type longrope; only default and llama3"),
         ("gemma2_9b", {"layer_types": ["full_attention"] * 2}, "has 2 layer_types but num_hidden_layers 42"),
         (
@@ -272,7 +272,7 @@ def test_presets_say_what_published_models_do(preset: str) -> None:
             {"layer_types": ["full_attention", *["sliding_attention"] * 41]},
             "has layer_types where not every n-th layer is full",
         ),
-        ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None can be taken"),
+        ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None is supported"),
         ("gemma3_1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "has rope_type linear; only default"),
     ],
 )

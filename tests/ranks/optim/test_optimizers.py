@@ -410,7 +410,9 @@ def test_registered_optimizer_is_chosen_by_name_with_its_own_keys(own_optimizer:
     with_own(own_optimizer)
     chosen: Any = compose(["optim=rolling", "optim.friction=0.3", "optim.lr=0.5"]).optim
     assert (chosen.name, chosen.friction, chosen.lr) == ("rolling", 0.3, 0.5)
-    with pytest.raises(UserError, match=r"optim.friction=0.3 .* is read by optim=rolling, and this is optim=adamw"):
+    with pytest.raises(
+        UserError, match=r"optim.friction=0.3 .* is a key of optim=rolling, but the run uses optim=adamw"
+    ):
         compose(["optim.friction=0.3"])
     with pytest.raises(UserError, match="optimizer rolling is registered twice"):
         serried.register_optimizer("rolling")(print)

@@ -264,7 +264,7 @@ def test_gathering_in_float8_changes_no_bit_with(
 @pytest.mark.parametrize(
     ("more", "told", "cure"),
     [
-        ("adapter=lora", "precision=float8 with adapter.method=lora: only trained weights", "precision=bf16"),
+        ("adapter=lora", "precision=float8 has no effect with adapter.method=lora: it applies", "precision=bf16"),
         (
             "model.dim=24 model.hidden_dim=24",
             "(not layers.0.self_attn.q_proj and 4 more: 24 outputs, no multiple of 16",
@@ -272,13 +272,13 @@ def test_gathering_in_float8_changes_no_bit_with(
         ),
         (
             "precision=bf16 precision.gather=float8",
-            "precision.gather=float8 with precision=bf16: weights have one",
-            "these, or precision.gather=bf16",
+            "precision.gather=float8 is not supported with precision=bf16: FSDP",
+            "precision=float8 precision.scaling=tensorwise, or precision.gather=bf16",
         ),
         (
             "precision.gather=float8",
-            "precision.gather=float8 with precision.scaling=rowwise: weights have one",
-            "these, or precision.gather=bf16",
+            "precision.gather=float8 is not supported with precision.scaling=rowwise: FSDP",
+            "precision=float8 precision.scaling=tensorwise, or precision.gather=bf16",
         ),
         (
             "precision.scaling=tensorwise precision.gather=float8 parallel=ddp launch.processes=2",

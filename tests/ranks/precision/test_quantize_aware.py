@@ -131,12 +131,12 @@ def test_layouts_have_the_loss_of_one_process(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("precision=fp16", "with precision=fp16, which has products of its own; use precision=bf16, or"),
-        ("precision=float8", "with precision=float8, which has products of its own; use precision=bf16, or"),
-        ("adapter=lora", "with adapter.method=lora: weights that are quantized must be trained themselves; use"),
+        ("precision=fp16", "with precision=fp16; use precision=bf16, or"),
+        ("precision=float8", "with precision=float8; use precision=bf16, or"),
+        ("adapter=lora", "with adapter.method=lora, which freezes the weights to quantize; use"),
         (
             "launch.processes=2 parallel=fsdp parallel.tensor=2",
-            "with parallel.tensor=2, whose ranks would divide what has one scale; use parallel.tensor=1, or",
+            "with parallel.tensor=2, which would shard weights that share a scale; use parallel.tensor=1, or",
         ),
         ("model.dim=48", "would be that of 0 of 7 linear layers of the blocks (not layers.0.self_attn.q_proj"),
     ],

@@ -366,10 +366,10 @@ def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
     ("options", "message"),
     [
         ({"lora_alpha": 1e308}, r"has lora_alpha 1e.308: not in 32 bits$"),
-        ({"r": "4"}, "has r 4: a number is needed"),
+        ({"r": "4"}, "has r 4: must be a number"),
         (
             {"target_modules": ["q_proj", "embed_tokens"]},
-            r"holds the tensor base_model.model.model.embed_tokens.*merge",
+            r"contains the tensor base_model.model.model.embed_tokens.*merge",
         ),
         (
             {"modules_to_save": ["lm_head"]},

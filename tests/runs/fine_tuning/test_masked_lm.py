@@ -156,7 +156,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["adapter=lora"], "the head of these models is tied to the embeddings"),
         (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 but MaskedLM does not generate text; leave it out"),
         (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a model of text"),
-        (["recipe=lora"], "the recipes here are of language models"),
+        (["recipe=lora"], "the built-in recipes are for language models"),
     ):
         assert main(masked(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words
         *_, line = capfd.readouterr().err.splitlines()

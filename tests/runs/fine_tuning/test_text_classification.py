@@ -129,7 +129,7 @@ def test_quantized_model_is_refused(folder: Path, tmp_path: Path) -> None:
 )
 def test_config_that_names_another_model_is_refused(keys: dict[str, Any]) -> None:
     """A library would download it, or unpickle it."""
-    with pytest.raises(UserError, match="by which a library would build, download or read"):
+    with pytest.raises(UserError, match="which would make a library build or download another model"):
         without_code({"model_type": "bert"} | keys)
 
 

@@ -65,7 +65,7 @@ def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, tex
     ("word", "answer"),
     [
         ("model.widht=4", "did you mean model.width=4?"),
-        ("model.heads=4", "and this is model.family=bigram"),
+        ("model.heads=4", "but the run uses model.family=bigram"),
         ("task.z_loss=1e-4", "task.z_loss=0.0001: the model family bigram has no LanguageModelHead"),
         ("model.width=x", "model.width=x (command line) is not a whole number"),
     ],

@@ -269,6 +269,7 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
         rank = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {layers} layers"
         what += ", and the new head" if heads else ""
+        what += f", and {', '.join(section.modules_to_save)} in full" if section.modules_to_save else ""
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
 

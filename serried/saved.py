@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters, described_adapters
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, ENDINGS, base_of_adapters, described_adapters
 from serried.configs.hugging_face.model_folder import CONFIG, embedded_tokens, family_of_any, keys_of_model
 from serried.configs.messages.suggestions import nearest
 from serried.configs.plain_data import NotPlainData, read_if_there, value_at
@@ -343,6 +343,8 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
     rows = config.model.vocab_size
     if (checkpoint / CONFIG).exists() or not (checkpoint / ADAPTER_CONFIG).exists():
         rows = embedded_tokens(checkpoint)
+    elif rows is not None:
+        rows = max(rows, _rows_beside_adapters(checkpoint))
     model, data = config.model.model_copy(update={"vocab_size": rows}), config.data
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
@@ -354,6 +356,16 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
             update["chat_template"] = text if "{" in text else str(template)
         data = data.model_copy(update=update)
     return config.model_copy(update={"model": model, "data": data})
+
+
+def _rows_beside_adapters(folder: Path) -> int:
+    """Return the number of rows that the tokenizer and the saved modules in a PEFT folder need in the embedding."""
+    from serried.recipes.data.tokenizers.hugging_face_tokenizer import find_tokenizer
+    from serried.records.safetensors_files import TensorFolder
+
+    ids = find_tokenizer(str(folder)).vocab_size if (folder / "tokenizer.json").exists() else 0
+    specs = TensorFolder(folder, "adapter_model").specs.values()
+    return max([ids, *(spec.shape[0] for spec in specs if len(spec.shape) == 2 and not spec.name.endswith(ENDINGS))])
 
 
 def _for_processes(before: ParallelSection, world_size: int) -> ParallelSection:

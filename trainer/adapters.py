@@ -20,6 +20,7 @@ from serried.configs.hugging_face.adapter_folder import (
     scale_of,
 )
 from serried.configs.messages.invalid_values import shown
+from serried.configs.plain_data import read_json
 from serried.configs.schema.sections import AdapterSection
 from serried.configs.similar_names import nearest, nearest_pattern
 from serried.parallel.checkpoint_mapping import Fragment
@@ -30,7 +31,7 @@ from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
 from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint.retention import ADAPTER
-from serried.trainer.checkpoint.tensors import Exported
+from serried.trainer.checkpoint.tensors import Exported, tied_parameters
 
 _PIECE_NUMBERS = 2**23
 """Number of weights that are quantized at a time."""
@@ -83,6 +84,8 @@ class Adapters:
         for head in heads:
             model.get_submodule(head).requires_grad_(True)
         self._saved_modules = _modules_in_checkpoint(model, heads, exported)
+        self._tied = {name: of for name, of in tied_parameters(model).items() if self.is_of_head(of)}
+        """Further names of fully trained parameters, mapped to their names."""
         if section.quantize != "none":
             self._quantize(model, plan)
 
@@ -143,7 +146,12 @@ class Adapters:
         """
         owner, _, key = name.rpartition(".")
         if self.is_of_head(name):
-            return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in self._of_base(name, shape))
+            names = [
+                name,
+                *(further for further, of in self._tied.items() if of == name),
+            ]  # PEFT needs tied weights twice
+            parts = [part for each in names for part in self._of_base(each, shape)]
+            return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in parts)
         if not self._is_of_adapter(name):
             return ()
         weight = self._weights[owner]
@@ -224,6 +232,7 @@ class Adapters:
             "target_modules": self._target_modules(self._adapted),
             "fan_in_fan_out": self._is_conv1d,
             "modules_to_save": self._saved_modules or None,
+            "ensure_weight_tying": bool(self._tied),
             "bias": "none",
             "inference_mode": True,
             **further,
@@ -242,7 +251,7 @@ class Adapters:
 
     def check_folder(self, folder: Path) -> None:
         """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
-        found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs, self._saved_modules)
+        found = described_adapters(folder, TensorFolder(folder, ADAPTER).specs)
         theirs = set(found["modules"])
         if unknown := theirs - {_module_of(weight.name) for weight in self._weights.values()}:
             raise UserError(unknown_layer(folder, min(unknown)))
@@ -255,9 +264,20 @@ class Adapters:
                 differing[key] = shown(found[key])
         if theirs != self._adapted:
             differing["modules"] = f"[{','.join(self._target_modules(theirs))}]"
+        if (saved := found.get("modules_to_save", [])) != self._saved_modules:
+            differing["modules_to_save"] = f"[{','.join(saved)}]"
         if differing:
             use = " ".join(shlex.quote(f"adapter.{key}={value}") for key, value in differing.items())
             raise UserError(f"the adapters in {folder} do not match this command's adapter.* settings; use {use}")
+
+    def check_tied(self, folder: Path) -> None:
+        """Raise ``UserError`` if PEFT would untie the embedding and the head of this model with the adapters in
+        ``folder``."""
+        if self._tied and not read_json(folder / ADAPTER_CONFIG).get("ensure_weight_tying"):
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG} has no ensure_weight_tying: PEFT unties the embedding from the head with "
+                "these adapters; merge them with PEFT's merge_and_unload()"
+            )
 
     def _target_modules(self, chosen: set[str]) -> list[str]:
         """Return ``target_modules`` for PEFT: the last parts of the names ``chosen`` if they match no other layer."""
@@ -286,6 +306,38 @@ class Adapters:
                 raise CannotAdapt(pattern, _unmatched(f"adapter.modules=[{pattern}]", pattern, names))
             chosen.update(found)
         return [name for name in names if name in chosen]
+
+
+def modules_to_save(patterns: Sequence[str], model: nn.Module, exported: Exported) -> list[str]:
+    """Return the names of the modules of ``model`` that ``patterns``, the value of ``adapter.modules_to_save``, match.
+
+    Raises:
+        UserError: A pattern matches no module, or one whose weight is that of another module.
+    """
+    known, chosen = dict[str, set[str]](), list[str]()
+    tied = {name.rpartition(".")[0]: of.rpartition(".")[0] for name, of in tied_parameters(model).items()}
+    for name, module in model.named_modules() if patterns else ():
+        for parameter, values in module.named_parameters():
+            parts = exported(f"{name}.{parameter}", values.shape)
+            if name and len(parts) == 1 and name not in tied:
+                known.setdefault(name, {name}).add(parts[0].name.removesuffix(f".{parameter}"))
+    for pattern in patterns:
+        if head := next((name for name in tied if matches_layer(name, pattern)), None):
+            others = dict.fromkeys([*(other for other in patterns if other != pattern), tied[head]])
+            raise UserError(
+                f"adapter.modules_to_save=[{pattern}]: the weight of {head} is that of {tied[head]}, which is trained "
+                f"for both; use 'adapter.modules_to_save=[{','.join(others)}]'"
+            )
+        found = [name for name, aliases in known.items() if any(matches_layer(alias, pattern) for alias in aliases)]
+        if not found:
+            last = sorted({name.rpartition(".")[2] for name in known})
+            near = nearest(pattern.rpartition(".")[2], last) or last[:4]
+            raise UserError(
+                f"adapter.modules_to_save=[{pattern}] matches no module that can be trained in full; near names: "
+                f"{', '.join(near)}; e.g. 'adapter.modules_to_save=[{near[0]}]'"
+            )
+        chosen += found
+    return list(dict.fromkeys(chosen))
 
 
 def unknown_layer(folder: Path, name: str) -> str:

@@ -22,7 +22,7 @@ from serried.parallel.layout.process_groups import Groups
 from serried.parallel.parallelize import check_offloadable, check_plan, parallelize
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
-from serried.trainer.adapters import Adapters
+from serried.trainer.adapters import Adapters, modules_to_save
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.tensors import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
@@ -85,6 +85,8 @@ class Model:
 
     def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
         """Load the adapters and the fully trained heads of the sharded model from ``folder``."""
+        assert self.adapters is not None
+        self.adapters.check_tied(folder)
         load_weights(folder, parallel, self.exported, self.stem)
 
     def _exported_from(self, weights: Path) -> Exported:
@@ -126,7 +128,8 @@ def build_model(config: RunConfig, task: RunTask, device: str | None = None) -> 
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
     blocks, adapters = plan.blocks_in(module), None
     if config.adapter.method != "none":
-        adapters = Adapters(config.adapter, module, plan, task.exported, task.heads())
+        heads = [*task.heads(), *modules_to_save(config.adapter.modules_to_save, module, task.exported)]
+        adapters = Adapters(config.adapter, module, plan, task.exported, list(dict.fromkeys(heads)))
     return Model(task, module, plan, adapters, blocks)
 
 

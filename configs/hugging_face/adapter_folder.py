@@ -35,6 +35,7 @@ _TAKEN = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the weights of the base model
     "use_dora": (False, True),
     "use_rslora": (False, True),
+    "ensure_weight_tying": (False, True),
 }
 """Supported values of keys, computed as in PEFT. All other keys must be unset, empty or false."""
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
@@ -44,11 +45,10 @@ _REPEATED = r"\)[*+?{]|([*+?{].*){4}"
 _Value = TypeVar("_Value")
 
 
-def described_adapters(folder: Path, tensors: Collection[str], heads: Collection[str] = ()) -> dict[str, Any]:
+def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]:
     """Return the keys of the section ``adapter`` for the adapters in ``folder``, whose files contain ``tensors``.
 
-    ``heads``: modules that may be saved in full next to the adapters. Raises ``UserError`` if the folder cannot be
-    read, or if PEFT would compute different results with it.
+    Raises ``UserError`` if the folder cannot be read, or if PEFT would compute different results with it.
     """
     file = folder / ADAPTER_CONFIG
     found = adapter_config(folder)
@@ -56,14 +56,15 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
         if key in _FREE or key in _NUMBERS or key in _PATTERNS:
             continue
         taken = _TAKEN.get(key, (value,) if not value else ())
-        if key == "modules_to_save" and isinstance(value, list) and value == sorted(heads):
+        if key == "modules_to_save" and isinstance(value, list) and all(isinstance(name, str) for name in value):
             continue
         if not any(value is known or (value == known and isinstance(value, str)) for known in taken):
             instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
             raise UserError(f"{file} has {key} {shown(value)}; this value is not supported{instead}; {_MERGE}")
-    whole = tuple(f"{PREFIX}{head}." for head in heads)
+    listed, is_tied = tuple(found.get("modules_to_save") or ()), bool(found.get("ensure_weight_tying"))
+    saved = {name: saved_module(name, listed) for name in tensors if not name.endswith(ENDINGS)}
     for name in tensors:
-        if not name.startswith(whole or " ") and not (name.startswith(PREFIX) and name.endswith(ENDINGS)):
+        if not name.startswith(PREFIX) or (saved.get(name) == "" and not is_tied):
             raise UserError(
                 f"{folder} contains the tensor {name}, but only LoRA and DoRA adapters of linear layers are supported; "
                 f"{_MERGE}"
@@ -74,6 +75,8 @@ def described_adapters(folder: Path, tensors: Collection[str], heads: Collection
         "scale": "rslora" if found.get("use_rslora") else "standard",
         "modules": [name.removeprefix(PREFIX).removesuffix(_A) for name in names],
     }
+    if whole := {*filter(None, saved.values())}:  # a tied weight is stored a second time, without being listed
+        keys["modules_to_save"] = sorted(whole)
     keys |= {ours: _number(file, key, ours, found.get(key)) for key, ours in _NUMBERS.items()}
     return keys | {key: named for key in _PATTERNS if (named := _by_layer(file, found, key, keys["modules"]))}
 
@@ -107,6 +110,16 @@ def scales_in(folder: Path, modules: Collection[str]) -> dict[str, float]:
 def scale_of(rank: int, alpha: float, scale: str) -> float:
     """Return the factor of B A. ``scale``: value of ``adapter.scale``."""
     return alpha / (math.sqrt(rank) if scale == "rslora" else rank)
+
+
+def saved_module(tensor: str, listed: tuple[str, ...]) -> str:
+    """Return the name of the module that is saved in full and contains ``tensor``; empty if none does.
+
+    ``listed``: value of ``modules_to_save``.
+    """
+    parts = tensor.removeprefix(PREFIX).split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in names if name.endswith(listed)), "")
 
 
 def base_of_adapters(folder: Path) -> str:

@@ -22,10 +22,10 @@ from serried.configs.schema.sections import AdapterSection
 
 KEY = "adapter.path"
 _STEM = "adapter_model"
-_TAKEN = ("method", "rank", "alpha", "dropout", "scale", "modules", "rank_pattern", "alpha_pattern")
+_TAKEN = ("method", "rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern")
 """Keys of ``adapter`` that are taken from the adapters."""
-_FREE = ("dropout",)
-"""Keys that the user may set to another value."""
+_FREE = ("dropout", "modules_to_save")
+"""Keys that the user may set to another value, or to other names for the same modules."""
 
 
 def with_adapters(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -106,8 +106,7 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{key}={name}: the headers of {folder}/{_STEM}* cannot be read: {error}") from None
     config = adapter_config(folder)
-    whole = config.get("modules_to_save")
-    found = described_adapters(folder, tensors, sorted(whole) if isinstance(whole, list) else ())
+    found = described_adapters(folder, tensors)
     dropout = config.get("lora_dropout")
     defaults = {field: AdapterSection.model_fields[field].get_default(call_default_factory=True) for field in _TAKEN}
     found["modules"] = _short(config, found["modules"])

@@ -195,6 +195,8 @@ class AdapterSection(Section):
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all
     linear layers of the blocks."""
+    modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Modules to train in full beside the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
     rank_pattern: dict[str, Annotated[Count, Field(ge=1, le=10**5)]] = Field(default_factory=dict)
     """Other ranks for layers whose name or pattern is listed, such as ``{down_proj: 8}``; the first that matches."""
     alpha_pattern: dict[str, Annotated[Number, Field(gt=0, le=10**6)]] = Field(default_factory=dict)
@@ -209,7 +211,7 @@ class AdapterSection(Section):
                 f"adapter.quantize={self.quantize} is not supported with adapter.method={self.method}: quantized "
                 "weights can only be trained with LoRA adapters; use adapter=lora, or adapter.quantize=none"
             )
-        names = ("rank", "alpha", "dropout", "scale", "modules", "rank_pattern", "alpha_pattern")
+        names = ("rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern")
         for name in names if self.method == "none" else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
                 shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value

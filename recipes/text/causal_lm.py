@@ -83,6 +83,8 @@ class CausalLM(TextTask):
         self._text = TextData(run.data, run.trainer)
         self._text_bytes: TextBytes | None = None
         self._built: ModelFamily | None = None
+        self._embeddings: list[str] = []
+        """Names of the modules with a row for each token; empty before ``build_model``."""
         self._saved: Path | None = None
         """Folder of the saved model that was opened; None during training."""
 
@@ -172,6 +174,10 @@ class CausalLM(TextTask):
 
     def build_model(self) -> nn.Module:
         model, section = self._family().build(), self.config
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._embeddings = [
+            name.removesuffix(".weight") for name, shape in shapes.items() if shape[:1] == (self.vocab_size(),)
+        ]
         if isinstance(section, CausalLMSection) and (section.label_smoothing or section.z_loss):
             heads = [module for module in model.modules() if isinstance(module, LanguageModelHead)]
             if not heads:
@@ -260,7 +266,7 @@ class CausalLM(TextTask):
         truncation = None
         if self._text.sources:
             notes += note_of_other_ids(self._data, self._text.tokenizer)
-            notes += notes_of_added_tokens(self._data)
+            notes += notes_of_added_tokens(self._data, self.run.adapter, self._embeddings)
             truncation = getattr(self.dataset("train"), "truncation", None)
         notes += [warning] if truncation is not None and (warning := truncation()) else []
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)

@@ -95,7 +95,9 @@ class Preference(PairTask):
     @property
     def _compares_with_base(self) -> bool:
         """Whether the reference is the base model of adapters, computed in each step."""
-        return self.config.needs_reference and self.run.adapter.method != "none" and self.sample_split.pipeline == 1
+        adapter = self.run.adapter  # modules that are trained in full change the model without its adapters
+        is_base = adapter.method != "none" and not adapter.modules_to_save
+        return self.config.needs_reference and is_base and self.sample_split.pipeline == 1
 
     def reference_numbers(self) -> Reference | None:
         if not self.config.needs_reference or self._compares_with_base:

@@ -8,6 +8,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json
 from serried.configs.schema.data import DataSection
 from serried.configs.schema.models import ModelSection
+from serried.configs.schema.sections import AdapterSection
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, changed_token, hugging_face_files, ids_of_tokens
@@ -67,17 +68,27 @@ def exported_with_fewer_rows(
     return lambda name, shape: tuple(fewer(part) if part.is_whole else part for part in exported(name, shape))
 
 
-def notes_of_added_tokens(data: DataSection) -> list[str]:
-    """Return a note if tokens to add are in the vocabulary already."""
+def notes_of_added_tokens(data: DataSection, adapter: AdapterSection, embeddings: Sequence[str]) -> list[str]:
+    """Return notes about tokens to add that exist already, and about new tokens whose rows are not trained.
+
+    ``embeddings``: names of the modules with a row for each token.
+    """
     if not data.added_tokens:
         return []
     known = ids_of_tokens(parse_json(hugging_face_files(find_tokenizer(data.tokenizer))["tokenizer.json"]))
     found = {token: known[token] for token in data.added_tokens if token in known}
-    if not found:
-        return []
-    listed = ", ".join(f"{token!r} ({number})" for token, number in [*found.items()][:_SHOWN])
-    more = ", ..." if len(found) > _SHOWN else ""
-    return [f"data.add_tokens: the vocabulary has these tokens already, with their ids: {listed}{more}"]
+    notes = []
+    if found:
+        listed = ", ".join(f"{token!r} ({number})" for token, number in [*found.items()][:_SHOWN])
+        more = ", ..." if len(found) > _SHOWN else ""
+        notes.append(f"data.add_tokens: the vocabulary has these tokens already, with their ids: {listed}{more}")
+    if adapter.method != "none" and not adapter.modules_to_save and len(found) < len(data.added_tokens):
+        names = ",".join(name.rpartition(".")[2] for name in embeddings)
+        notes.append(
+            f"data.add_tokens with adapter.method={adapter.method}: the rows of new tokens are not trained and stay at "
+            f"their initial values; to train the embeddings too: 'adapter.modules_to_save=[{names}]'"
+        )
+    return notes
 
 
 def _ways_to_fit(model: ModelSection, data: DataSection, ids: int) -> str:

@@ -25,7 +25,7 @@ from serried.configs.plain_data import read_json
 from serried.records.safetensors_files import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.file_assignment import file_names
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_files, fsync_folder
-from serried.trainer.checkpoint.merge_tensors import Built, Mean, Merged
+from serried.trainer.checkpoint.merge_tensors import Base, Built, Mean, Merged, Resized
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL, OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE
 
@@ -85,7 +85,7 @@ def export(
         weights = Mean([*(TensorFolder(other) for other in averaged_with), saved])
     left_out = {ADAPTER_CONFIG} if base is not None else {CONFIG, GENERATION} if is_adapter else set()
     if base is not None:
-        weights = Merged(base, saved, read_json(checkpoint / ADAPTER_CONFIG))
+        weights = Merged(_resized(base, checkpoint), saved, read_json(checkpoint / ADAPTER_CONFIG))
         if dtype is None and isinstance(base, TensorFolder) and base.is_dequantized:
             dtype = torch.bfloat16  # as transformers dequantizes it
     of_weights = (".safetensors", ".safetensors.index.json")
@@ -114,6 +114,16 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only if something failed
     return sorted(out.iterdir())
+
+
+def _resized(base: TensorFolder | Built, checkpoint: Path) -> Base:
+    """Return ``base`` with the rows that the model in ``checkpoint`` has for added tokens."""
+    if isinstance(base, Built) or not (base.folder / CONFIG).is_file() or not (checkpoint / CONFIG).is_file():
+        return base
+    rows, new_rows = (read_json(folder / CONFIG).get("vocab_size") for folder in (base.folder, checkpoint))
+    if isinstance(rows, int) and isinstance(new_rows, int) and new_rows > rows:
+        return Resized(base, rows, new_rows)
+    return base
 
 
 _ANOTHER = "export another checkpoint with checkpoint=STEP"

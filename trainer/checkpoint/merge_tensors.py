@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from serried.configs.hugging_face.adapter_folder import PREFIX, scales_in
+from serried.configs.hugging_face.adapter_folder import PREFIX, saved_module, scales_in
 from serried.records.safetensors_files import TensorFolder, TensorSpec
-from serried.trainer.checkpoint.tensors import Exported
+from serried.trainer.checkpoint.tensors import Exported, mean_of_rows
 
 _REPLACED = "lm_head.weight"
 """Weight of the base model that a newly trained head replaces."""
@@ -36,19 +36,60 @@ class Built:
         return self._tensors[name].flatten()[first : first + count].clone()
 
 
+class Resized:
+    """``base`` with more rows in embedding and head, for added tokens. Implements the interface of ``TensorFolder``."""
+
+    def __init__(self, base: TensorFolder, rows: int, new_rows: int) -> None:
+        """``rows``: rows of the vocabulary in ``base``. ``new_rows``: rows of the vocabulary of the model."""
+        self._base, self._rows, self._new_rows = base, rows, new_rows
+        self._mean: tuple[str, Tensor] = ("", torch.empty(0))
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {
+            name: replace(spec, shape=(self._new_rows, *spec.shape[1:])) if self._is_resized(spec) else spec
+            for name, spec in self._base.specs.items()
+        }
+
+    def named_like(self, names: Sequence[str]) -> "Resized":
+        self._base.named_like(names)
+        return self
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        spec = self._base.specs[name]
+        if not self._is_resized(spec) or first + count <= spec.numel:
+            return self._base.read_elements(name, first, count)
+        if self._mean[0] != name:
+            self._mean = name, mean_of_rows(self._base, name).flatten().to(spec.dtype)
+        mean, begin = self._mean[1], max(first, spec.numel)
+        added = mean[torch.arange(begin, first + count) % len(mean)]
+        return torch.cat((self._base.read_elements(name, first, begin - first), added)) if begin > first else added
+
+    def _is_resized(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor has a row for each token. Tensors of the numbered blocks do not."""
+        return spec.shape[:1] == (self._rows,) and not any(part.isdigit() for part in spec.name.split("."))
+
+
+Base = TensorFolder | Built | Resized
+
+
 class Merged:
     """``base`` with PEFT adapters merged into its matrices, in fp32, and with the trained head, if any.
 
     Implements the interface of ``TensorFolder``.
     """
 
-    def __init__(self, base: TensorFolder | Built, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
+    def __init__(self, base: Base, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
         """``config``: content of ``adapter_config.json``."""
         end = ".lora_A.weight"
         adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
         self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
         heads = {name.removeprefix(PREFIX): each for name, each in adapters.specs.items() if ".lora_" not in name}
-        kept = {name: each for name, each in self._base.specs.items() if not (heads and name == _REPLACED)}
+        left_out = {_REPLACED} if heads.keys() - self._base.specs.keys() else set()
+        if config.get("ensure_weight_tying"):
+            left_out = {name for name in heads if not saved_module(name, tuple(config["modules_to_save"]))}
+            heads = {name: each for name, each in heads.items() if name not in left_out}
+        kept = {name: each for name, each in self._base.specs.items() if name not in left_out}
         self._heads = {name: replace(each, name=name) for name, each in heads.items()}
         self.specs: Mapping[str, TensorSpec] = kept | self._heads
         self._scales = scales_in(adapters.folder, adapted)
@@ -91,6 +132,6 @@ class Mean:
         return torch.stack([value.float() for value in values]).mean(0).to(values[-1].dtype)
 
 
-def _whole(folder: TensorFolder | Built, name: str) -> Tensor:
+def _whole(folder: Base, name: str) -> Tensor:
     spec = folder.specs[name]
     return folder.read_elements(name, 0, spec.numel).view(spec.shape).float()

@@ -98,7 +98,8 @@ def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported:
 
     State that has the shape of the parameter is sharded like the parameter.
     """
-    fragments = exported(of.name, of.spec.shape)
+    parts = exported(of.name, of.spec.shape)
+    fragments = tuple({part.ours: part for part in reversed(parts)}.values())[::-1]  # tied weights may be stored twice
     if shape == of.spec.shape:
         return tuple(fragment._replace(name=f"{fragment.name}.{key}") for fragment in fragments)
     if shape == ():
@@ -214,17 +215,22 @@ def _unread(module: nn.Module) -> Collection[str]:
     return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
-def _further_names(
-    module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str]:  # fmt: skip
-    """Return the alternative names of shared parameters in a folder, mapped to their first names."""
+def tied_parameters(module: nn.Module) -> dict[str, str]:
+    """Return the further names of shared parameters, mapped to their first names."""
     further = dict(tied_names(module))
     for path, each in module.named_modules():
         start = f"{path}." if path else ""
         further |= {f"{start}{name}": f"{start}{first}" for name, first in getattr(each, "further_names", {}).items()}
+    return further
+
+
+def _further_names(
+    module: nn.Module, exported: Exported, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:  # fmt: skip
+    """Return the alternative names of shared parameters in a folder, mapped to their first names."""
     return {
         theirs.name: ours.name
-        for name, first in further.items()
+        for name, first in tied_parameters(module).items()
         if first in shapes
         for theirs, ours in zip(exported(name, shapes[first]), exported(first, shapes[first]), strict=False)
     }

@@ -110,8 +110,9 @@ SITUATIONS = {
 """Overrides that nothing reads -> the other overrides of such a command."""
 
 REFUSED = {
-    "adapter.modules", "parallel.offload", "trainer.activation_memory_budget", "trainer.evaluate", "task.margin",
-    "trainer.compile_mode", "trainer.sample_tokens", "data.vocab_size", "data.chat_template", "slurm.dry_run",
+    "adapter.modules", "adapter.modules_to_save", "parallel.offload", "trainer.activation_memory_budget",
+    "trainer.evaluate", "task.margin", "trainer.compile_mode", "trainer.sample_tokens", "data.vocab_size",
+    "data.add_tokens", "data.add_special_tokens", "data.chat_template", "slurm.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 

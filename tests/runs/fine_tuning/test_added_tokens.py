@@ -10,7 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from serried.commands import export_models
+from serried.parallel.layout.mesh import Layout
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
+from serried.recipes.text.causal_lm import CausalLM
+from serried.saved import as_saved, config_of_model
+from serried.trainer.evaluation.evaluate import load_model
 from testing import runs
 from testing.rank_pool import Cluster
 
@@ -190,3 +194,104 @@ def test_tokens_that_exist_are_skipped_and_listed(models: Path, tmp_path: Path) 
     assert ended.code == 0, ended.printed
     assert "the vocabulary has these tokens already, with their ids: 'a' (" in ended.printed
     assert rows_in(runs.checkpoint(tmp_path / "run")) == rows_in(models / "untied")
+
+
+# beside adapters ------------------------------------------------------------------------------------------------------
+
+SAVED = {
+    "untied": ["recipe=lora", "adapter.modules_to_save=[embed_tokens,lm_head]"],
+    "tied": ["recipe=lora", "adapter.modules_to_save=[embed_tokens]"],
+}
+TOKENS = torch.arange(120, 280).view(2, -1) % 270
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def adapted(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    run_dir = tmp_path_factory.mktemp("adapted") / "run"
+    ended = runs.run_here(tuned(models, run_dir, *SAVED[request.param], model=request.param))
+    assert ended.code == 0, ended.printed
+    assert f"in 14 layers, and {', '.join(SAVED[request.param][1][25:-1].split(','))} in full" in ended.printed
+    assert "are not trained" not in ended.printed
+    return request.param, run_dir
+
+
+def test_peft_and_transformers_open_modules_saved_beside_adapters(
+    models: Path, tmp_path: Path, adapted: tuple[str, Path]
+) -> None:
+    import peft
+
+    import serried
+
+    model, run_dir = adapted
+    for folder, how in (("adapters", "false"), ("merged", "true")):
+        assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / folder}", f"merge={how}"]) == 0
+    rows = rows_in(tmp_path / "merged")
+    before = opened(models / model)
+    before.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        ours = serried.load_model(run_dir)(TOKENS)
+        untrained = opened(models / model)(TOKENS).logits
+        assert (ours[..., : untrained.shape[-1]] - untrained).abs().max() > 1e-3
+        torch.testing.assert_close(
+            peft.PeftModel.from_pretrained(before, tmp_path / "adapters").eval()(TOKENS).logits, ours, atol=2e-5, rtol=0
+        )
+        torch.testing.assert_close(opened(tmp_path / "merged")(TOKENS).logits, ours, atol=2e-5, rtol=0)
+        again = config_of_model(tmp_path / "adapters", ["precision=fp32"])
+        again = as_saved(again, tmp_path / "adapters", world_size=1, is_resharded=True, is_other_data=True)
+        module = load_model(again, CausalLM(again), Layout("single"), torch.device("cpu"), tmp_path / "adapters").module
+        torch.testing.assert_close(module(TOKENS), ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["tensor", *SLOW])
+def test_losses_with_saved_modules_of_two_ranks_equal_those_of_one(
+    cluster: Cluster, models: Path, tmp_path: Path, adapted: tuple[str, Path], layout: str
+) -> None:
+    model, run_dir = adapted
+    argv = tuned(models, tmp_path / "run", *SAVED[model], *LAYOUTS[layout], model=model)
+    assert trained(cluster, argv, tmp_path / "run") == pytest.approx(runs.losses(run_dir), abs=1e-5)
+
+
+def test_rows_that_adapters_leave_untrained_are_warned_about_and_merged_at_their_mean(
+    models: Path, tmp_path: Path
+) -> None:
+    ended = runs.run_here(tuned(models, tmp_path / "run", "recipe=lora", "model.vocab_multiple=8"))
+    assert ended.code == 0, ended.printed
+    assert "to train the embeddings too: 'adapter.modules_to_save=[embed_tokens,lm_head]'" in ended.printed
+    assert export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", models / "untied"))
+    rows = rows_in(tmp_path / "merged")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert merged[name].equal(expected_rows(base[name], rows)), name
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "message"),
+    [
+        ("tied", "[embed_tokens,lm_head]", "the weight of lm_head is that of embed_tokens, which is trained for both"),
+        ("untied", "[embed_token]", "matches no module that can be trained in full; near names: embed_tokens"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_refused(
+    models: Path, tmp_path: Path, model: str, value: str, message: str
+) -> None:
+    argv = tuned(models, tmp_path / "run", "recipe=lora", f"adapter.modules_to_save={value}", model=model)
+    error = runs.run_here(argv).error
+    assert message in error
+    assert (
+        "use 'adapter.modules_to_save=[embed_tokens]'" in error or "e.g. 'adapter.modules_to_save=[embed_tok" in error
+    )
+
+
+def test_saved_modules_of_peft_are_computed_as_by_peft(models: Path, tmp_path: Path) -> None:
+    import peft
+
+    options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+    theirs = peft.get_peft_model(opened(models / "untied"), peft.LoraConfig(**options))
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path / "adapters")
+    config = config_of_model(tmp_path / "adapters", ["data.tokenizer=bytes", "precision=fp32"])
+    module = load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), tmp_path / "adapters").module
+    with torch.no_grad():
+        torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, atol=2e-5, rtol=0)

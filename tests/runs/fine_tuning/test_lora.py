@@ -372,10 +372,6 @@ def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
             r"contains the tensor base_model.model.model.embed_tokens.*merge",
         ),
         (
-            {"modules_to_save": ["lm_head"]},
-            "has modules_to_save .lm_head.; this value is not supported; merge the adapters with",
-        ),
-        (
             {"target_modules": ["q_proj", "lm_head"]},
             "has an adapter of lm_head, which cannot have one here; merge them",
         ),

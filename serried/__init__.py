@@ -41,9 +41,9 @@ def _check_links(folder: Path) -> None:
     ]
     if broken:
         raise ImportError(
-            f"{', '.join(sorted(broken))} in {folder} must be links to the top-level folders of the checkout, and lead "
-            "nowhere; on Windows clone in WSL 2 (or with git clone -c core.symlinks=true in developer mode), and copy "
-            "a checkout together with its links"
+            f"{', '.join(sorted(broken))} in {folder} must be links to the top-level folders of the checkout, but are "
+            "broken; on Windows, clone inside WSL 2 (or in developer mode with git clone -c core.symlinks=true); if "
+            "the checkout is a copy, copy it with its links"
         )
 
 

@@ -123,8 +123,10 @@ def fit(
     except UserError as error:
         raise UserError(*(str(each).replace("(command line)", "(overrides)") for each in error.args)) from None
     if config.launch.name != "torchrun" or config.dry_run:
-        asked = "dry_run=true trains nothing" if config.dry_run else f"launch={config.launch.name} starts processes"
-        raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
+        given = "dry_run=true" if config.dry_run else f"launch={config.launch.name}"
+        raise UserError(
+            f"serried.fit trains in this process, so {given} is not supported; use serried.main in a script"
+        )
     with declaring(declaration(task)):
         note_unread(given, [config])
     instance = make_task(config, task if inspect.isclass(task) else lambda: task)
@@ -144,7 +146,7 @@ def _listed(callbacks: Any) -> "tuple[Callback | type[Callback], ...]":
         return tuple(callbacks)
     except TypeError:
         name = callbacks.__name__ if inspect.isclass(callbacks) else type(callbacks).__name__
-        raise UserError(f"callbacks must be a list, and {name} is not; use callbacks=[{name}]") from None
+        raise UserError(f"callbacks must be a list, not {name}; use callbacks=[{name}]") from None
 
 
 @contextmanager

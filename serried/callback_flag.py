@@ -29,7 +29,7 @@ def callback_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         word = left.pop(0)
         if word == _FLAG:
             if not left:
-                raise UserError(f"{_FLAG} needs a class after it: {_FLAG} package.module:Class")
+                raise UserError(f"{_FLAG} needs a value: {_FLAG} package.module:Class")
             names.append(left.pop(0))
         elif word.startswith(f"{_FLAG}="):
             names.append(word.removeprefix(f"{_FLAG}="))
@@ -75,13 +75,16 @@ def _check(name: str) -> None:
                 raise _not_importable(name, error) from error
             is_there = False
         if not is_there:
-            raise UserError(f"{_FLAG} {name}: there is no module {module}; run it where {module} can be imported")
+            raise UserError(
+                f"{_FLAG} {name}: cannot find the module {module}; run the command in the folder that contains it, or "
+                "install its package"
+            )
     elif name not in (installed := _installed()):
         near = nearest(name, list(installed))
         hint = f"did you mean {_FLAG} {near[0]}? " if near else ""
         raise UserError(
             f"{_FLAG} {name}: {hint}use {_FLAG} package.module:Class, or the name of an installed callback "
-            f"({', '.join(installed) or 'there are none'})"
+            f"({', '.join(installed) or 'none is installed'})"
         )
 
 

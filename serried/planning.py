@@ -89,7 +89,8 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
         return products_of(trace_step(*_step(config)[:4]))
     except CannotTrace as error:
         raise UserError(
-            f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
+            f"the matrix products to measure are unknown, because the step cannot be traced: {error}; use another "
+            "model or layout"
         ) from None
 
 

@@ -64,7 +64,7 @@ def find_saved(given: Mapping[str, str], command: str) -> Saved:
     if "run.dir" in given and is_model and not (folder / "config.yaml").is_file():
         if "checkpoint" in given:
             raise UserError(
-                f"{folder} is a saved model, so checkpoint={given['checkpoint']} has no meaning; leave it out"
+                f"checkpoint={given['checkpoint']} has no effect: {folder} is a single model, not a run; leave it out"
             )
         run = folder.absolute().parent.parent
         is_checkpoint = (folder / MANIFEST).is_file() and (run / "config.yaml").is_file()
@@ -108,7 +108,7 @@ def run_folder(word: str, is_taken: IsTaken) -> Path:
     if runs := [run for run in runs_of_a_sweep(folder) if is_taken(run)]:
         raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
     hint = existing_runs(folder, is_taken)
-    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {hint}")
+    raise UserError(f"{word} is not a run: found no metrics.jsonl, status.json or config.yaml; {hint}")
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
@@ -134,10 +134,10 @@ def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Pa
     typed = given.get("checkpoint", str(max(found)))
     step = parse_count(typed)
     if not isinstance(step, int):
-        raise UserError(f"checkpoint={typed} is not a step; give the number in its name, e.g. checkpoint=100")
+        raise UserError(f"checkpoint={typed} is not a step; use the number in the folder name, e.g. checkpoint=100")
     if step not in found:
         steps = " or ".join(f"checkpoint={saved}" for saved in [*found][-4:])
-        raise UserError(f"checkpoint={typed}: {next(iter(found.values())).parent} has no step {step}; use {steps}")
+        raise UserError(f"checkpoint={typed}: there is no checkpoint of step {step}; use {steps}")
     return found[step]
 
 
@@ -183,9 +183,9 @@ def existing_runs(folder: Path, is_taken: IsTaken) -> str:
     deeper = [run for path in inside for run in runs_of_a_sweep(path)]
     runs = [run for run in dict.fromkeys([*inside, *deeper]) if is_taken(run)]
     if runs:
-        return f"{folder} holds: {_listed(runs)}"
-    hint = f"; python {typed_command()} makes runs/tiny" if folder == Path("runs") else ""
-    return f"{folder} holds none{' with a checkpoint' if is_taken is has_saved else ''}{hint}"
+        return f"runs in {folder}: {_listed(runs)}"
+    hint = f"; python {typed_command()} creates runs/tiny" if folder == Path("runs") else ""
+    return f"there is no run{' with a checkpoint' if is_taken is has_saved else ''} in {folder}{hint}"
 
 
 def _listed(runs: list[Path]) -> str:
@@ -259,7 +259,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
     found = task_that_trained(run, command)
     if found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections):
         return found
-    why = "which trains no language model (a serried.TextTask with the sections model and data)"
+    why = "which is not a language model (a serried.TextTask with the sections model and data)"
     raise UserError(f'{_cannot_open(run, found.name, why, command)}: serried.load_model("{run}")')
 
 
@@ -272,13 +272,13 @@ def task_that_trained(run: Path, command: str) -> Declaration:
         return installed(name)
     why = "which is not installed"
     if command == "plan":
-        instead = "plan it in its script: python SCRIPT dry_run=true plan.mode=trace"
+        instead = "plan the run with its script: python SCRIPT dry_run=true plan.mode=trace"
         raise UserError(f"{run} was trained by the task {name}, {why}; {instead}")
     raise UserError(f'{_cannot_open(run, name, why, command)}: serried.load_model("{run}", task=CLASS)')
 
 
 def _cannot_open(run: Path, name: str, why: str, command: str) -> str:
-    other = "use format=hf, or in Python" if command.startswith("export format") else "in Python"
+    other = "use format=hf, or load it in Python" if command.startswith("export format") else "load it in Python"
     return f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; {other}"
 
 
@@ -422,7 +422,7 @@ def _open(path: Path, declaration: Declaration | None, checkpoint: Path) -> "nn.
     except ValidationError as error:
         first, given = error.errors()[0], declaration.name or name
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
+        raise UserError(f"{path} was trained by the task {name}, which {given} does not match: {why}") from None
     # With fp32 the frozen weights below adapters are fp32 too, and the model needs no autocast.
     config = with_values(config, {"precision.name": "fp32"})
     task = _task_of(config, declaration)

@@ -76,7 +76,7 @@ def _check_text(config: RunConfig, task: "RunTask") -> None:
             f"trainer.sample_tokens={trainer.sample_tokens} but {name} does not generate text; leave it out"
         )
     if trainer.evaluate:
-        raise UserError(f"trainer.evaluate needs a model of text, and {name} is not a serried.TextTask; leave it out")
+        raise UserError(f"trainer.evaluate needs a text model, but {name} is not a serried.TextTask; leave it out")
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

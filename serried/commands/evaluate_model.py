@@ -41,12 +41,12 @@ def evaluate(words: list[str]) -> int:
         for key in keys
     )
     if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
-        raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
+        raise UserError(f"{checkpoint} does not belong to a run, so give the data: data=text data.path=FILES")
     if is_other_data and isinstance(config.data, DataSection) and config.data.name == "mixture":
-        raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
+        raise UserError("data=mixture has several sources; evaluate one source at a time: data=text data.path=FILES")
     is_resharded = not any(key.startswith("parallel") for key in keys)
     if config.trainer.micro_batch == AUTO:
-        raise UserError("trainer.micro_batch=auto is chosen for training; use trainer.micro_batch=8")
+        raise UserError("trainer.micro_batch=auto is supported only in training; use trainer.micro_batch=8")
     batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
 
     def work(session: Session) -> int:

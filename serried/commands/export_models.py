@@ -69,7 +69,7 @@ def export(words: list[str]) -> int:
     if name not in (_HUGGING_FACE, *FORMATS):
         close = nearest(name, [_HUGGING_FACE, *FORMATS])
         hint = f"did you mean format={close[0]}?" if close else f"use one of {', '.join([_HUGGING_FACE, *FORMATS])}"
-        raise UserError(f"format={name} is not a format that serried export writes; {hint}")
+        raise UserError(f"format={name} is not supported by serried export; {hint}")
     run = find_saved(given, "export").run
 
     def exported(folder: Path) -> int:
@@ -79,7 +79,7 @@ def export(words: list[str]) -> int:
                 return _export_file(given, saved, name, FORMATS[name])
             if run is None and not (folder / MANIFEST).is_file():
                 is_adapters = (folder / ADAPTER_CONFIG).is_file()
-                holds = "holds adapters without a run" if is_adapters else "is a plain model folder already"
+                holds = "contains adapters without a run" if is_adapters else "is already a plain model folder"
                 raise UserError(f"{folder} {holds}; export a run or one of its checkpoints")
             return _write_model(given, folder, base=_base_to_merge(given, saved))
 
@@ -99,7 +99,7 @@ def merge(words: list[str]) -> int:
     *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
     if not others:
         raise UserError(
-            "serried merge needs two checkpoints or more, as in checkpoint=200,300; for one use serried export"
+            "serried merge needs at least two checkpoints, such as checkpoint=200,300; for one use serried export"
         )
     return _write_model(given, last, averaged_with=others)
 
@@ -121,7 +121,7 @@ def _write_model(
     if dtype is not None and dtype not in dtypes:
         raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
-        raise UserError("out=FOLDER is missing: the folder to write; e.g. out=my-model")
+        raise UserError("out=FOLDER, the folder to write, is missing; e.g. out=my-model")
     text = given.get("shard_size", "5GB")
     shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
@@ -146,13 +146,13 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
     if merge == "false":
         return None
     if not (checkpoint / ADAPTER_CONFIG).is_file():
-        raise UserError(f"merge=true: {checkpoint} holds a whole model and no adapters; leave it out")
+        raise UserError(f"merge=true has no effect: {checkpoint} contains a full model, not adapters; leave it out")
     base = check_base(checkpoint)
     if base is not None:
         return TensorFolder(base)
     if saved.run is None:
         raise UserError(
-            f"merge=true builds the base model from the run folder, and {checkpoint} is in none; move it back"
+            f"merge=true builds the base model from the run folder, but {checkpoint} is not in one; move it back"
         )
     return _built_base(saved.run, checkpoint)
 
@@ -190,17 +190,17 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
     trained_for = str(_section_of(saved.folder, "precision").get("quantize_aware"))
     dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
-        raise UserError(f"dtype={dtype} is not a dtype of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
+        raise UserError(f"dtype={dtype} is not supported by format={name}; use dtype={' or dtype='.join(kind.bounds)}")
     for key in ("shard_size", "merge"):
         if key in given:
             raise UserError(f"{key}={given[key]} has no effect with format={name}; leave it out")
     if missing := [library for library in kind.libraries if find_spec(library) is None]:
         raise UserError(f"format={name} needs {', '.join(missing)}; use: pip install {' '.join(missing)}")
     if "out" not in given:
-        raise UserError(f"out=FILE is missing: the file to write; e.g. out=my-model.{kind.suffix}")
+        raise UserError(f"out=FILE, the file to write, is missing; e.g. out=my-model.{kind.suffix}")
     out = Path(given["out"])
     if out.exists():
-        raise UserError(f"out={out} exists; use another file{', or remove that one first' if out.is_file() else ''}")
+        raise UserError(f"out={out} exists already; use another file{', or remove it' if out.is_file() else ''}")
     if saved.run is not None:
         task_of_text(saved.run, f"export format={name}")
     partial = out.with_name(f".{out.name}.partial")
@@ -213,13 +213,13 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         _move_all(written, out.parent)
     except OSError as error:
         raise UserError(
-            f"cannot write out={out}: {error.strerror or error}; nothing is left there; use out=FILE"
+            f"cannot write out={out}: {error.strerror or error}; the incomplete files were removed; use out=FILE"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return say(
-        f"exported   {saved.folder} to {out}: {name}, {dtype}, {size(total)}; its logits differ from the model's by "
-        f"{difference:.1e} of the largest (at most {kind.bounds[dtype]:g} is accepted)"
+        f"exported   {saved.folder} to {out}: {name}, {dtype}, {size(total)}; largest difference of its logits from "
+        f"the model's: {difference:.1e} of the largest logit (limit {kind.bounds[dtype]:g})"
     )
 
 
@@ -229,7 +229,8 @@ def _move_all(written: Path, folder: Path) -> None:
     for file in files:
         if (folder / file.name).exists():
             raise UserError(
-                f"out= also writes {folder / file.name}, but it exists; use another out=FILE, or remove it first"
+                f"out= would also write {folder / file.name}, which already exists; use another out=FILE, or remove "
+                "that file"
             )
     for file in files:
         file.rename(folder / file.name)
@@ -259,7 +260,7 @@ def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtyp
             raise
         except Exception as error:  # graph exporters raise exceptions of many types
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"format={name} cannot express {saved.folder}: {reason}; use format=hf") from None
+            raise UserError(f"format={name} does not support {saved.folder}: {reason}; use format=hf") from None
     return _difference(found, expected, f"format={name} dtype={dtype}", kind.bounds[dtype])
 
 
@@ -273,15 +274,18 @@ def _check_space(folder: Path, partial: Path) -> None:
     numbers = sum(spec.numel for spec in TensorFolder(folder).specs.values())
     needed, free = 8 * numbers + _SPARE_BYTES, shutil.disk_usage(partial).free
     if free < needed:
-        raise UserError(f"exporting needs {size(needed)} in {partial.parent}, and {size(free)} are free; use out=FILE")
+        raise UserError(
+            f"the export needs {size(needed)} in {partial.parent}, but only {size(free)} are free; use out=FILE on "
+            "another disk"
+        )
 
 
 def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) -> float:
     difference = float((found.float() - expected).abs().max() / expected.abs().max())
     if not difference <= bound:  # also true for NaN
         raise UserError(
-            f"{what}: the logits of the exported model differ from the checkpoint's by {difference:.1e} of the largest "
-            f"one, and {bound:g} is accepted; the file was removed; use another dtype, or format=hf"
+            f"{what}: the logits of the exported model differ from the checkpoint's by up to {difference:.1e} of the "
+            f"largest logit, more than the limit of {bound:g}; the file was removed; use another dtype, or format=hf"
         )
     return difference
 
@@ -311,7 +315,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     folder = saved.folder
     if (folder / ADAPTER_CONFIG).is_file():
         if saved.run is None:
-            raise UserError(f"{folder} holds adapters without a run; merge them with PEFT, and export the merged model")
+            raise UserError(f"{folder} contains adapters without a run; merge them with PEFT, and export the result")
         base = _base_to_merge({"merge": "true"}, saved)
         write(folder, folder := partial / "merged", dtype=None, shard_bytes=2**40, base=base)
     else:
@@ -319,7 +323,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     architecture = architecture_of(read_json(folder / "config.json"))
     if "CausalLM" not in architecture and "LMHead" not in architecture:
         raise UserError(
-            f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"
+            f"{saved.folder} is a {architecture or 'custom model'}, which returns no logits of tokens; use format=hf"
         )
     config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
     precision, optim = config.precision.model_copy(update={"quantize_aware": quantized}), config.optim

@@ -55,7 +55,7 @@ def chat(words: list[str]) -> int:
                 message = input("> " if asks else "")
                 message.encode("utf-8")  # invalid UTF-8 bytes become surrogates
             except UnicodeError:
-                raise UserError("the message is not UTF-8 text; type it, or write the file, in UTF-8") from None
+                raise UserError("the message is not UTF-8 text; set the terminal, or save the file, to UTF-8") from None
             except EOFError:
                 print(end="\n" if asks else "")  # so that the shell prompt starts on a new line
                 break
@@ -102,7 +102,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, prompt: s
             task = new_task(config)
             task.open_saved(checkpoint)
             if command == "chat" and task.echoes_prompt():
-                raise UserError("the model was trained on text and not on conversations; use serried generate")
+                raise UserError("the model was trained on plain text, not on conversations; use serried generate")
             writer = Writer(
                 config, task, session, checkpoint, sampling,
                 say=lambda text: print(shown(text), end="", flush=True),

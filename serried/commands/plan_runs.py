@@ -23,7 +23,8 @@ def recipes(words: list[str]) -> int:
 
     if words:
         raise UserError(
-            f"serried recipes takes no arguments, and got {' '.join(words)}; serried plan {words[0]} shows a run"
+            f"serried recipes takes no arguments, but got {' '.join(words)}; for the plan of a run: serried plan "
+            f"{words[0]}"
         )
     return say(
         f"{recipes_text()}\nTrain one: python {typed_command()} recipe=NAME. Show its plan: serried plan recipe=NAME"
@@ -61,7 +62,7 @@ def plan(words: list[str]) -> int:
     if run is not None and not Path(run).exists() and (close := nearest(run, _PARTS_OF_PLAN)):
         raise UserError(f"there is no folder {run}; did you mean serried plan {close[0]}?")
     if run is not None and run.endswith(".py"):
-        why = "serried plan search compares layouts of built-in models; " if part == "search" else ""
+        why = "serried plan search supports only built-in models; " if part == "search" else ""
         raise UserError(f"{run} is a script; {why}plan its task with: python {run} dry_run=true plan.mode=trace")
     if run is not None or part == "compare":
         return _plan_run(run, [word for word in words if word != run], is_compared=part == "compare")
@@ -87,7 +88,9 @@ def _calibrate(words: list[str]) -> int:
     with declaring(declared()._replace(config_dirs=folders)):
         config = compose(overrides)
         if config.precision.name not in ("fp32", "bf16", "fp16"):
-            raise UserError(f"precision={config.precision.name} is not measured; use precision=bf16")
+            raise UserError(
+                f"serried plan calibrate does not support precision={config.precision.name}; use precision=bf16"
+            )
         planned_layout(config.model_copy(update={"dry_run": True}))  # checks the layout before processes or a job start
         if config.launch.name == "slurm" and not is_started():
             return measure_by_job("plan calibrate", words, config)

@@ -21,7 +21,7 @@ def prepare(words: list[str]) -> int:
     config = compose(overrides)
     threads = config.data.workers if "workers" in config.data.model_fields_set else None
     if threads == 0:
-        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
+        raise UserError("data.workers=0 leaves no thread to prepare data; use data.workers=1, or leave it out")
     recipe = CausalLM(config)
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
     recipe.vocab_size()  # raises if the model is too small for the tokenizer

@@ -24,8 +24,8 @@ def preflight(words: list[str]) -> int:
         return measure_by_job("preflight", words, config)
     if (config.launch.nodes or 1) > 1 and not is_started():
         raise UserError(
-            f"launch.nodes={config.launch.nodes}, but this is one process on one node; use launch=slurm to test them "
-            "in a job, torchrun on each of them, or leave launch.nodes out to test this node alone"
+            f"launch.nodes={config.launch.nodes}, but this is one process on one node; use launch=slurm to test the "
+            "nodes in a job, start torchrun on each node, or leave launch.nodes out to test only this node"
         )
     return _preflight_here(config)
 

@@ -44,7 +44,7 @@ def verify(words: list[str]) -> int:
     given, overrides = pairs([word for word in words if word != "list"], "verify", _KEYS, reads_overrides=True)
     if wrong := [word for word in overrides if not word.startswith(("launch=", "launch."))]:
         raise UserError(
-            f"{wrong[0]} has no effect here: the runs of serried verify have their own configs; its keys are launch, "
+            f"{wrong[0]} has no effect here, because serried verify trains with its own configs; use launch, "
             f"{', '.join(_KEYS)}"
         )
     section = compose(overrides).launch
@@ -52,7 +52,7 @@ def verify(words: list[str]) -> int:
     device, ranks = _devices(section)
     script = Path(given.get("script", TRAINING_SCRIPT)).absolute()
     if not script.is_file():
-        raise UserError(f"script={given['script']} is not a file; leave it out for the script of serried verify")
+        raise UserError(f"script={given['script']} is not a file; leave it out to use the script of serried verify")
     if is_listed:
         return _list(checks, bounds, ranks, device)
     out, folder = _out(given.get("out", "verify.json")), Path(given.get("folder", "verify")).absolute()
@@ -87,7 +87,7 @@ def _verify(
     finally:
         shutil.rmtree(runs, ignore_errors=True)
     say("\n".join(["", *table(report.rows), "", summary(report)]))
-    say(f"{'files':<10} {out}: the report, to send; {logs}: what the runs printed, which stays here")
+    say(f"{'files':<10} {out}: the report, to share; {logs}: the output of the runs, not in the report")
     if report.result == FAILED:
         return EXIT_FAILED
     return EXIT_STOPPED if report.is_interrupted else EXIT_FINISHED
@@ -105,14 +105,16 @@ def _devices(section: LaunchSection) -> tuple[str, int]:
     """
     if section.name == "slurm" or (section.nodes or 1) > 1:
         asked = "launch=slurm" if section.name == "slurm" else f"launch.nodes={section.nodes}"
-        raise UserError(f"{asked}: serried verify checks the node it runs on; use launch=local, in a job of one node")
+        raise UserError(f"{asked}: serried verify checks only its own node; use launch=local, in a job of one node")
     _, _, world, local_world = torchrun_says()
     if world != local_world:
-        raise UserError(f"{world} processes on {world // local_world} nodes: serried verify checks one; use --nnodes=1")
+        raise UserError(
+            f"{world} processes on {world // local_world} nodes: serried verify checks one node; use --nnodes=1"
+        )
     gpus = _gpus(section)
     wanted = section.processes or (world if is_started() else gpus or _CPU_RANKS)
     if gpus is not None and wanted > gpus:
-        raise UserError(f"{wanted} processes but {gpus} GPUs; use launch.processes={gpus}, or launch.device=cpu")
+        raise UserError(f"{wanted} processes, but only {gpus} GPUs; use launch.processes={gpus}, or launch.device=cpu")
     device = "cpu" if gpus is None else section.device if section.names_gpu else "cuda"
     return device, wanted if wanted == 1 else wanted - wanted % 2
 
@@ -132,7 +134,7 @@ def _gpus(section: LaunchSection) -> int | None:
             return None
         return processes_per_node(section.model_copy(update={"name": "local", "processes": None}))
     if accelerator_type() != section.device:
-        raise UserError(f"launch.device={section.device} but torch finds none here; use launch.device=cpu")
+        raise UserError(f"launch.device={section.device} but torch finds no such device; use launch.device=cpu")
     return accelerator_count()
 
 

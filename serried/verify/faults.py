@@ -54,7 +54,7 @@ def faults(workplace: Workplace, _: Bounds) -> list[Case]:
     works = {
         "a rank is killed": _Fault("kill", EXIT_FAILED, (f"rank {rank} was killed by SIGKILL",)),
         "a rank raises an exception": _Fault("raise", EXIT_FAILED, (f"RuntimeError: {RAISED}",)),
-        "the data of a rank does not come": _Fault("data", EXIT_STOPPED, (f"rank {rank} ", "data.next"), stall),
+        "data loading of a rank hangs": _Fault("data", EXIT_STOPPED, (f"rank {rank} ", "data.next"), stall),
         hangs: _Fault("kernel", EXIT_STOPPED, (f"rank {rank} ",), stall),
     }
     return [
@@ -98,10 +98,10 @@ def _asked_to_stop(workplace: Workplace) -> Found:
         return found
     step = status_of(run).step
     if (saved := newest_checkpoint(run).name) != folder_name(step):
-        raise RunFailed(f"stopped at step {step}, and the newest checkpoint is {saved}")
+        raise RunFailed(f"stopped at step {step}, but the newest checkpoint is {saved}")
     workplace.train(*words, f"run.dir={run}", f"trainer.stop_at={step + 2}", code=EXIT_STOPPED)
     if resumed_from(run) != step:
-        raise RunFailed(f"stopped at step {step}, and resumed from {resumed_from(run)}")
+        raise RunFailed(f"stopped at step {step}, but resumed from {resumed_from(run)}")
     return found._replace(figure=f"{found.figure}; resumed after step {step}")
 
 
@@ -111,9 +111,9 @@ def _judged(
     """Check the end of a run: exit code, reason, time and leftover processes."""
     status, left = status_of(run), started.left_over()
     reason = status.reason or reason_of(run, started.printed)
-    problems = [f"exit code {ended} and not {code}"] if ended != code else []
+    problems = [f"exit code {ended} instead of {code}"] if ended != code else []
     problems += [f"status.json has exit code {status.exit_code}"] if status.exit_code != code else []
-    problems += [f"the reason does not have {part!r}" for part in expected if part not in reason]
+    problems += [f"the reason does not contain {part!r}" for part in expected if part not in reason]
     problems += [f"{len(left)} processes left over"] if left else []
     problems += [f"{seconds:.1f} s"] if seconds > bound else []
     figure = f"exit code {ended}, {seconds:.1f} s: {reason}"
@@ -129,5 +129,5 @@ def _until(started: Started, is_there: Callable[[], bool], what: str, limit_seco
         if started.has_ended():
             raise RunFailed(f"the run ended before {what}: {last_line(started.printed)}")
         if started.seconds > limit_seconds:
-            raise RunFailed(f"{what} did not come in {limit_seconds:.0f} s: {last_line(started.printed)}")
+            raise RunFailed(f"{what} did not occur within {limit_seconds:.0f} s: {last_line(started.printed)}")
         time.sleep(_LOOK_SECONDS)

@@ -55,7 +55,7 @@ def host_waits(workplace: Workplace, _: Bounds) -> list[Case]:
         return Found(True, f"none in steps {_UNWATCHED[0]} to {_UNWATCHED[1]}", "none")
 
     if workplace.device != "cuda":
-        return [Case("between log lines", lambda: Found(True, ""), "only CUDA can report it")]
+        return [Case("between log lines", lambda: Found(True, ""), "only CUDA can detect it")]
     return [Case(layout.name, partial(train, layout)) for layout in unwatched(workplace.ranks)]
 
 
@@ -149,9 +149,9 @@ def _bitwise(steps: list[dict[str, Any]], reference: list[dict[str, Any]], diffe
     """Compare two curves bitwise. ``different`` lists the checkpoint tensors that differ."""
     found = difference(steps, reference)
     is_same = not different and found == (0.0, 0.0)
-    figure = "equal bits" if is_same else f"loss {found.loss:.1e}, {len(different)} tensors differ"
+    figure = "bitwise equal" if is_same else f"loss {found.loss:.1e}, {len(different)} tensors differ"
     values = {"loss": found.loss, "grad_norm": found.grad_norm, "different_tensors": len(different)}
-    return Found(is_same, figure, "equal bits", values)
+    return Found(is_same, figure, "bitwise equal", values)
 
 
 def _different(run: Path, reference: Path) -> list[str]:

@@ -28,7 +28,7 @@ _CHUNK_BYTES = 8 * 2**20
 def speed(workplace: Workplace, bounds: Bounds) -> list[Case]:
     """Training speed of a language model."""
     shared = "" if workplace.is_on_gpus else "processes of one CPU share its cores"
-    alone = "" if workplace.ranks > 1 else "there is one"
+    alone = "" if workplace.ranks > 1 else "there is only one process"
     silent = "" if workplace.ranks > 1 else "one process does not communicate"
     full = _no_room(workplace)
     return [
@@ -40,7 +40,7 @@ def speed(workplace: Workplace, bounds: Bounds) -> list[Case]:
 
 def memory(workplace: Workplace, _: Bounds) -> list[Case]:
     """Peak memory compared with ``serried plan``."""
-    why = _no_room(workplace) if workplace.is_on_gpus else "a CPU's memory of a process has libraries in it"
+    why = _no_room(workplace) if workplace.is_on_gpus else "on a CPU, the memory of a process includes its libraries"
     return [Case("against the plan", partial(_planned, workplace), why)]
 
 
@@ -56,7 +56,7 @@ def _no_room(workplace: Workplace) -> str:
     free = shutil.disk_usage(workplace.folder).free
     if not workplace.is_on_gpus or free > _NEEDED_BYTES:
         return ""
-    return f"needs {size(_NEEDED_BYTES)} of disk, and {size(free)} are free; use folder=FOLDER"
+    return f"needs {size(_NEEDED_BYTES)} of disk space, but only {size(free)} are free; use folder=FOLDER"
 
 
 def measured_run(workplace: Workplace, ranks: int) -> list[str]:
@@ -107,7 +107,7 @@ def _scaling(workplace: Workplace) -> Found:
     alone, together = _rates(_run(workplace, 1))[0], _rates(_run(workplace))[0]
     share = together / workplace.ranks / alone
     return Found(
-        True, f"{share:.1%} of the speed of one device, per device", "",
+        True, f"{share:.1%} of the speed of a single device, per device", "",
         {"share": share, "tokens_per_second_of_one": alone},
     )  # fmt: skip
 
@@ -130,10 +130,12 @@ def _compared(workplace: Workplace) -> dict[str, Any]:
 def _exposed(workplace: Workplace) -> Found:
     ran = _compared(workplace)["run"]
     if not ran["exchanged"]:
-        raise RunFailed("a run left no profile that can be read")
+        raise RunFailed("a run left no readable profile")
     seconds, exposed = ran["exchanged"]["seconds"], ran["exchanged"]["exposed"]
     share = exposed / ran["step_seconds"] if ran["step_seconds"] else 0.0
-    figure = f"{share:.1%} of a step, of {seconds / ran['step_seconds']:.1%}" if ran["step_seconds"] else "unknown"
+    figure = (
+        f"{share:.1%} of a step, of {seconds / ran['step_seconds']:.1%} in total" if ran["step_seconds"] else "unknown"
+    )
     values = {"share": share, "exposed_seconds": exposed, "exchange_seconds": seconds, "step": ran["step_seconds"]}
     return Found(True, figure, "", values)
 

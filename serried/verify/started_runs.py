@@ -152,7 +152,8 @@ class Workplace:
         folder, started = self.start(*words, processes=processes, device=device)
         ended = self._end(started, limit_seconds)
         if ended != code:
-            raise RunFailed(f"a run ended with exit code {ended} and not {code}: {reason_of(folder, started.printed)}")
+            reason = reason_of(folder, started.printed)
+            raise RunFailed(f"a run ended with exit code {ended} instead of {code}: {reason}")
         return folder
 
     def start(self, *words: str, processes: int | None = None, device: str | None = None) -> tuple[Path, Started]:
@@ -308,12 +309,12 @@ def difference(steps: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[s
     """
     by_number = {step["step"]: step for step in reference}
     if not steps or any(step["step"] not in by_number for step in steps):
-        raise RunFailed(f"has steps {[step['step'] for step in steps]} and not {[*by_number]}")
+        raise RunFailed(f"recorded the steps {[step['step'] for step in steps]} instead of {[*by_number]}")
     pairs = [(step, by_number[step["step"]]) for step in steps]
     for key in ("skipped", "samples", "tokens"):
         for ours, theirs in pairs:
             if ours.get(key) != theirs.get(key):
-                raise RunFailed(f"step {ours['step']}: {key} is {ours.get(key)} and not {theirs.get(key)}")
+                raise RunFailed(f"step {ours['step']}: {key} is {ours.get(key)} instead of {theirs.get(key)}")
 
     def largest(name: str) -> float:
         if any(step[name] is None for pair in pairs for step in pair):

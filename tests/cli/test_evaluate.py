@@ -317,7 +317,7 @@ def test_exported_model_by_its_bare_path_has_the_same_loss_as_its_run(
     assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-4)
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "model")]) == 78
-    assert "is a model without a run, so name the data: data=text data.path=FILES" in capsys.readouterr().err
+    assert "does not belong to a run, so give the data: data=text data.path=FILES" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_checkpoint_that_was_named_and_is_deleted_is_not_replaced(
 ) -> None:
     with deleted(run, "values"):
         assert main(["export", str(run), "checkpoint=2", f"out={tmp_path / 'model'}"]) == 78
-    assert "has no step 2; use checkpoint=4" in capsys.readouterr().err
+    assert "no checkpoint of step 2; use checkpoint=4" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 

@@ -56,7 +56,7 @@ def test_list_prints_every_check_and_runs_nothing(
         "preflight", "parity", "determinism", "host_waits", "resume", "faults", "speed", "memory", "checkpoint",
     ]  # fmt: skip
     assert "  ddp x2, fp32\n" in printed
-    assert "skipped: only CUDA can report it" in printed
+    assert "skipped: only CUDA can detect it" in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -65,16 +65,16 @@ def test_list_prints_every_check_and_runs_nothing(
     [
         (["only=parity,fualts"], "there is no check 'fualts'; did you mean faults?"),
         (["only=all"], "checks: preflight, parity, "),
-        (["trainer.steps=3"], "trainer.steps=3 has no effect here: the runs of serried verify have their own configs"),
+        (["trainer.steps=3"], "trainer.steps=3 has no effect here, because serried verify trains with its own configs"),
         (["oot=x.json"], "did you mean out=x.json"),
         (["out=nowhere/x.json"], "out=nowhere/x.json is not a file in an existing folder; use out=verify.json"),
         (["out=s3://bucket/x.json"], "out=s3://bucket/x.json is an address"),
         (["folder=/proc/verify"], "cannot write folder=/proc/verify: "),
         (["script=nowhere.py"], "script=nowhere.py is not a file"),
         (["least_mfu=40"], "least_mfu=40 is not a number from 0 to 1; e.g. least_mfu=0.4"),
-        (["launch=slurm"], "launch=slurm: serried verify checks the node it runs on"),
-        (["launch.nodes=2"], "launch.nodes=2: serried verify checks the node it runs on"),
-        (["launch.device=cuda"], "launch.device=cuda but torch finds none here; use launch.device=cpu"),
+        (["launch=slurm"], "launch=slurm: serried verify checks only its own node"),
+        (["launch.nodes=2"], "launch.nodes=2: serried verify checks only its own node"),
+        (["launch.device=cuda"], "launch.device=cuda but torch finds no such device; use launch.device=cpu"),
         (["launch.device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda, xpu, npu"),
         (["faults"], "'faults' is neither key=value"),
     ],
@@ -107,7 +107,7 @@ def test_processes_of_torchrun_start_nothing_but_the_first(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert main(["verify", "launch.device=cpu"]) == 78
-    assert "4 processes on 2 nodes: serried verify checks one; use --nnodes=1" in capsys.readouterr().err
+    assert "4 processes on 2 nodes: serried verify checks one node; use --nnodes=1" in capsys.readouterr().err
 
 
 def test_table_of_recorded_results_shows_each_row_with_its_figure_bound_and_log() -> None:
@@ -352,7 +352,7 @@ class Broken(VerifiedTask):
         (REPEATS, resume, "on the same layout (fsdp x2)", " tensors differ"),
         (TAMPERS, resume, "on the same layout (fsdp x2)", "no checkpoint is complete: "),
         (DEAF, faults, "SIGTERM, and a resume", "exit code 70 and not 75"),
-        (ANOTHER_RANK, faults, "a forward of a rank hangs", "the reason does not have 'rank 1 '"),
+        (ANOTHER_RANK, faults, "a forward of a rank hangs", "the reason does not contain 'rank 1 '"),
         (None, speed, "training", "tokens/s"),
     ],
     ids=["ranks", "chance", "repeats", "tampers", "deaf", "another rank", "slow"],

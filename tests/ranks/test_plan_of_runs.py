@@ -142,11 +142,11 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
     ("words", "text"),
     [
         (["compare"], "serried plan compare needs a run folder"),
-        (["compare", "{folder}"], "{folder} holds no run"),
+        (["compare", "{folder}"], "{folder} is not a run"),
         (["{folder}/none"], "there is no folder {folder}/none"),
         (
             ["search", "mine.py"],
-            "mine.py is a script; serried plan search compares layouts of built-in models; plan its",
+            "mine.py is a script; serried plan search supports only built-in models; plan its",
         ),
         (["serach", "recipe=tiny"], "there is no folder serach; did you mean serried plan search?"),
         (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search, which uses formulas; leave it out"),
@@ -199,7 +199,7 @@ def test_rates_of_another_device_than_the_runs_are_refused(
 def test_a_step_that_cannot_be_traced_has_no_products_to_time() -> None:
     words = ["parallel=fsdp", "parallel.context=2", "parallel.context_method=ring", "launch.processes=2"]
     argv = [*words, "launch=local", "launch.device=cuda", "data.tokenizer=bytes", *(f"model.{each}" for each in TINY)]
-    with pytest.raises(UserError, match="as the step cannot be traced: ring attention"):
+    with pytest.raises(UserError, match="because the step cannot be traced: ring attention"):
         traced_products(compose(argv))
 
 

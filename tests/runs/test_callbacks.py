@@ -233,7 +233,7 @@ def test_flag_names_a_callback_that_processes_of_the_run_load_too(
     assert [line["texts"] for line in metrics(tmp_path / "run", "log")] == [{"hello": "points"}]
     capfd.readouterr()
     for name, said in {
-        "no_such_module:Hello": "there is no module no_such_module",
+        "no_such_module:Hello": "cannot find the module no_such_module",
         "upload": "use --callback package.module:Class, or the name of an installed callback",
     }.items():
         assert main([f"--callback={name}", *argv], declaration(Points)) == EXIT_MISTAKE
@@ -248,8 +248,8 @@ def test_flag_names_a_callback_that_processes_of_the_run_load_too(
         (":Hello", "use --callback package.module:Class"),
         ("raising_parent.sub:Hello", "raising_parent.sub:Hello cannot be imported: AttributeError: of the package"),
         ("incomplete_parent.sub:Hello", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
-        ("empty_parent.sub:Hello", "there is no module empty_parent.sub;"),
-        ("no_such_package.sub:Hello", "there is no module no_such_package.sub;"),
+        ("empty_parent.sub:Hello", "cannot find the module empty_parent.sub;"),
+        ("no_such_package.sub:Hello", "cannot find the module no_such_package.sub;"),
     ],
 )
 def test_wrong_name_of_a_callback_is_a_mistake(

@@ -32,7 +32,7 @@ def test_links_that_git_wrote_as_text_give_one_error(tmp_path: Path) -> None:
     serried._check_links(package)
     (package / "trainer").write_text("../trainer")
     (package / "launch").symlink_to("../launch")
-    with pytest.raises(ImportError, match=r"^launch, trainer in .* lead nowhere; on Windows clone in WSL 2"):
+    with pytest.raises(ImportError, match=r"^launch, trainer in .* are broken; on Windows, clone inside WSL 2"):
         serried._check_links(package)
 
 

@@ -155,7 +155,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.mask_share=0"], "task.mask_share"),
         (["adapter=lora"], "the head of these models is tied to the embeddings"),
         (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 but MaskedLM does not generate text; leave it out"),
-        (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a model of text"),
+        (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a text model"),
         (["recipe=lora"], "the built-in recipes are for language models"),
     ):
         assert main(masked(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words

@@ -159,4 +159,4 @@ def test_merge_without_two_checkpoints_is_refused_in_one_line(
 ) -> None:
     assert serried(["merge", f"run.dir={runs[0]}", f"checkpoint={steps}", f"out={tmp_path / 'merged'}"]) == 78
     (line,) = capsys.readouterr().err.splitlines()
-    assert ("no step 7; use checkpoint=" if "7" in steps else "two checkpoints or more") in line
+    assert ("no checkpoint of step 7; use checkpoint=" if "7" in steps else "at least two checkpoints") in line

@@ -1,5 +1,6 @@
 """Every command of the quickstart and the tutorials runs, in the order of the page, on miniature data and models."""
 
+import json
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from testing.rank_pool import ROOT
 from testing.runs import write_text
 from tests.cli.docs.test_docs import BLOCK
 from tests.runs.fine_tuning.test_sft import write_chats
+from tests.support.chat_templates import QWEN3
 
 PAGES = ("quickstart", *sorted(f"tutorials/{path.stem}" for path in (ROOT / "docs/tutorials").glob("*.md")))
 NOT_RUN = ("cd", "echo", "git", "pip", "python3", "scancel", "source")
@@ -21,11 +23,16 @@ SMALL = (
 )  # fmt: skip
 
 
+def blocks(page: str, language: str) -> list[str]:
+    """Return the content of the blocks in ``language``."""
+    text = (ROOT / f"docs/{page}.md").read_text("utf-8")
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [content for named, content in found if named == language]
+
+
 def commands(page: str) -> list[list[str]]:
     """Return the words of each command in blocks that name no language."""
-    text = (ROOT / f"docs/{page}.md").read_text("utf-8")
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    lines = "".join(content for language, content in blocks if not language).replace("\\\n", " ").splitlines()
+    lines = "".join(blocks(page, "")).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -58,6 +65,13 @@ def test_commands_of_pages_are_found() -> None:
         assert sum(words[0] not in NOT_RUN for words in found) >= 5, page
 
 
+def write_agent_chats(page: str, file: Path) -> None:
+    """Write conversations that begin like the example with tools on ``page``, if it has one."""
+    rows = [row for block in blocks(page, "json") if "tools" in (row := json.loads(block))]
+    lines = [json.dumps(row).replace("is 42", f"is 42, {number}") for row in rows for number in range(24)]
+    file.write_text("\n".join(lines), "utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen commands, on a busy machine
 @pytest.mark.parametrize("page", PAGES)
@@ -65,6 +79,7 @@ def test_commands_of_a_tutorial_run(page: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "train.py", tmp_path)
     write_text(tmp_path / "books")
     write_chats(tmp_path / "chats.jsonl", 24)
+    write_agent_chats(page, tmp_path / "agent.jsonl")
     for match in BLOCK.finditer((ROOT / f"docs/{page}.md").read_text("utf-8")):
         (tmp_path / match["name"]).write_text(match["code"], "utf-8")
     # The model to fine-tune, and the run that would be in the queue.
@@ -72,10 +87,16 @@ def test_commands_of_a_tutorial_run(page: str, tmp_path: Path) -> None:
     for arguments in (base, ["-m", "serried", "export", "runs/long", "out=models/base"]):
         done = typed(*arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+    if page == "tutorials/finetune":
+        (tmp_path / "models/base/chat_template.jinja").write_text(QWEN3, "utf-8")
     if page != "tutorials/slurm":
         shutil.rmtree(tmp_path / "runs/long")
+    printed = ""
     for words in commands(page):
         if words[0] in NOT_RUN or words[:2] == ["serried", "preflight"]:  # test_slurm.py has a cluster
             continue
         done = typed(*shortened(words, tmp_path), cwd=tmp_path)
         assert done.returncode == (75 if any("stop_at=" in word for word in words) else 0), (words, done.stderr)
+        printed += done.stdout
+    for shown in blocks(page, "text"):
+        assert shown in printed

@@ -62,7 +62,8 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     late: Sequence[str] = ()
     try:
         plain = preset = _composed(line)
-        plain = _with_fitting_length(with_model_folder(with_adapters(preset, given), given), given)
+        own = _from_files(declared().root, declared().shipped, _for_hydra(line), _stamp())[0].get("model")
+        plain = _with_fitting_length(with_model_folder(with_adapters(preset, given), given, own or {}), given)
         config = check(plain)
         late = _unknown_changes(config)
     except UserError as error:
@@ -321,7 +322,7 @@ def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) 
     if declared().name:
         _name(config, "task", declared().name)
     for key, value in line.values.items():
-        OmegaConf.update(config, key, value)
+        OmegaConf.update(config, key, value, merge=False)
 
 
 def _name(config: DictConfig, section: str, name: str | None) -> None:

@@ -5,11 +5,13 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from serried.configs.addresses import is_address, not_a_path
+from serried.configs.context_extension import with_extended_context
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
 from serried.configs.hugging_face.quantization import quantization_of
@@ -45,9 +47,9 @@ _MODEL, _TEACHER = "model.path", "task.teacher"
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from the config of the weights."""
-_TYPED = ("padding_token", "tie_embeddings")
-"""Keys of ``model`` that the user may also set differently: weights that do not fit are refused when they are
-loaded."""
+_TYPED = ("padding_token", "tie_embeddings", "rope_scaling")
+"""Keys of ``model`` that the user may also set differently: to extend the context, or because weights that do not fit
+are refused when they are loaded."""
 
 
 def _check_counts(found: Mapping[str, Any]) -> None:
@@ -103,10 +105,13 @@ def embedded_tokens(folder: Path) -> int:
         raise UserError(f"{file} cannot be read: {error}; use another checkpoint") from None
 
 
-def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+def with_model_folder(
+    plain: Mapping[str, Any], given: Collection[str], preset: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
 
-    ``given``: keys that the user set. They take precedence, or are refused if they do not fit the weights.
+    ``given``: keys that the user set. They take precedence, or are refused if they do not fit the weights. ``preset``:
+    the section ``model`` without them.
 
     Raises ``UserError`` if the model cannot be read, or ``given`` contradicts it.
     """
@@ -118,7 +123,7 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     if path is None:
         if model.get("name") in ("auto", ANY_FAMILY):
             raise UserError(f"model={model['name']} needs a Hugging Face model: model.path=FOLDER_OR_NAME")
-        return dict(plain)
+        return {**plain, "model": with_extended_context(model, preset, given)}
     path, own = str(path), {key.split(".")[1] for key in given if key.startswith("model.")}
     found = _described(path, plain, kept_family)
     # All keys of a chosen preset are compared too.
@@ -137,7 +142,8 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     kept = {key: model[key] for key in own if key in model and (model[key] is not None or key in nulls)}
     named_after = {"name": Path(path).name, "path": path}
     tokenizer = {} if "data.tokenizer" in given else {"tokenizer": path}
-    return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
+    extended = with_extended_context(named_after | found | kept, found, given)
+    return {**plain, "model": extended, "data": data | tokenizer}
 
 
 @lru_cache(maxsize=1)  # a search calls this for each layout

@@ -36,10 +36,11 @@ class Origins:
         """Return ``command line``, or the file and line that set ``path`` or a section that contains it; empty if
         nothing did."""
         parts = path.split(".")
-        if any(".".join(parts[:end]) in self.typed for end in range(1, len(parts) + 1)):
+        paths = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        if any(key in self.typed for key in paths):
             return "command line"
-        if path in self.of_folder:
-            return self.of_folder[path]
+        if from_folder := next((key for key in paths if key in self.of_folder), None):
+            return self.of_folder[from_folder]
         for file, section in reversed(self.layers):
             inside = parts if not section else parts[1:] if parts[0] == section else []
             if inside and (line := _line_of(inside, file)):
@@ -125,7 +126,8 @@ def _sentence(
         return str(mistake["ctx"]["error"])
     source = origins.of(path) or "configs"
     if kind == "extra_forbidden":
-        if names := readers(path):  # a key of another optimizer, schedule, ...
+        is_in_section = path not in all_keys() and path.rpartition(".")[0] in all_keys()
+        if not is_in_section and (names := readers(path)):  # a key of another optimizer, schedule, ...
             section, above = path.partition(".")[0], path.rpartition(".")[0]
             default = CHOSEN[section].base.model_fields[CHOSEN[section].key].default
             section, key = (above, "name") if is_source(above) else (section, CHOSEN[section].key)

@@ -28,13 +28,14 @@ _WORDS = {
     "string": ("text", "some-name"),
     "array": ("a list of two numbers", "[0.9,0.95]"),
     "integers": ("a list of whole numbers", "[1,2]"),
+    "numbers": ("a list of numbers", "[1.0,1.5]"),
     "texts": ("a list of strings", "[a,b]"),
     "object": ("a section", "null"),
     "mapping": ("a mapping of names to values", "{name: value}"),
     "value": ("text, a number, true or false, null, or a list of these", "true"),
 }
 
-_LISTS = ("array", "texts", "integers")
+_LISTS = ("array", "texts", "integers", "numbers")
 _NULL = {"type": "null"}
 
 
@@ -65,13 +66,14 @@ class Key:
 
     @property
     def kind(self) -> str:
-        """JSON type: integer, number, boolean, string or array. Also texts and integers (lists of any length), object
-        (a section that may be null), mapping (values under names that the user chooses) and value (one of these)."""
+        """JSON type: integer, number, boolean, string or array. Also texts, integers and numbers (lists of any length),
+        object (a section that may be null), mapping (values under names that the user chooses) and value (one of
+        these)."""
         if is_mapping(self.annotation):
             return str(self._field.get("type", "value")) if self.is_entry else "mapping"
         if "$ref" in self._field and _section_in(self.annotation)[0]:
             return "object"
-        lists = {"string": "texts", "integer": "integers"}
+        lists = {"string": "texts", "integer": "integers", "number": "numbers"}
         return lists.get(self._field.get("items", {}).get("type"), str(self._field["type"]))
 
     @property

@@ -66,7 +66,9 @@ def _llama(
     computed = (into + 5 * stream) * (share.tensor > 1)
     common = (layer, stream, selected, gradients, outputs, computed)
     block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
-    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # RoPE tables, current and next batch
+    scaling = config.rope_scaling
+    tables = 2 if scaling and scaling.rope_type == "longrope" and sequence_length > scaling.original else 1
+    rope = 8 * tables * sequence_length * config.attention_head_dim + 32 * tokens  # RoPE tables, current and next batch
     if gathers_keys:
         rope += rope // share.context  # this rank's part of the tables
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)

@@ -14,7 +14,8 @@ from torch import Tensor
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.model_folder import CONFIG, embedded_tokens
 from serried.recipes.exports.export_formats import Source
-from serried.recipes.models.families.llama import rope_frequencies
+from serried.recipes.models.layers.rope import rope_frequencies
+from serried.recipes.models.layers.rope_config import Rope
 from serried.records.safetensors_files import TensorFolder, TensorSpec, header, tensor_bytes
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -33,6 +34,8 @@ _SPLITTINGS = {
 """llama.cpp's name of the pre-tokenizer, by its regular expression (None for GPT-2's, which is built in) and
 ``ignore_merges`` (whether a word that is a token is not split further)."""
 _FREQUENCIES = "rope_freqs.weight"
+_DIVIDED = ("linear", "llama3")
+"""Types of frequency scaling that divisors of the frequencies, which llama.cpp reads for Llama, express."""
 
 
 def write(source: Source, file: Path, dtype: str) -> None:
@@ -45,6 +48,12 @@ def write(source: Source, file: Path, dtype: str) -> None:
         raise UserError(
             f"format=gguf does not support model.family={section.family}, only {known}; use format=hf and llama.cpp's "
             "convert_hf_to_gguf.py"
+        )
+    scaling = section.rope_scaling
+    if scaling and (_ARCHITECTURES[section.family] != "llama" or scaling.rope_type not in _DIVIDED):
+        raise UserError(
+            f"format=gguf: model.rope_scaling.rope_type={scaling.rope_type} of model.family={section.family} is not "
+            "written as GGUF here; use format=hf and llama.cpp's convert_hf_to_gguf.py"
         )
     writer = GGUFWriter(file, _ARCHITECTURES[section.family])
     _add_sizes(writer, source)
@@ -121,11 +130,11 @@ def _add_sizes(writer: Any, source: Source) -> None:
 
 
 def _rope_factors(section: Any) -> Tensor | None:
-    """Return Llama 3.1's divisors of the rotary frequencies, one per pair; None without frequency scaling."""
+    """Return the divisors of the rotary frequencies, one per pair; None without frequency scaling."""
     if section.rope_scaling is None:
         return None
-    of = section.attention_head_dim, section.rope_theta
-    return rope_frequencies(*of, None) / rope_frequencies(*of, section.rope_scaling)
+    dim, plain = section.rotary_dim, Rope(section.rope_theta, None)
+    return rope_frequencies(dim, plain) / rope_frequencies(dim, section.rope(0))
 
 
 def _names(source: Source, weights: TensorFolder) -> dict[str, str]:

@@ -35,8 +35,11 @@ def traced(source: Source, dtype: torch.dtype) -> ExportedProgram:
 def longest(source: Source) -> int:
     """Return the largest sequence length that the graph supports.
 
-    It is limited by sliding windows: longer sequences would need a mask that depends on the length.
+    It is limited by sliding windows and by rotary frequencies that depend on the length: the graph has one mask and one
+    table of rotations.
     """
     section = source.section
     windows = [section.window(layer) for layer in range(section.layers)] if hasattr(section, "window") else []
-    return min([section.max_sequence_length, *(window for window in windows if window)])
+    scaling = getattr(section, "rope_scaling", None)
+    original = [scaling.original] if scaling and scaling.depends_on_length else []
+    return min([section.max_sequence_length, *original, *(window for window in windows if window)])

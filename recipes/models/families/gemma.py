@@ -19,6 +19,7 @@ from serried.recipes.models.families.llama import Attention, FeedForward, Llama,
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
+from serried.recipes.models.layers.rope_config import Rope
 
 
 class GemmaNorm(RMSNorm):
@@ -80,11 +81,11 @@ class GemmaTransformer(Transformer):
         del number  # blocks differ only in the arguments of forward
         return GemmaBlock(self.config)
 
-    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
-        windows, bases = super().reaches(length)
+    def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
+        windows, ropes = super().reaches(length)
         if self.config.score_soft_cap is None:
-            return windows, bases
-        return [window or length for window in windows], bases  # kernels that cap scores need a mask
+            return windows, ropes
+        return [window or length for window in windows], ropes  # kernels that cap scores need a mask
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)
@@ -120,6 +121,9 @@ class Gemma(Llama):
         return plain | {
             "architectures": ["Gemma3ForCausalLM"],
             "sliding_window_pattern": model.global_every,
-            "rope_parameters": {"full_attention": rope, "sliding_attention": rope | {"rope_theta": local}},
+            "rope_parameters": {
+                "full_attention": rope,
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            },
             "rope_local_base_freq": local,  # for transformers 4
         }

@@ -9,6 +9,7 @@ from serried.configs.schema.fields import Number, Size
 from serried.configs.schema.models import completed, refuse_unless
 from serried.configs.schema.registry import models
 from serried.recipes.models.families.llama_config import LlamaSection, MistralSection
+from serried.recipes.models.layers.rope_config import Rope
 
 
 class GemmaSection(MistralSection):
@@ -34,19 +35,20 @@ class GemmaSection(MistralSection):
     def window(self, layer: int) -> int | None:
         return None if (layer + 1) % self.global_every == 0 else self.sliding_window
 
-    def rope_base(self, layer: int) -> float:
-        return self.rope_theta if self.window(layer) is None else self.local_rope_theta or self.rope_theta
+    def rope(self, layer: int) -> Rope:
+        if self.family == "gemma2" or self.window(layer) is None:
+            return super().rope(layer)
+        return Rope(self.local_rope_theta or self.rope_theta, None)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
         other = {"gemma2": ("local_rope_theta", "gemma3_text"), "gemma3_text": ("score_soft_cap", "gemma2")}
-        key, family = other.get(self.family, ("rope_scaling", "llama"))
-        for each, instead in ((key, family), ("rope_scaling", "llama")):
-            if getattr(self, each) is not None:
-                yield (
-                    f"model.{each} is not supported with model.family={self.family}; use model.{each}=null, or "
-                    f"model.family={instead}"
-                )
+        key, instead = other.get(self.family, ("", ""))
+        if key and getattr(self, key) is not None:
+            yield (
+                f"model.{key} is not supported with model.family={self.family}; use model.{key}=null, or "
+                f"model.family={instead}"
+            )
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +64,6 @@ class GemmaSection(MistralSection):
             found["rope_parameters"] = both["full"] | (found.get("rope_scaling") or {})
             found["rope_scaling"] = None
         keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"]})
-        if keys["rope_scaling"]:
-            raise ValueError("has rope_type llama3; only default can be taken over")
         return keys | {
             "global_every": _global_every(found, keys["layers"], found["sliding_window_pattern"] if is_third else 2),
             "local_rope_theta": local,

@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -17,40 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.parallel.plan import Context, ParallelPlan
-from serried.recipes.models.families.llama_config import LlamaSection, RopeScaling
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.family import PublishedFamily
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.layers.kv_cache import Cache, LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return the angle per position of each rotary pair, [head_dim / 2], fp32.
-
-    The scaling is Llama 3.1's: the frequency is divided by ``factor`` for wavelengths longer than the original
-    context / ``low_freq_factor``, unchanged for wavelengths shorter than the original context /
-    ``high_freq_factor``, and interpolated in between.
-    """
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)  # rotations over the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle. The result has x's dtype.
-
-    ``cos`` and ``sin`` are [S, E], or [B, 1, S, E] if positions differ between sequences, fp32. If they are narrower
-    than ``x``, only the leading elements of each head are rotated.
-    """
-    if cos.shape[-1] < x.shape[-1]:
-        turned, rest = x.tensor_split([cos.shape[-1]], dim=-1)
-        return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+from serried.recipes.models.layers.rope import RotaryEmbedding, document_lengths, rotate
+from serried.recipes.models.layers.rope_config import Rope
 
 
 class Linear(nn.Linear):
@@ -175,7 +149,7 @@ class Transformer(nn.Module):
         self.further_names = {"lm_head.weight": "embed_tokens.weight"} if config.tie_embeddings else {}
         """Other names under which a checkpoint may store a parameter, mapped to its name."""
         self.context = Context(attend, attend_with_logsumexp)
-        self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        self.rotary = RotaryEmbedding(config.rotary_dim)
 
     def block(self, number: int) -> nn.Module:
         """Return block ``number``. A family with different blocks overrides this."""
@@ -198,12 +172,14 @@ class Transformer(nn.Module):
         token are returned, [B, 1, V]. Meant for generation, with one document at a time.
         """
         length = self.context.whole_length(tokens) if cache is None else cache.capacity
-        windows, bases = self.reaches(length)
-        rotations = {base: self._rotation(base, length, tokens, positions, cache) for base in {*bases}}
+        windows, ropes = self.reaches(length)
+        if cache is not None:
+            tokens = self._with_outdated(tokens, cache, {*ropes})
+        rotations = {rope: self._rotation(rope, length, tokens, positions, cache) for rope in {*ropes}}
         masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
         x = self.embedded(tokens)
         for number, block in enumerate(self.layers):
-            (cos, sin), mask = rotations[bases[number]], masks[windows[number]]
+            (cos, sin), mask = rotations[ropes[number]], masks[windows[number]]
             x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -219,12 +195,13 @@ class Transformer(nn.Module):
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
-    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
-        """Return the window and the rotary base of each block. A window that is not shorter than ``length`` is None."""
+    def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
+        """Return the window and the rotary frequencies of each block. A window that is not shorter than ``length`` is
+        None."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
         windows = [None if window is None or window >= length else window for window in windows]
-        return windows, [self.config.rope_base(number) for number in numbers]
+        return windows, [self.config.rope(number) for number in numbers]
 
     def _mask(
         self, window: int | None, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
@@ -234,12 +211,37 @@ class Transformer(nn.Module):
         make = partial(causal_mask, positions, length, tokens.device, window, self.config.attention)
         return self.context.mask(make, length, tokens.device)
 
+    def _with_outdated(self, tokens: Tensor, cache: Cache, ropes: Collection[Rope]) -> Tensor:
+        """Return ``tokens`` after the cached ones, and empty the cache, if they make the sequence a long one for
+        ``longrope``, which changes the rotations of all its tokens; else return ``tokens``."""
+        before, now = cache.length, cache.length + tokens.shape[1]
+        scalings = [rope.scaling for rope in ropes if rope.scaling and rope.scaling.rope_type == "longrope"]
+        if scalings and before and any(before <= scaling.original < now for scaling in scalings):
+            tokens = torch.cat((*cache.inputs, tokens), dim=1)
+            cache.clear()
+        if scalings:
+            cache.inputs.append(tokens)
+        return tokens
+
     def _rotation(
-        self, base: float, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
+        self, rope: Rope, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rope(length, tokens.device, base)
+        device, scaling = tokens.device, rope.scaling
+        so_far = length if cache is None else cache.length + tokens.shape[1]
+        is_long = scaling is not None and scaling.depends_on_length and so_far > scaling.original
+        if is_long:
+            lengths = torch.tensor(so_far, device=device)
+            if cache is not None:
+                places = torch.arange(cache.length, so_far, device=device)
+            elif positions is None:
+                places = self.context.part(torch.arange(length, device=device), 0)
+            else:
+                places = self.context.part(positions, 1)
+                lengths = self.context.part(document_lengths(positions), 1)
+            return self.rotary.of_long_documents(rope, places, lengths, length)
+        cos, sin = self.rotary.table(rope, length, device)
         if cache is not None:
-            here = slice(cache.length, cache.length + tokens.shape[1])
+            here = slice(cache.length, so_far)
             return cos[here], sin[here]
         if positions is None:
             return self.context.part(cos, 0), self.context.part(sin, 0)
@@ -248,22 +250,8 @@ class Transformer(nn.Module):
 
     def keep_rotations(self, length: int) -> None:
         """Compute the rotary tables for ``length`` tokens now, so that a traced graph contains them as constants."""
-        for base in {*self.reaches(length)[1]}:
-            self._rope(length, self.norm.weight.device, base)
-
-    def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
-        # The tables are not buffers. They are computed in fp32 on the CPU at first use, so that neither meta
-        # construction nor mixed precision changes them. The longest table so far is used for all shorter lengths, since
-        # every length occurs during generation.
-        key = (device, base)
-        if key not in self._rope_tables or self._rope_tables[key][0].shape[0] < sequence:
-            with torch.autocast(device.type, enabled=False):
-                frequencies = rope_frequencies(self.config.rotary_dim, base, self.config.rope_scaling)
-                angles = torch.outer(torch.arange(sequence).float(), frequencies)
-                angles = torch.cat((angles, angles), dim=-1)  # [S, E]
-                self._rope_tables[key] = (angles.cos().to(device), angles.sin().to(device))
-        cos, sin = self._rope_tables[key]
-        return cos[:sequence], sin[:sequence]
+        for rope in {*self.reaches(length)[1]}:
+            self.rotary.table(rope, length, self.norm.weight.device)
 
     def parallel_plan(self) -> ParallelPlan:
         """Return a plan whose FSDP units are the blocks and, unless they are tied, the embedding and the head."""
@@ -312,9 +300,12 @@ class Llama(PublishedFamily):
         windows = [window for layer in range(model.layers) if (window := model.window(layer))]
         which = "all" if len(windows) == model.layers else f"{len(windows)} of them"
         windowed = f", {which} with a window of {windows[0]:,}" if windows else ""
+        scaling, longest = model.rope_scaling, model.max_sequence_length
+        scaled = f", {scaling.rope_type} rope x{scaling.factor:g} for up to {longest:,} tokens" if scaling else ""
         return (
             f"{model.layers} layers{windowed}, dim {model.dim}, feed-forward {model.hidden_dim}, "
             f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"
+            f"{scaled}"
         )
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
@@ -337,14 +328,15 @@ class Llama(PublishedFamily):
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         model = self.section
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-        if model.rope_scaling:
-            scaled = {model.rope_scaling.names.get(key, key): value for key, value in model.rope_scaling}
-            rope |= {"rope_type": "llama3", **scaled}
+        scaling = model.rope_scaling
+        rope = {"rope_theta": model.rope_theta, **(scaling.described() if scaling else {"rope_type": "default"})}
+        # transformers takes this as the original length of dynamic.
+        longest = scaling.original if scaling and scaling.rope_type == "dynamic" else model.max_sequence_length
         return super().export_config(end_token) | {
             **model.plain,
             "head_dim": model.attention_head_dim,
+            "max_position_embeddings": longest,
             "rope_parameters": rope,  # for transformers >= 5
             "rope_theta": model.rope_theta,  # for transformers 4
-            "rope_scaling": rope if model.rope_scaling else None,
+            "rope_scaling": rope if scaling else None,
         }

@@ -1,37 +1,17 @@
 """Config sections of Llama and of the families that share its code: Mistral, Qwen 2 and Qwen 3."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from serried.configs.divisors import nearest_divisors
-from serried.configs.schema.fields import Count, DerivedSize, Number, PositiveCount, Section, Size, parse_count
+from serried.configs.plain_data import is_number
+from serried.configs.schema.fields import Count, DerivedSize, Number, Size, parse_count
 from serried.configs.schema.models import ModelSection, completed, keys_named, refuse_unless, use_nearest
 from serried.configs.schema.registry import models
-
-
-class RopeScaling(Section):
-    """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
-
-    names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
-    """Keys that have another name in a ``config.json``."""
-
-    factor: Number = Field(gt=0)
-    """Ratio of the extended context length to the original one."""
-    low_freq_factor: Number = Field(gt=0)
-    """Wavelengths longer than the original context length divided by this value are scaled by the full ``factor``."""
-    high_freq_factor: Number = Field(gt=0)
-    """Wavelengths shorter than the original context length divided by this value are unchanged."""
-    original_max_sequence_length: PositiveCount
-    """Longest sequence of the original training, in tokens."""
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.high_freq_factor <= self.low_freq_factor:
-            yield (
-                f"model.rope_scaling.high_freq_factor={self.high_freq_factor:g} must exceed "
-                f"model.rope_scaling.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
-            )
+from serried.recipes.models.layers.rope_config import ROPE_TYPES, Rope, RopeScaling, rope_of, scaling_from
 
 
 class LlamaSection(ModelSection):
@@ -56,6 +36,8 @@ class LlamaSection(ModelSection):
     """Whether queries, keys and values have a bias."""
     normalizes_heads: ClassVar[bool] = False
     """Whether queries and keys are normalized."""
+    rope_types: ClassVar[Sequence[str]] = ROPE_TYPES
+    """Types of ``rope_scaling`` that transformers computes for the family."""
 
     dim: Size
     """Width of the residual stream."""
@@ -77,7 +59,7 @@ class LlamaSection(ModelSection):
     rope_theta: Number = Field(default=500000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling; null for none."""
+    """Scaling of rotary frequencies for long contexts; null for none."""
     padding_token: Annotated[Count, Field(ge=0, le=10**7)] | None = None
     """Padding token, whose embedding lookup gets no gradient, like transformers' ``pad_token_id``. Null for none."""
     initializer_std: Number = Field(default=0.02, gt=0)
@@ -103,18 +85,18 @@ class LlamaSection(ModelSection):
         rope = {"rope_theta": found["rope_theta"], **rope_of(found)}
         if rope["rope_theta"] is None:
             raise ValueError("has rope_theta null; leave it out for the default of transformers, or set it")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
-        scaled = RopeScaling.model_fields if kind == "llama3" else ()
-        rope.setdefault("original_max_position_embeddings", found["max_position_embeddings"])
+        scaling = scaling_from(found, cls.rope_types)
+        if scaling and "rotary_fraction" not in cls.model_fields:
+            for settings in (found, rope):
+                refuse_unless(settings, partial_rotary_factor=1.0)
         heads, padding = found["num_attention_heads"], found["pad_token_id"]
         return {
             **keys_named(cls.names, found),
             "kv_heads": heads if found["num_key_value_heads"] is None else found["num_key_value_heads"],
             "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
             "rope_theta": float(rope["rope_theta"]),
-            "rope_scaling": {key: rope[RopeScaling.names.get(key, key)] for key in scaled} or None,
+            "rope_scaling": scaling,
+            **(_longest(scaling) if scaling and scaling.get("rope_type") == "dynamic" else {}),
             # torch counts negative ids from the end.
             "padding_token": padding if padding is None or padding >= 0 else found["vocab_size"] + padding,
         }
@@ -130,10 +112,10 @@ class LlamaSection(ModelSection):
         del layer
         return None
 
-    def rope_base(self, layer: int) -> float:
-        """Return the base of the rotary frequencies in block ``layer``."""
+    def rope(self, layer: int) -> Rope:
+        """Return the rotary frequencies in block ``layer``."""
         del layer
-        return self.rope_theta
+        return Rope(self.rope_theta, self.rope_scaling)
 
     @model_validator(mode="before")
     @classmethod
@@ -170,13 +152,21 @@ class LlamaSection(ModelSection):
                 f"model.head_dim={width}{derived} is odd, but rotary embeddings rotate pairs; use "
                 f"model.head_dim={width + 1}"
             )
+        scaling = self.rope_scaling
+        if scaling and scaling.rope_type not in self.rope_types:
+            yield (
+                f"model.rope_scaling.rope_type={scaling.rope_type} with model.family={self.family}, for which "
+                f"transformers computes only {', '.join(self.rope_types)}; use model.rope_scaling=null"
+            )
+        elif scaling and (mistake := scaling.pairs_mistake(self.rotary_dim // 2)):
+            yield mistake
 
 
-def rope_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary embeddings in a ``config.json``. transformers 5 writes
-    ``rope_parameters``, earlier versions ``rope_scaling``, which transformers reads first."""
-    rope: Mapping[str, Any] = found.get("rope_scaling") or found.get("rope_parameters") or {}
-    return rope
+def _longest(scaling: Mapping[str, Any]) -> dict[str, int]:
+    """Return the longest sequence of a model with ``dynamic`` scaling, if its factor is a number."""
+    factor, original = scaling["factor"], scaling["original_max_sequence_length"]
+    is_known = is_number(factor) and is_number(original)
+    return {"max_sequence_length": math.floor(factor * original)} if is_known else {}
 
 
 class MistralSection(LlamaSection):

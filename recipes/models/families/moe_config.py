@@ -8,7 +8,8 @@ from pydantic import Field
 from serried.configs.schema.fields import Count, Number, Size
 from serried.configs.schema.models import completed, keys_named, refuse_unless
 from serried.configs.schema.registry import models
-from serried.recipes.models.families.llama_config import LlamaSection, rope_of
+from serried.recipes.models.families.llama_config import LlamaSection
+from serried.recipes.models.layers.rope_config import rope_of
 
 _FORMS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},

@@ -5,6 +5,7 @@ are separate parameters here, so that tensor parallelism can shard each of them.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from serried.parallel.checkpoint_mapping import Fragment
 from serried.recipes.models.families.llama import Llama
@@ -29,3 +30,16 @@ class Phi3(Llama):
             return super().exported(name, shape)
         whole = (rows, *shape[1:])
         return (Fragment.within(f"model.{owner}.{fused}.weight", whole, 0, starts[part], shape),)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        model, plain, scaling = self.section, super().export_config(end_token), self.section.rope_scaling
+        fraction = {"partial_rotary_factor": model.rotary_fraction or 1.0}
+        plain |= fraction | {"rope_parameters": plain["rope_parameters"] | fraction}
+        if scaling is None:
+            return plain
+        plain["original_max_position_embeddings"] = scaling.original
+        if scaling.attention_factor is None and scaling.factor == model.max_sequence_length / scaling.original:
+            # transformers 4 accepts no other keys, and takes the factor from the two lengths, as version 5 does.
+            kept = {key: plain["rope_scaling"][key] for key in ("short_factor", "long_factor")}
+            plain["rope_scaling"] = {"type": "longrope", **kept}
+        return plain

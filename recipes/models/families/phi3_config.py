@@ -3,32 +3,44 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serried.configs.schema.models import completed, refuse_unless
+from pydantic import Field
+
+from serried.configs.schema.fields import Number
+from serried.configs.schema.models import completed
 from serried.configs.schema.registry import models
-from serried.recipes.models.families.llama_config import MistralSection, rope_of
+from serried.recipes.models.families.llama_config import MistralSection
+from serried.recipes.models.layers.rope_config import rope_of, type_of
 
 
 class Phi3Section(MistralSection):
     """Architecture of Phi-3 and Phi-4: Llama, optionally with a sliding window."""
 
     opens_as = ("phi3", "Phi3ForCausalLM")
+    rope_types = ("longrope",)
+
+    rotary_fraction: Number | None = Field(default=None, gt=0, le=1)
+    """Fraction of each head that rotary embeddings apply to, for Phi-4-mini; all of it when null."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.attention_head_dim * (self.rotary_fraction or 1))
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
-        for settings in (found, rope_of(found)):
-            refuse_unless(settings, partial_rotary_factor=1.0)
-        keys = super().keys_from(found)
-        if keys["rope_scaling"]:
-            raise ValueError("has rope_type llama3; only default can be taken over")
-        return keys
+        rope = dict(rope_of(found))
+        if type_of(rope) in ("su", "yarn"):  # what early checkpoints call longrope
+            rope["rope_type"] = "longrope"
+        fraction = rope.get("partial_rotary_factor", found["partial_rotary_factor"])
+        keys = super().keys_from({**found, "rope_scaling": rope})
+        return keys | {"rotary_fraction": None if fraction == 1 else fraction}
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
-        if self.rope_scaling is not None:
+        if self.rotary_dim % 2:
             yield (
-                f"model.rope_scaling is not supported with model.family={self.family} in transformers; use "
-                "model.rope_scaling=null, or model.family=llama"
+                f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
+                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=null"
             )
 
 

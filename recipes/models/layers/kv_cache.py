@@ -24,6 +24,10 @@ class LayerCache:
         self._values[:, :, first : self._length] = values
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self._length = 0
+
 
 class Cache:
     """Keys and values of all blocks, for sequences that grow together to at most ``capacity`` tokens."""
@@ -32,7 +36,16 @@ class Cache:
         self.capacity = capacity
         self.length = 0
         """Number of tokens so far."""
+        self.inputs: list[Tensor] = []
+        """Input of the model for these tokens, [B, S] each, if it may need them again; see ``clear``."""
         self.layers = [LayerCache(capacity) for _ in range(layers)]
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+        self.inputs.clear()
+        for layer in self.layers:
+            layer.clear()
 
     def mask(self, tokens: int, device: torch.device, window: int | None = None) -> Tensor | None:
         """Return a bool mask [1, 1, tokens, keys], True where one of the next ``tokens`` queries attends to a key: to

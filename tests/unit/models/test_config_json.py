@@ -39,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-4, "tie_word_embeddings": False,
     },
     "mistral": {"sliding_window": 9},
-    "phi3": {"sliding_window": 9},
+    "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
     "glm4_moe": {
@@ -78,6 +78,9 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     }
     if kind == "glm4_moe":
         values["rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
+    if kind == "phi3":
+        int(rope["partial_rotary_factor"] * values["head_dim"])  # raises for null
+        values["rotary_fraction"] = None if rope["partial_rotary_factor"] == 1 else rope["partial_rotary_factor"]
     if kind.startswith("gemma"):
         values |= {
             "query_pre_attention_scalar": config.query_pre_attn_scalar,

@@ -14,9 +14,11 @@ from serried.parallel.layout.local_shards import held_parameters
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.families.llama import Llama, Transformer
-from serried.recipes.models.families.llama_config import LlamaSection, RopeScaling
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers import lm_head as head
 from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
+from serried.recipes.models.layers.rope import RotaryEmbedding
+from serried.recipes.models.layers.rope_config import Rope, RopeScaling
 
 LLAMA31_SCALING = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_sequence_length=64)
 
@@ -239,13 +241,10 @@ def test_first_weights_are_these_bits(
 
 
 def test_rotary_tables_are_kept_once_and_cut_to_any_length() -> None:
-    model = build(section(rope_scaling=LLAMA31_SCALING))
-    device = torch.device("cpu")
-    fresh = {
-        length: build(section(rope_scaling=LLAMA31_SCALING))._rope(length, device, 5e5) for length in (1, 7, 40, 512)
-    }
+    rotary, rope, device = RotaryEmbedding(16), Rope(5e5, LLAMA31_SCALING), torch.device("cpu")
+    fresh = {length: RotaryEmbedding(16).table(rope, length, device) for length in (1, 7, 40, 512)}
     for length in (7, 40, 1, 40, 512, 7):
-        for table, expected in zip(model._rope(length, device, 5e5), fresh[length], strict=True):
+        for table, expected in zip(rotary.table(rope, length, device), fresh[length], strict=True):
             assert torch.equal(table, expected)
             assert table.is_contiguous()
-    assert [cos.shape[0] for cos, _ in model._rope_tables.values()] == [512]
+    assert [cos.shape[0] for cos, _ in rotary.tables.values()] == [512]

@@ -26,7 +26,7 @@ from serried.parallel.sum_table import Number, Shapes, SumTable
 from serried.parallel.sync.buffers import Buffers
 from serried.parallel.sync.gradient_norm import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 
-_TRAINING, _EVALUATION = "training", "evaluation"
+_TRAINING, _EVALUATION, _MEAN = "training", "evaluation", "mean"
 
 
 class DistributedModel:
@@ -187,19 +187,27 @@ class DistributedModel:
             self._shapes[use] = agreed_shapes(None if terms is None else terms.table().shapes, self.groups.gather)
         return self._shapes[use]
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> SumTable:
         """Return the sums of ``batches`` over all ranks, without gradients.
 
         Every rank must pass the same number of batches, each with a flag whether it counts.
         """
+        return self._evaluate(batches, objective, _EVALUATION)
+
+    def mean_loss(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> Tensor:
+        """Return the mean loss of ``batches`` over all ranks, without gradients, on the device. See ``evaluate``."""
+        sums = self._evaluate(batches, objective, _MEAN)
+        return sums["loss_sum"] / sums["weight"].clamp(min=1)
+
+    @torch.no_grad()
+    def _evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective, use: str) -> SumTable:
         sums: SumTable | None = None
         self._set_scales()
         with evaluating(self.modules):
             for batch, counts in batches:
                 terms = self.runner.predict(self._of_this_rank(batch, objective), objective)
                 terms = None if terms is None else terms._replace(counts={})
-                shapes = self._agreed(_EVALUATION, terms)
+                shapes = self._agreed(use, terms)
                 sums = sums or SumTable.zeros(shapes, self.device)
                 if terms is not None:
                     check_names(terms, shapes)

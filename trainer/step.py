@@ -13,12 +13,13 @@ from serried.configs.schema.sections import HealthSection
 from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import Objective
 from serried.parallel.runner import StepDropped
-from serried.parallel.step_phases import OPTIMIZER
+from serried.parallel.step_phases import FORWARD, OPTIMIZER
 from serried.parallel.sum_table import Number, SumTable, section
 from serried.trainer.monitor.spikes import SpikeWindow
 from serried.trainer.optim.optimizer import take_step
 from serried.trainer.optim.weight_average import WeightAverage
 from serried.trainer.precision import GradScaler
+from serried.trainer.task import StepMean
 
 FAILURES_THAT_STOP = 3
 """Number of consecutive failed steps after which every step is rejected. The host then reads the count and ends the
@@ -93,6 +94,7 @@ class TrainStep:
         nominal_weight: int,
         health: HealthSection,
         average: WeightAverage | None = None,
+        step_mean: StepMean | None = None,
     ) -> None:
         """``nominal_weight``: number of targets in a global batch without masking. The loss is divided by it before
         backward, which keeps fp16 gradients in range on every layout. The gradients are corrected by the actual weight
@@ -106,6 +108,7 @@ class TrainStep:
         self._window, self._skips_spikes = SpikeWindow(health, parallel.device), health.spike == "skip"
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
         self._average = average
+        self._step_mean = step_mean
 
     def __call__(
         self,
@@ -135,13 +138,22 @@ class TrainStep:
         def further() -> dict[str, Number | Sequence[Number]]:
             return {**loads.take(self._parallel.device), "votes": vote()}
 
-        # All communication between ranks happens here. Only gradients and buffers change.
+        batches = self._with_mean(batches)
+        # All other communication between ranks happens here. Only gradients and buffers change.
         with self._undone_if_dropped(may_be_dropped=before is not None and len(batches) > 1):
             loads.clear()  # discard tokens counted outside of steps, for example during generation
             sums = self._parallel.forward_backward(batches, self._objective, scale, further, seeds, before)
             self._parallel.phases.enter(OPTIMIZER)
             squares = self._parallel.sum_squares()
         return self._commit(sums, squares, lr)
+
+    def _with_mean(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Return ``batches`` with the mean over the global batch, if the loss needs one."""
+        if self._step_mean is None:
+            return batches
+        self._parallel.phases.enter(FORWARD)
+        mean = self._parallel.mean_loss(((batch, True) for batch in batches), self._step_mean.objective)
+        return [self._step_mean.use(batch, mean) for batch in batches]
 
     @torch.no_grad()
     def _commit(self, sums: SumTable, squares: Tensor, lr: float) -> SumTable:
@@ -222,5 +234,5 @@ class TrainStep:
         DDP rebuilds its gradient buckets after its first backward pass, which changes the order of summation on 3 or
         more ranks. After a rehearsal, the first step of a new or resumed run uses the same order as later steps.
         """
-        self._parallel.forward_backward([batch], self._objective, 0.0)
+        self._parallel.forward_backward(self._with_mean([batch]), self._objective, 0.0)
         self._optimizer.zero_grad()

@@ -28,7 +28,7 @@ from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
 from serried.trainer.run_context import Context
 from serried.trainer.step import TrainStep
-from serried.trainer.task import Dataset, to_device
+from serried.trainer.task import Dataset, StepMean, to_device
 
 
 class TrainingState:
@@ -74,7 +74,7 @@ class TrainingState:
         decay = config.trainer.ema_decay
         self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None
         weight = task.weight_per_sample()
-        self.step = train_step(config, task, weight, self.parallel, self.optimizer, self._average)
+        self.step = train_step(config, task, weight, self.parallel, self.optimizer, self._average, task.step_mean())
         if start.checkpoint is not None:
             self.restore(start)
 
@@ -164,9 +164,15 @@ class TrainingState:
 
 def train_step(
     config: RunConfig, objective: Objective, weight: int, parallel: DistributedModel, optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None,
+    average: WeightAverage | None, step_mean: StepMean | None = None,
 ) -> TrainStep:  # fmt: skip
-    """Return the train step for ``config``. ``weight``: weight of a sample. ``average``: weight average, if any."""
+    """Return the train step for ``config``.
+
+    Args:
+        weight: Weight of a sample.
+        average: Weight average, if any.
+        step_mean: Mean over the global batch that the loss needs, if any.
+    """
     return TrainStep(
         parallel,
         optimizer,
@@ -176,4 +182,5 @@ def train_step(
         nominal_weight=config.trainer.global_batch * weight,
         health=config.health,
         average=average,
+        step_mean=step_mean,
     )

@@ -95,9 +95,9 @@ class DataSection(LoadingSection, SourceSection):
     validation_fraction: Number = Field(default=0.05, ge=0, le=MOST_VALIDATION)
     """Fraction of the text held out for validation: full documents, or the end of each file if there are few files. 0:
     train on all text."""
-    format: Literal["text", "chat", "preference"] = "text"
+    format: Literal["text", "chat", "preference", "unpaired"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: each row is a
-    pair of answers."""
+    pair of answers. ``unpaired``: each row is an answer with a label, true or false."""
     chat_template: PathText | None = None
     """Jinja template for conversations, or a file with one; when null the template of the tokenizer, else ChatML.
     ``none``: each row is a prompt and its completion, used unchanged."""
@@ -142,9 +142,14 @@ class DataSection(LoadingSection, SourceSection):
         return self.packs_answers or (self.isolate_documents and self.packing != "none")
 
     @property
+    def has_answers(self) -> bool:
+        """Whether rows are pairs of answers, or answers with a label."""
+        return self.format in ("preference", "unpaired")
+
+    @property
     def packs_answers(self) -> bool:
         """Whether a sequence may have several answers of pairs, which are always isolated from each other."""
-        return self.packing == "best_fit" and self.format in ("preference", "unpaired")
+        return self.packing == "best_fit" and self.has_answers
 
     @property
     def added_tokens(self) -> Tokens:
@@ -207,8 +212,8 @@ class DataSection(LoadingSection, SourceSection):
             )
         yield from self._mistakes_of_added_tokens((*made, "bytes"))
         yield from self._mistakes_of_chats()
-        if self.format == "preference":
-            yield from self._mistakes_of_pairs()
+        if self.has_answers:
+            yield from self._mistakes_of_answers()
         if self.is_chat and self.tokenizer in made:
             yield (
                 f"data.format={self.format} needs an existing tokenizer, but data.tokenizer={self.tokenizer} builds "
@@ -251,27 +256,22 @@ class DataSection(LoadingSection, SourceSection):
             return
         if kwargs:
             yield "data.chat_template_kwargs has no effect with data.chat_template=none; leave one of them out"
-        if self.format == "preference":
-            yield "data.chat_template=none needs data.format=chat, not data.format=preference; leave it out"
+        if self.has_answers:
+            yield f"data.chat_template=none needs data.format=chat, not data.format={self.format}; leave it out"
         if self.train_on == "last":
             yield (
                 "data.train_on=last has no effect with data.chat_template=none, because each row has one completion; "
                 "leave it out"
             )
 
-    def _mistakes_of_pairs(self) -> Iterator[str]:
-        if self.packing != "split":
-            yield (
-                f"data.packing={self.packing} has no effect with data.format=preference, because pairs are not packed; "
-                "leave it out"
-            )
+    def _mistakes_of_answers(self) -> Iterator[str]:
         if self.isolate_documents:
             yield (
-                "data.isolate_documents=true has no effect with data.format=preference, because each answer is a "
-                "separate sequence; leave it out"
+                f"data.isolate_documents=true has no effect with data.format={self.format}, because answers are always "
+                "isolated; leave it out"
             )
         if self.mixed:
-            yield "data=mixture with data.format=preference is not supported; put the rows into one file or folder"
+            yield f"data=mixture with data.format={self.format} is not supported; put the rows into one file or folder"
 
 
 sources = Registry(

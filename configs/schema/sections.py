@@ -466,14 +466,21 @@ class TaskSection(Section):
     name: str = Field(default="causal_lm", min_length=1)
     """Name of the task; a recipe sets it."""
 
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """``metrics``, or those of this configuration if they depend on it."""
+        return self.metrics
+
     def mistakes_with(self, config: Any) -> Iterator[str]:
         """Yield a sentence for each contradiction with the rest of the ``config`` of a language model."""
         if config.data.format not in self.formats:
-            pairs = config.data.format == "preference"
-            yield (
-                f"data.format={config.data.format} is not supported by task.name={self.name}; use "
-                f"{'recipe=dpo or recipe=reward, for pairs of answers' if pairs else f'data.format={self.formats[-1]}'}"
-            )
+            recipes = {
+                "preference": "recipe=dpo or recipe=reward, for pairs of answers",
+                "unpaired": "recipe=kto, for answers with a label",
+            }
+            usual = "chat" if "chat" in self.formats else self.formats[0]
+            use = recipes.get(config.data.format, f"data.format={usual}")
+            yield f"data.format={config.data.format} is not supported by task.name={self.name}; use {use}"
 
 
 class RunConfig(Section):
@@ -584,7 +591,7 @@ class RunConfig(Section):
                 "checkpoint.best_mode=max contradicts checkpoint.best_metric=loss, for which lower is better; use "
                 "checkpoint.best_mode=min, or name another metric"
             )
-        known = self.task.metrics
+        known = self.task.metric_names
         if known is not None and not self.trainer.evaluate and checkpoint.best_metric not in ("loss", *known):
             yield (
                 f"checkpoint.best_metric={checkpoint.best_metric} is not a metric of task.name={self.task.name}, which "

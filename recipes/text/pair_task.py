@@ -13,7 +13,7 @@ from serried.parallel.plan import LossTerms
 from serried.recipes.data.prepared.prepare import Prepared
 from serried.recipes.data.prepared.summary import marked_lines
 from serried.recipes.data.samples.mixture_dataset import mistakes_of
-from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
+from serried.recipes.data.samples.pair_dataset import Pair, PairBatch, PairDataset, UnpairedDataset, collate_pairs
 from serried.recipes.models.layers.attention_choice import FLEX
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.causal_lm import CausalLM
@@ -42,7 +42,8 @@ class PairTask(CausalLM):
         return self._pairs[split]
 
     def _open_pairs(self, prepared: Prepared, split: str) -> PairDataset:
-        return PairDataset(prepared, split, self._data.sequence_length, packs=self._data.packs_answers)
+        kind = UnpairedDataset if self._data.format == "unpaired" else PairDataset
+        return kind(prepared, split, self._data.sequence_length, packs=self._data.packs_answers)
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
         return collate_pairs(
@@ -73,8 +74,11 @@ class PairTask(CausalLM):
 
     def describe_sample(self) -> list[str]:
         pair: Pair = self.dataset("train")[0][0]
-        lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
-        for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
+        is_pair = self._data.format == "preference"
+        first = "pair, chosen and rejected" if is_pair else f"answer, with the label {str(pair.is_desired).lower()}"
+        lines = [f"sample     the first {first}; trained on: lines with >"]
+        for number in range(2 if is_pair else 1):
+            tokens, targets = pair.tokens[number], pair.targets[number]
             is_learned = np.concatenate(([False], targets != IGNORE))
             whole = np.append(tokens, targets[-1] if is_learned[-1] else self._text.tokenizer.end_id)
             lines += [*(["  ---"] if number else []), *marked_lines(self._text.tokenizer, whole, is_learned)]

@@ -2,14 +2,16 @@
 
 DPO (https://arxiv.org/abs/2305.18290) and IPO (https://arxiv.org/abs/2310.12036) compare with a reference, the initial
 model; ORPO (https://arxiv.org/abs/2403.07691), CPO (https://arxiv.org/abs/2401.08417) and SimPO
-(https://arxiv.org/abs/2405.14734) need none. The loss is a sum over pairs and never a mean over a batch, so it does not
-depend on how pairs are batched.
+(https://arxiv.org/abs/2405.14734) need none. KTO (https://arxiv.org/abs/2402.01306) trains on single answers with a
+label and compares with a reference, and with an estimate of the divergence from it over the global batch. The loss is a
+sum over pairs or answers, so it does not depend on how they are batched.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,10 +23,10 @@ from serried.parallel.plan import Inputs, LossTerms
 from serried.recipes.data.prepared.prepare import cache_folder
 from serried.recipes.data.samples.pair_dataset import PairBatch
 from serried.recipes.models.layers.lm_head import IGNORE, LanguageModelHead, token_losses
-from serried.recipes.text.pair_task import PairTask, pair_terms
+from serried.recipes.text.pair_task import PairTask, pair_terms, weighted_terms
 from serried.recipes.text.preference_config import PreferenceSection
-from serried.recipes.text.preference_losses import ipo_losses, margin_losses, orpo_losses
-from serried.trainer.task import Reference
+from serried.recipes.text.preference_losses import ipo_losses, kto_losses, margin_losses, orpo_losses
+from serried.trainer.task import Reference, StepMean
 
 _FOLDER = "reference"
 
@@ -53,8 +55,11 @@ class Preference(PairTask):
         return model
 
     def flops_per_sample(self, parameters: int) -> float:
-        passes = 4 / 3 if self._compares_with_base else 1  # the reference adds a forward
-        return passes * super().flops_per_sample(parameters)
+        # A forward and a backward take 3 units. The reference adds a forward. KTO trains on one of two sequences, and
+        # needs a forward of the other.
+        forwards = 1 if self._compares_with_base else 0
+        units = 4 + 2 * forwards if self.config.loss == "kto" else 2 * (3 + forwards)
+        return units / 6 * super().flops_per_sample(parameters)
 
     # loss -----------------------------------------------------------------------------------------------------------
 
@@ -66,14 +71,20 @@ class Preference(PairTask):
         return inputs._replace(named={name: each for name, each in inputs.named.items() if name != "targets"})
 
     def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
-        if self._compares_with_base:
-            inputs = self.inputs(batch)
-            with without_adapters(model):
-                reference = log_probs(model(inputs.stream, **inputs.named), batch)[0]
-            batch = batch._replace(reference=reference.view_as(batch.reference))
-        return super().loss(model, batch)
+        return super().loss(model, self.with_base(model, batch))
+
+    def with_base(self, model: nn.Module, batch: PairBatch) -> PairBatch:
+        """Return ``batch`` with the reference of the model without its adapters, if that is the reference."""
+        if not self._compares_with_base:
+            return batch
+        inputs = self.inputs(batch)
+        with without_adapters(model):
+            reference = log_probs(model(inputs.stream, **inputs.named), batch)[0]
+        return batch._replace(reference=reference.view_as(batch.reference))
 
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
+        if self.config.loss == "kto":
+            return self._terms_of_answers(output, batch)
         sums, lengths = log_probs(output, batch)
         section, beta, means = self.config, self.config.scale, sums / lengths
         if section.loss == "orpo":
@@ -89,6 +100,41 @@ class Preference(PairTask):
             losses = margin_losses(rewards, section.target_margin)
         losses = losses - section.weight_of_nll * means[:, 0]
         return pair_terms(losses, rewards, batch, chosen_log_prob=sums[:, 0], rejected_log_prob=sums[:, 1])
+
+    def _terms_of_answers(self, output: Tensor, batch: PairBatch) -> LossTerms:
+        section, beta = self.config, self.config.scale
+        assert batch.is_desired is not None, "single answers have labels"
+        sums, is_desired = log_probs(output, batch)[0][:, 0], batch.is_desired.flatten()
+        rewards, divergence = beta * (sums - batch.reference[:, :, 0].flatten()), batch.divergence
+        divergence = torch.zeros_like(rewards[0]) if divergence is None else divergence
+        losses = kto_losses(
+            rewards, beta * divergence, is_desired, section.desirable_weight, section.undesirable_weight
+        )
+        weights = batch.weights.flatten()
+        good, bad = weights * is_desired, weights * ~is_desired
+        is_right = (rewards > beta * divergence) == is_desired
+        metrics = {
+            "reward_accuracy": (is_right.double(), weights), "chosen_reward": (rewards, good),
+            "rejected_reward": (rewards, bad), "chosen_log_prob": (sums, good), "rejected_log_prob": (sums, bad),
+            "divergence": (divergence.expand_as(rewards), weights),
+        }  # fmt: skip
+        return weighted_terms(losses, weights, metrics)
+
+    def example_batch(self, samples: int) -> PairBatch:
+        batch = super().example_batch(samples)
+        if self.config.loss != "kto":
+            return batch
+        labels = torch.zeros_like(batch.weights, dtype=torch.bool)
+        return batch._replace(is_desired=labels, divergence=batch.weights.new_zeros(())).side(0)
+
+    def step_mean(self) -> StepMean | None:
+        if self.config.loss != "kto":
+            return None
+
+        def use(batch: PairBatch, mean: Tensor) -> PairBatch:
+            return batch.side(0)._replace(divergence=mean.clamp(min=0))
+
+        return StepMean(_Divergence(self), use)
 
     # reference ------------------------------------------------------------------------------------------------------
 
@@ -134,6 +180,30 @@ class Preference(PairTask):
         # A frozen model may be stored in fewer bits than a trained one.
         frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
         return {"model": model, "precision": self.run.precision.name, "frozen": frozen}
+
+
+class _Divergence:
+    """Objective whose mean loss estimates how far the model is from the reference: the log-ratio of other answers."""
+
+    def __init__(self, task: Preference) -> None:
+        self._task, self.slice_sequence = task, task.slice_sequence
+
+    def inputs(self, batch: PairBatch) -> Inputs:
+        return self._task.inputs(batch.side(1))
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
+        others = self._task.with_base(model, batch.side(1))
+        inputs = self._task.inputs(others)
+        return _divergence_terms(model(inputs.stream, **inputs.named), others)
+
+    def terms(self, output: Tensor, batch: PairBatch) -> LossTerms:
+        return _divergence_terms(output, batch.side(1))
+
+
+def _divergence_terms(output: Tensor, others: PairBatch) -> LossTerms:
+    is_answer = others.weights.flatten() > 0
+    ratios = (log_probs(output, others)[0] - others.reference.flatten(0, 1))[:, 0]
+    return LossTerms(ratios.where(is_answer, 0).sum(), is_answer.sum())
 
 
 def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Config section of the task ``preference``: DPO, IPO, ORPO, CPO and SimPO."""
+"""Config section of the task ``preference``: DPO, IPO, ORPO, CPO, SimPO and KTO."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,17 +16,19 @@ _MARGINS = {"cpo": 0.0, "simpo": 1.0}
 """Default margins of the losses with a margin."""
 _NLL_WEIGHTS = {"dpo": 0.0, "cpo": 1.0, "simpo": 0.0}
 """Default weights of the cross entropy of the chosen answer."""
-_WITH_REFERENCE = ("dpo", "ipo")
+_LABEL_WEIGHTS = ("desirable_weight", "undesirable_weight")
+_WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
 class PreferenceSection(TaskSection):
-    """Training on pairs of answers, one of which is preferred."""
+    """Training on pairs of answers, one of which is preferred, or on answers with a label."""
 
-    formats: ClassVar[tuple[str, ...]] = ("preference",)
+    formats: ClassVar[tuple[str, ...]] = ("preference", "unpaired")
     metrics = (*PAIR_METRICS, "chosen_log_prob", "rejected_log_prob")
 
-    loss: Literal["dpo", "ipo", "orpo", "cpo", "simpo"] = "dpo"
-    """``dpo`` and ``ipo`` compare with the initial model; ``orpo``, ``cpo`` and ``simpo`` need no reference model."""
+    loss: Literal["dpo", "ipo", "orpo", "cpo", "simpo", "kto"] = "dpo"
+    """``dpo``, ``ipo`` and ``kto`` compare with the initial model; ``orpo``, ``cpo`` and ``simpo`` need no reference
+    model. ``kto`` trains on answers with a label, the others on pairs."""
     beta: Annotated[Number, Field(gt=0)] | None = None
     """Scale of the rewards; for ``orpo``, the weight of the odds ratio; for ``ipo``, tau. When null, 0.1, or 2 for
     ``simpo``."""
@@ -35,6 +37,17 @@ class PreferenceSection(TaskSection):
     nll_weight: Annotated[Number, Field(ge=0)] | None = None
     """``dpo``, ``cpo``, ``simpo``: weight of the mean cross entropy of the chosen answer. When null, 0, or 1 for
     ``cpo``."""
+
+    desirable_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """``kto``: weight of the loss of answers with the label true."""
+    undesirable_weight: Annotated[Number, Field(ge=0)] = 1.0
+    """``kto``: weight of the loss of answers with the label false."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        if self.loss != "kto":
+            return self.metrics
+        return (*(name for name in self.metrics if name != "reward_margin"), "divergence")
 
     @property
     def needs_reference(self) -> bool:
@@ -63,9 +76,21 @@ class PreferenceSection(TaskSection):
             if value is not None and self.loss not in read_with:
                 losses = ", ".join(read_with)
                 yield f"task.{key}={value:g} is not used with task.loss={self.loss}, only with {losses}; remove it"
+        for key in _LABEL_WEIGHTS if self.loss != "kto" else ():
+            if (value := getattr(self, key)) != 1:
+                yield f"task.{key}={value:g} is not used with task.loss={self.loss}, only with kto; remove it"
+        if self.loss == "kto" and not any(getattr(self, key) for key in _LABEL_WEIGHTS):
+            yield "task.desirable_weight=0 task.undesirable_weight=0 leave nothing to train on; use 1 for one of them"
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)
+        if config.data.format == "unpaired" and self.loss != "kto":
+            yield f"task.loss={self.loss} compares pairs, and data.format=unpaired has none; use task.loss=kto"
+        if config.data.format == "preference" and self.loss == "kto":
+            yield (
+                "task.loss=kto trains on answers with a label; use recipe=kto, or data.format=unpaired, which also "
+                "reads pairs, as two answers each"
+            )
         yield from mistakes_of_sequence_shards(config)
 
 

@@ -24,10 +24,15 @@ PAIRS = [
     for n in range(8)
 ]
 """Chosen answers have equal lengths, since TRL's CPO takes the mean of the cross entropy over all tokens of a batch."""
+ANSWERS = [
+    {"prompt": f"{'Please say' if n % 2 else 'Say'} {n}.", "completion": f"{n}{'!' * (n % 4)}", "label": n % 3 > 0}
+    for n in range(8)
+]
 SETTINGS: dict[str, list[str]] = {
     "ipo": ["task.loss=ipo"],
     "cpo": ["task.loss=cpo"],
     "simpo": ["task.loss=simpo", "task.margin=0.5"],
+    "kto": ["task.loss=kto", "task.desirable_weight=1.25", "task.undesirable_weight=0.8", "task.beta=0.3"],
 }
 """Overrides of each recorded loss."""
 
@@ -47,13 +52,16 @@ def write_inputs(folder: Path) -> None:
                 waves = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * 1.7 + number)
                 parameter.copy_(0.2 * waves.view_as(parameter))
     model.save_pretrained(folder / "llama")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    for name, rows in (("dpo", PAIRS), ("kto", ANSWERS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def arguments(folder: Path, loss: str) -> list[str]:
     """Return the arguments of a run in which each step has all rows."""
+    recipe = "kto" if loss == "kto" else "dpo"
     return [
-        "recipe=dpo", f"model.path={folder / 'llama'}", f"data.path={folder / 'pairs.jsonl'}", "data.tokenizer=bytes",
+        f"recipe={recipe}", f"model.path={folder / 'llama'}", f"data.path={folder / f'{recipe}.jsonl'}",
+        "data.tokenizer=bytes",
         f"data.cache_dir={folder / 'cache'}", "precision=fp32", "data.sequence_length=128",
         "data.validation_fraction=0", f"trainer.steps={STEPS}", f"trainer.global_batch={len(PAIRS)}",
         f"trainer.micro_batch={len(PAIRS)}", "trainer.eval_every=0", "trainer.log_every=1", "trainer.max_grad_norm=0",
@@ -106,7 +114,15 @@ def _losses(folder: Path, loss: str) -> list[float]:
 
     pairs, batch = _sequences(folder, loss), dict[str, torch.Tensor]()
     paired = ["prompt", "chosen", "rejected"]
-    if loss == "ipo":
+    if loss == "kto":
+        config = trl.KTOConfig(**common, beta=0.3, desirable_weight=1.25, undesirable_weight=0.8)
+        trainer = trainer_of(trl.KTOTrainer, config, ["prompt", "completion", "label"], ref_model=reference)
+        for side, prefix in enumerate(("", "KL_")):
+            names = [prefix + name for name in ("input_ids", "attention_mask", "completion_mask")]
+            batch |= dict(zip(names, _padded(pairs, side), strict=True))
+        batch["label"] = torch.tensor([pair.is_desired for pair in pairs])
+        compute = lambda: trainer._compute_loss(model, batch, False)  # noqa: E731
+    elif loss == "ipo":
         config = trl.DPOConfig(**common, loss_type="ipo", beta=0.1)
         trainer = trainer_of(trl.DPOTrainer, config, paired, ref_model=reference)
         sides = [_padded(pairs, side) for side in (0, 1)]

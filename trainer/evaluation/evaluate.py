@@ -31,7 +31,7 @@ from serried.trainer.data.loader import Reader, evaluation_batches
 from serried.trainer.data.sampler import BatchShare, evaluation_samples
 from serried.trainer.model import model_to_train, sharded
 from serried.trainer.precision import check_products
-from serried.trainer.task import Dataset, RunTask, TextTask, to_device
+from serried.trainer.task import Dataset, RunTask, StepMean, TextTask, to_device
 
 Batches = Iterable[Any]
 
@@ -66,11 +66,20 @@ def evaluate_by_source(
 
     for source, numbers in evaluation_samples(dataset, samples).items():
         share = BatchShare(micro_batch, parallel.layout.data_ranks, parallel.place.data_rank)
-        batches = evaluation_batches(Reader(dataset, task.collate_numbered), numbers, share)
-        sums = parallel.evaluate(on_device(batches), task)
+        read = partial(evaluation_batches, Reader(dataset, task.collate_numbered), numbers, share)
+        batches = on_device(read())
+        if (step_mean := task.step_mean()) is not None:
+            mean = parallel.mean_loss(batches, step_mean.objective)
+            batches = _with_mean(on_device(read()), step_mean, mean)
+        sums = parallel.evaluate(batches, task)
         total = sums.read()
         metrics = {name: (number, weight) for name, (number, weight) in section(total, "metrics").items()}
         yield source, Sums(total["loss_sum"], total["weight"], metrics)
+
+
+def _with_mean(batches: Batches, step_mean: StepMean, mean: Tensor) -> Iterator[tuple[Any, bool]]:
+    for batch, counts in batches:
+        yield step_mean.use(batch, mean), counts
 
 
 class Kept:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from serried.parallel.checkpoint_mapping import Fragment
+from serried.parallel.plan import Objective
 from serried.trainer.callbacks import Event
 from serried.trainer.task.task import Task
 
@@ -35,6 +36,20 @@ class Reference:
     use: Callable[[str, np.ndarray], None]
     """Receives the name of a data set and the values of all its samples [samples, columns], NaN for samples that were
     not needed."""
+
+
+@dataclass(frozen=True)
+class StepMean:
+    """A mean over the global batch that the loss of every sample depends on.
+
+    Before the forward and backward of a step, a forward of all micro-batches on all ranks computes it without
+    gradients. An evaluation computes it over all samples that it evaluates.
+    """
+
+    objective: Objective
+    """Its mean loss is the mean."""
+    use: Callable[[Any, Tensor], Any]
+    """Maps a batch and the mean, a scalar on the device, to the batch that the task's loss receives."""
 
 
 class Described:
@@ -188,6 +203,10 @@ class Compared:
 
         Called after ``open_data``.
         """
+        return None
+
+    def step_mean(self) -> StepMean | None:
+        """Return the mean over the global batch that the loss needs, or None."""
         return None
 
 

@@ -1,7 +1,8 @@
-"""Tokenization of preference pairs: a chosen and a rejected answer, each after the same prompt.
+"""Tokenization of preference pairs, a chosen and a rejected answer to the same prompt, and of single answers.
 
 A prepared document is a pair: the conversation with the chosen answer, then the one with the rejected answer. The byte
-of a token in ``supervised`` is 1 if the token is trained on, plus 2 in the second conversation.
+of a token in ``supervised`` is 1 if the token is trained on, plus 2 in the second conversation. A single answer is a
+document of its own, with 2 in all its bytes if its label is false.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ class PairEncoder:
     def spec(self, earlier: int | None = None) -> dict[str, Any]:
         """Return all settings that the tokens depend on, except rows and tokenizer, as plain JSON. ``earlier``: format
         of an earlier version to use instead of the current one."""
-        return {"sequence_length": self._sequence_length, **self._chat.spec(earlier)}
+        spec = {"sequence_length": self._sequence_length, **self._chat.spec(earlier)}
+        return spec if earlier else {**spec, "weighted": True}  # earlier versions did not read weights
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded | UserError]:
         return encoded_rows(rows, unit, self._encode)
@@ -63,7 +65,8 @@ class PairEncoder:
         learned = [side.supervised for side in sides if side.supervised is not None]
         marks = np.concatenate((learned[0], learned[1] | np.uint8(REJECTED)))
         is_new = any(side.is_new for side in sides)
-        return Encoded(np.concatenate([side.tokens for side in sides]), marks, is_new=is_new)
+        tokens = np.concatenate([side.tokens for side in sides])
+        return Encoded(tokens, marks, is_new=is_new, weights=_weights(pair, tokens))
 
     def _side(self, pair: dict[str, Any], name: str) -> Encoded:
         prompt, answer = pair["prompt"], pair[name]
@@ -84,9 +87,35 @@ class PairEncoder:
         return encoded
 
 
+class AnswerEncoder(PairEncoder):
+    """Encoder of rows that are single answers with a label, or pairs, which become two answers."""
+
+    def _encode(self, row: Row) -> Encoded:
+        found = row.content
+        if not isinstance(found, dict):
+            raise UserError(" is not an answer with a label; use data.format=chat or data.format=text")
+        if "label" in found:
+            return self._labelled(found, "completion", is_desired=bool(found["label"]))
+        super()._encode(row)  # checks the pair
+        chosen, rejected = (self._labelled(found, name, is_desired=name == "chosen") for name in ("chosen", "rejected"))
+        return rejected._replace(before=(chosen,))
+
+    def _labelled(self, row: dict[str, Any], name: str, *, is_desired: bool) -> Encoded:
+        side = self._side(row, name)
+        assert side.supervised is not None
+        marks = side.supervised | np.uint8(0 if is_desired else REJECTED)
+        return side._replace(supervised=marks, weights=_weights(row, side.tokens))
+
+
 def pair_encoder(section: DataSection, tokenizer: Tokenizer) -> PairEncoder:
-    """Return the encoder for ``data.format=preference``."""
-    return PairEncoder(chat_encoder(section, tokenizer), section.sequence_length)
+    """Return the encoder for ``data.format=preference`` and ``unpaired``."""
+    encoder = AnswerEncoder if section.format == "unpaired" else PairEncoder
+    return encoder(chat_encoder(section, tokenizer), section.sequence_length)
+
+
+def _weights(row: dict[str, Any], tokens: np.ndarray) -> np.ndarray | None:
+    """Return the weight of the row for each of ``tokens``; None if it has none."""
+    return np.full(len(tokens), row["weight"], np.float32) if "weight" in row else None
 
 
 def _shown(messages: Sequence[dict[str, Any]]) -> str:

@@ -270,7 +270,7 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source,
     settings["validation"] = "split" if source.validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
         settings["chat"] = encoder_of_rows(section, tokenizer).spec(chat_format)
-    if section.format == "preference" and tokenizer is not None:
+    if section.format in ("preference", "unpaired") and tokenizer is not None:
         settings["pairs"] = pair_encoder(section, tokenizer).spec(chat_format)
     return json.dumps(settings, sort_keys=True)
 
@@ -383,10 +383,9 @@ def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str |
                 return None
             for start in range(0, mine.tokens, _COMPARED_TOKENS):
                 stop = min(start + _COMPARED_TOKENS, mine.tokens)
-                if not np.array_equal(mine.read(start, stop), its.read(start, stop)) or not np.array_equal(
-                    mine.supervised(start, stop), its.supervised(start, stop)
-                ):
-                    return None
+                for read in (TokenStream.read, TokenStream.supervised, TokenStream.weights):
+                    if not np.array_equal(read(mine, start, stop), read(its, start, stop)):
+                        return None
         return before.key
     return None
 

@@ -2,7 +2,8 @@
 
 A shard is a file of tokens and a file with the start of each document, int64, relative to the shard's first token. If
 only some tokens are trained on, a third file has one byte per token, 1 if it is trained on. A fourth file then has the
-position of each document in its source, for messages. Every document is followed by the end token. The shards of a
+position of each document in its source, for messages. If rows or messages have weights other than 1, another file has
+the weight of each token, fp32. Every document is followed by the end token. The shards of a
 split, in order, are one stream: their boundaries have no effect on samples. Files of other tools are used in place.
 
 Another file has the CRC-32 of each block of these files, in this order, as uint32. A block is verified when it is first
@@ -30,7 +31,7 @@ from serried.records.files import replacing
 _CHECKSUMS = ".crc32"
 _BLOCK_BYTES = 2**16
 """Size of a checksummed block. An operating system reads about as much ahead for a single token."""
-_FILES = ("tokens", "starts", "supervised", "places")
+_FILES = ("tokens", "starts", "supervised", "places", "weights")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Shard:
     None if unknown."""
     named: tuple[tuple[str, str], ...] = ()
     """Path and noun of each ``Place`` that ``places`` refers to."""
+    weights: Path | None = None
+    """File with the weight of each token in the loss, fp32. None if all are 1."""
 
     def place(self, document: int) -> Place | None:
         """Return the position of a document in its source; None if it is unknown."""
@@ -89,9 +92,13 @@ class TokenStream:
         self._tokens = [_Numbers(shard.tokens, shard.dtype, shard.offset_bytes, shard.count) for shard in shards]
         self._supervised = [_Numbers(shard.supervised, "u1", 0, shard.count) for shard in shards if shard.supervised]
         self._starts = [_Numbers(shard.starts, "<i8", 0, None) for shard in shards]
+        self._weights = [
+            None if shard.weights is None else _Numbers(shard.weights, "<f4", 0, shard.count) for shard in shards
+        ]
         supervised = iter(self._supervised)
-        for shard, *files in zip(shards, self._tokens, self._starts, strict=True):
-            _set_checksums(shard.starts, [*files, *([next(supervised)] if shard.supervised else [])])
+        for shard, tokens, starts, weights in zip(shards, self._tokens, self._starts, self._weights, strict=True):
+            files = [tokens, starts, *([next(supervised)] if shard.supervised else [])]
+            _set_checksums(shard.starts, [*files, *([] if weights is None else [weights])])
         self._token_bounds = np.cumsum([0, *(len(tokens) for tokens in self._tokens)])
         self._document_bounds = np.cumsum([0, *(len(starts) for starts in self._starts)])
         if self._supervised and len(self._supervised) != len(shards):
@@ -101,6 +108,8 @@ class TokenStream:
         self.documents = int(self._document_bounds[-1])
         self.is_supervised = bool(self._supervised)
         """Whether only some tokens are trained on."""
+        self.is_weighted = any(weights is not None for weights in self._weights)
+        """Whether any token has a weight other than 1."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens from ``start`` up to ``stop``, [stop - start], unsigned."""
@@ -109,6 +118,16 @@ class TokenStream:
     def supervised(self, start: int, stop: int) -> np.ndarray:
         """Return, for each token from ``start`` up to ``stop``, 1 if it is trained on, [stop - start], uint8."""
         return self._read(self._supervised, start, stop)
+
+    def weights(self, start: int, stop: int) -> np.ndarray:
+        """Return the weight in the loss of each token from ``start`` up to ``stop``, [stop - start], fp32."""
+        found = np.ones(stop - start, np.float32)
+        for shard in self._shards(start, stop) if self.is_weighted else ():
+            offset, weights = int(self._token_bounds[shard]), self._weights[shard]
+            if weights is not None:
+                first, last = max(start - offset, 0), min(stop - offset, len(weights))
+                found[first + offset - start : last + offset - start] = weights.read(first, last)
+        return found
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return the starts of documents between positions ``start`` and ``stop``, int64, in order."""
@@ -254,7 +273,8 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
-        self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "starts", "supervised", "places")]
+        kinds = ("bin", "starts", "supervised", "weights", "places")
+        self._paths = [folder / f"{name}.{kind}" for kind in kinds]
         self._streams: dict[Path, IO[bytes]] = {}
         self._checksums: dict[Path, _Checksums] = {}
         self._stack = ExitStack()
@@ -268,7 +288,7 @@ class ShardWriter:
     def add(self, encoded: Encoded, *, begins: bool, place: Place | None = None) -> None:
         """Append the tokens of a document, or of a piece of one. ``begins``: whether they include the document's
         start."""
-        tokens, _, supervised, _ = self._paths
+        tokens, _, supervised, weights, _ = self._paths
         if begins:
             self._starts.append(self.tokens)
         self._write(tokens, encoded.tokens.astype(self._dtype, copy=False).data)
@@ -277,14 +297,20 @@ class ShardWriter:
             if place is not None:
                 which = self._named.setdefault((place.path, place.noun), len(self._named))
                 self._places.extend((which, place.number))
+        if encoded.weights is not None and weights not in self._streams:
+            self._write(weights, np.ones(self.tokens, "<f4").data)
+        if weights in self._streams:
+            own = np.ones(len(encoded.tokens)) if encoded.weights is None else encoded.weights
+            self._write(weights, own.astype("<f4").data)
         self.tokens += len(encoded.tokens)
 
     def shard(self) -> Shard:
         """Return the shard. It must not be empty."""
-        tokens, starts, supervised, places = self._paths
+        tokens, starts, supervised, weights, places = self._paths
         return Shard(
             tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None,
             places=places if self._has_places else None, named=tuple(self._named) if self._has_places else (),
+            weights=weights if weights in self._streams else None,
         )  # fmt: skip
 
     @property
@@ -294,10 +320,10 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._streams:
             self._write(self._paths[1], np.array(self._starts, "<i8").data)
-            found = [self._checksums[path].all() for path in self._paths[:3] if path in self._checksums]
+            found = [self._checksums[path].all() for path in self._paths[:4] if path in self._checksums]
             self._write(self._paths[1].with_suffix(_CHECKSUMS), np.concatenate(found).data)
             if self._has_places:
-                self._write(self._paths[3], np.array(self._places, "<i8").data)
+                self._write(self._paths[4], np.array(self._places, "<i8").data)
         self._stack.__exit__(*error)
 
     def _write(self, path: Path, content: memoryview) -> None:

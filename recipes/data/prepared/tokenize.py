@@ -206,7 +206,8 @@ def write_shards(
                 counts.long += row.begins and (not row.ends or _size_of(row) > PIECE_BYTES)
                 of_split: TokenCounts = getattr(counts, split)
                 counts.new_rows += document.is_new or row.is_new
-                if document.before:
+                is_pair = isinstance(row.content, dict) and "chosen" in row.content  # one document for each answer
+                if document.before and not is_pair:
                     counts.split.add(SplitRows(1, 1 + len(document.before)))
                 for whole in document.before:
                     writers[split].add(whole, begins=True, place=row.place)
@@ -264,6 +265,8 @@ def _size_of(row: Row) -> int:
     if isinstance(row.content, list):
         return sum(len(str(message.get("content", ""))) for message in row.content)
     content = row.content
+    if not isinstance(content, str | bytes):
+        return 0  # a label or a weight
     return len(content) if isinstance(content, bytes) or content.isascii() else len(content.encode("utf-8", "replace"))
 
 

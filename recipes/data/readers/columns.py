@@ -27,19 +27,25 @@ _FUNCTIONS = "functions"
 """Column of tools in OpenAI's earlier format, in which a tool has no ``type``."""
 _SYSTEM = "system"
 _WEIGHT = "weight"
-"""Column that selects whether to train on a row."""
+"""Column that selects whether to train on a row, or the weight of a pair or of a labelled answer."""
+_MOST_WEIGHT = 1e6
 _SHARED = "conversations"
 """Column of a conversation in ShareGPT's format."""
 _REPLIES = ("assistant", "gpt", "chatgpt", "bot", "model")
 """Roles of replies."""
 _SIDES = ("chosen", "rejected")
+_LABEL = "label"
+"""Column that says whether a single answer is a good one."""
 _PROMPTS = ("prompt", "question", "instruction")
 """Prompt columns, one of which may accompany a pair of answers."""
 COLUMNS = tuple(
     dict.fromkeys(
-        ["messages", *(name for pair in _PAIRS for name in pair), *_BESIDE, _TOOLS, _FUNCTIONS, _WEIGHT, *_SIDES]
+        [
+            "messages", *(name for pair in _PAIRS for name in pair), *_BESIDE, _TOOLS, _FUNCTIONS, _WEIGHT, *_SIDES,
+            _LABEL,
+        ]
     )
-)
+)  # fmt: skip
 """Columns of conversations and pairs that ``data.columns`` can map to other names."""
 
 
@@ -64,7 +70,7 @@ class Column:
     """The column, or columns, that contain the document of a row."""
 
     name: str
-    format: Literal["text", "chat", "preference"]
+    format: Literal["text", "chat", "preference", "unpaired"]
     renamed: tuple[tuple[str, str], ...] = ()
     """Renamed columns, as pairs of the standard name and the name in the rows."""
     has_template: bool = True
@@ -77,8 +83,9 @@ class Column:
         """Create the column from the config section of a source."""
         renamed = tuple(sorted((ours, theirs) for ours, theirs in section.columns.items() if theirs is not None))
         ignored = tuple(ours for ours, theirs in section.columns.items() if theirs is None)
-        if section.format == "preference":
-            return cls("chosen", section.format, renamed, ignored=ignored)
+        if section.format in ("preference", "unpaired"):
+            name = "chosen" if section.format == "preference" else _LABEL
+            return cls(name, section.format, renamed, ignored=ignored)
         is_chat = section.format == "chat"
         name = section.messages_column if is_chat else section.text_column
         return cls(name, section.format, renamed, section.chat_template != "none", ignored)
@@ -108,8 +115,13 @@ class Column:
             return [self.name] if self.name in names else []
         beside: Sequence[str] = ()
         pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), ())
-        if self.format == "preference":
-            held: Sequence[str] = _SIDES if {*_SIDES} <= {*names} else ()
+        if self.format == "unpaired" and _LABEL in names:
+            whole = [(name,) for name in ("messages", _SHARED) if name in names]
+            answer: Sequence[str] = whole[0] if whole else pair
+            held: Sequence[str] = (*answer, _LABEL) if answer else ()
+            beside = (_SYSTEM,)
+        elif self.format in ("preference", "unpaired"):
+            held = _SIDES if {*_SIDES} <= {*names} else ()
             prompts = [name for name in (*_PROMPTS, _SHARED) if name in names][:1]
             beside = (*prompts, _SYSTEM)
         elif not self.has_template:
@@ -120,7 +132,7 @@ class Column:
             held, beside = (_SHARED,), (*pair, _SYSTEM)
         else:
             held, beside = pair, _BESIDE
-        others = (*beside, _TOOLS, _FUNCTIONS, *((_WEIGHT,) if self.format == "chat" else ()))
+        others = (*beside, _TOOLS, _FUNCTIONS, _WEIGHT)
         return [*held, *(name for name in others if held and name in names)]
 
     def check(self, names: Sequence[str], where: str) -> list[str]:
@@ -144,6 +156,12 @@ class Column:
             raise UserError(
                 f"{where} has no column {' or '.join(missing)}; {there}; rename its columns so "
                 'that rows look like {"prompt": "...", "chosen": "...", "rejected": "..."}'
+            )
+        if self.format == "unpaired":
+            missing_label = "a label and no answer" if _LABEL in names else f"no column {_LABEL!r}"
+            raise UserError(
+                f"{where} has {missing_label}; {there}; rename its columns so that rows are like "
+                '{"prompt": "...", "completion": "...", "label": true}'
             )
         if not self.has_template:
             raise UserError(
@@ -171,8 +189,8 @@ class Column:
         if isinstance(value, dict) and self.renamed:
             ours = {theirs: ours for ours, theirs in self.renamed}
             value = {ours.get(name, name): it for name, it in value.items()}
-        if self.format == "preference":
-            return _pair(value)
+        if self.format in ("preference", "unpaired"):
+            return _weighted(_labelled(value) if _LABEL in value else _pair(value), value.get(_WEIGHT))
         if self.format == "chat":
             beside: dict[str, Any] = {}
             is_changed = False
@@ -286,6 +304,52 @@ def _weighs(value: Any) -> bool:
             f"row, or ignore the column: data.columns.{_WEIGHT}=null"
         )
     return bool(number)
+
+
+def _weighted(content: Content | Changed, weight: Any) -> Content | Changed:
+    """Return the content of a row with the ``weight`` of its column. Raises ``UserError`` if it is not a number of at
+    least 0."""
+    try:
+        number = 1.0 if weight is None else float(weight)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number <= _MOST_WEIGHT:
+        raise UserError(
+            f": column {_WEIGHT!r} is {described(weight)}, not a number from 0 to {_MOST_WEIGHT:,.0f}; fix the row, or "
+            f"ignore the column: data.columns.{_WEIGHT}=null"
+        )
+    if number == 1:
+        return content
+    plain: Any = content.content if isinstance(content, Changed) else content
+    with_weight: Any = {**plain, _WEIGHT: number}
+    return Changed(with_weight) if number else Changed("", has_zero_weight=True)
+
+
+def _labelled(row: Mapping[str, Any]) -> Content:
+    """Return the messages of a prompt and its answer, the label of the answer, and the tools if there are any."""
+    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    label = words.get(str(row[_LABEL]).lower())
+    if label is None:
+        raise UserError(f": column {_LABEL!r} is {described(row[_LABEL])}, not true or false; fix or remove the row")
+    whole = next((name for name in ("messages", _SHARED) if name in row), None)
+    if whole is not None:
+        if not _is_conversation(row[whole]) or not _is_reply(row[whole][-1]):
+            what = "does not end with a reply" if _is_conversation(row[whole]) else f"is {described(row[whole])}"
+            raise UserError(f": column {whole!r} {what}, so there is no answer to label; fix or remove the row")
+        asked, said = row[whole][:-1], row[whole][-1:]
+    else:
+        pair = next(pair for pair in _PAIRS if {*pair} <= row.keys())
+        for name in pair:
+            if not isinstance(row[name], str) and not _is_conversation(row[name]):
+                raise UserError(
+                    f": column {name!r} is {described(row[name])}, not text or a list of messages; fix or remove the "
+                    "row"
+                )
+        asked, said = _as_messages("user", row[pair[0]]), _as_messages("assistant", row[pair[1]])
+    system, tools = _system(row.get(_SYSTEM)), _tools(row.get(_TOOLS))
+    asked = [*(_as_messages("system", system) if system else []), *asked]
+    content: Any = {"prompt": asked, "completion": said, _LABEL: label}
+    return {**content, _TOOLS: tools} if tools else content
 
 
 def _completion(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ prompt, from which KTO estimates how far the model is from the reference.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ class PairBatch(NamedTuple):
 class PairDataset:
     """Split of prepared pairs. ``dataset[i]`` is a pure function of i and may be called from any number of threads."""
 
-    _noun, _kind = "pairs of answers", "pairs"
+    kind: ClassVar[str] = "pairs"
 
     def __init__(self, prepared: Prepared, split: str, sequence_length: int, *, packs: bool = False) -> None:
         """Open a split. Longer answers are truncated. Raises ``UserError`` if there are no pairs in ``split``.
@@ -103,57 +103,59 @@ class PairDataset:
         self._stream, self._length = prepared.stream(split), sequence_length
         starts = self._stream.all_document_starts()
         if not len(starts):
-            raise UserError(f"the {split} split has no {self._noun}; add rows to data.path")
-        self._starts, self._stops = starts, np.append(starts[1:], self._stream.tokens)
-        lengths = self._find_sides(split, self._stream.supervised(0, self._stream.tokens))
-        self._answers = lengths.size
-        self.truncated = int((lengths > sequence_length + 1).sum())
-        """Number of truncated answers."""
-        self._longest, self._kept = int(lengths.max()), np.minimum(lengths, sequence_length + 1).sum() / lengths.sum()
-        self.mean_length = float(np.minimum(lengths - 1, sequence_length).mean())
-        """Mean length of a sequence in tokens."""
-        longer = self._room(lengths).clip(1, sequence_length)
-        packing = best_fit(longer, sequence_length) if packs else unpacked(len(longer))
-        self._order, self._packed = packing.order, packing.bounds
-        self.most_pairs = int(np.diff(packing.bounds).max())
+            raise UserError(f"the {split} split has no {self.kind}; add rows to data.path")
+        supervised = self._stream.supervised(0, self._stream.tokens)
+        self._bounds = np.stack((starts, self._middles(starts, supervised), np.append(starts[1:], len(supervised))), 1)
+        self._check_labels(split, supervised[starts] & REJECTED != 0)
+        self._lengths = self._lengths_of_sides()
+        room = self._lengths.max(1).clip(1, sequence_length)
+        self._packing = best_fit(room, sequence_length) if packs else unpacked(len(room))
+        self.most_pairs = int(np.diff(self._packing.bounds).max())
         """Largest number of pairs in a sample."""
-        if packs:
-            self.mean_length = float(longer.sum() / len(self))
-        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-{self._kind}{'-best_fit' if packs else ''}"
+        kept = np.minimum(self._lengths - 1, sequence_length)
+        self.mean_length = float(kept.max(1).sum() / len(self) if packs else kept.mean())
+        """Mean length of a sequence in tokens."""
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-{self.kind}{'-best_fit' if packs else ''}"
         """Identity of the samples, equal on every machine for equal samples."""
         self.reference: np.ndarray | None = None
         """[samples, 2 x most_pairs or more], fp64: log-probabilities under the reference model, if known."""
 
-    def _find_sides(self, split: str, supervised: np.ndarray) -> np.ndarray:
-        """Find where the answers are, and return their lengths, [pairs, 2]. ``supervised``: bits of all tokens."""
-        del split
+    def _middles(self, starts: np.ndarray, supervised: np.ndarray) -> np.ndarray:
+        """Return the start of each rejected answer, [pairs]. ``supervised``: bits of all tokens."""
+        del starts
         sides = supervised & REJECTED
-        self._seconds = np.flatnonzero((sides[1:] != 0) & (sides[:-1] == 0)) + 1
-        return np.stack((self._seconds - self._starts, self._stops - self._seconds), axis=1)
+        return np.flatnonzero((sides[1:] != 0) & (sides[:-1] == 0)) + 1
 
-    def _room(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of tokens that each pair takes in the longer of its two sequences, [pairs]."""
-        return lengths.max(1)
+    def _check_labels(self, split: str, is_rejected: np.ndarray) -> None:
+        """Raise ``UserError`` if all labels in ``split`` are equal. ``is_rejected``: bit of the first token."""
+
+    def _lengths_of_sides(self) -> np.ndarray:
+        """Return the number of tokens of both sequences of each pair, [pairs, 2]."""
+        return np.diff(self._bounds, axis=1)
 
     def __len__(self) -> int:
-        return len(self._packed) - 1
+        return len(self._packing.bounds) - 1
 
     def __getitem__(self, index: int) -> tuple[Pair, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        first, last = self._packed[index : index + 2].tolist()
+        first, last = self._packing.bounds[index : index + 2].tolist()
         known = np.full((last - first, 2), np.nan)
         if self.reference is not None:
             known = self.reference[index, : 2 * (last - first)].reshape(-1, 2)
         return tuple(
             self._pair(pair)._replace(reference=reference)
-            for pair, reference in zip(self._order[first:last].tolist(), known, strict=True)
+            for pair, reference in zip(self._packing.order[first:last].tolist(), known, strict=True)
         )
 
     def _pair(self, pair: int) -> Pair:
-        start, second, stop = int(self._starts[pair]), int(self._seconds[pair]), int(self._stops[pair])
+        start, second, stop = self._bounds[pair].tolist()
         chosen, rejected = self._side((start, second)), self._side((second, stop))
-        return Pair((chosen[0], rejected[0]), (chosen[1], rejected[1]), np.empty(0))
+        return Pair((chosen[0], rejected[0]), (chosen[1], rejected[1]), np.empty(0), self._weight(start))
+
+    def _weight(self, start: int) -> float:
+        """Return the weight of the row that starts at ``start``."""
+        return float(self._stream.weights(start, start + 1)[0])
 
     def _side(self, *ranges: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and targets of a sequence made of ``ranges`` of the stream, truncated."""
@@ -161,18 +163,65 @@ class PairDataset:
         supervised = np.concatenate([self._stream.supervised(*part) for part in ranges])[: self._length + 1]
         return window[:-1], np.where(supervised[1:] & LEARNED != 0, window[1:], IGNORE)
 
+    @property
+    def truncated(self) -> int:
+        """Number of truncated answers."""
+        return int((self._own_lengths > self._length + 1).sum())
+
+    @property
+    def _own_lengths(self) -> np.ndarray:
+        """Number of tokens of each answer with its prompt, [answers]."""
+        return self._lengths.ravel()
+
     def describe(self) -> str:
-        """Describe how many answers are truncated and how they are packed, for the printed plan. Empty if neither."""
-        said = [f"{self.truncated:,} of {self._answers:,} answers truncated"] if self.truncated else []
+        """Describe how answers are truncated and packed, for the printed plan. Empty if they are not."""
+        said = [f"{self.truncated:,} of {self._own_lengths.size:,} answers truncated"] if self.truncated else []
         if self.most_pairs > 1:
-            said.append(f"packed into {len(self):,} samples of up to {self.most_pairs} {self._kind}")
+            said.append(f"packed into {len(self):,} samples of up to {self.most_pairs} {self.kind}")
         return ", ".join(said)
 
     def truncation(self) -> str:
         """Return a warning if truncation removes most tokens; empty if not."""
-        if self._kept >= 0.5:
-            return ""
-        return removed(f"{self.truncated:,} answers", 1 - float(self._kept), self._length, self._longest)
+        lengths = self._own_lengths
+        kept = float(np.minimum(lengths, self._length + 1).sum() / lengths.sum())
+        return "" if kept >= 0.5 else removed(f"{self.truncated:,} answers", 1 - kept, self._length, int(lengths.max()))
+
+
+class UnpairedDataset(PairDataset):
+    """Split of prepared single answers, each with a label."""
+
+    kind = "answers"
+
+    def _middles(self, starts: np.ndarray, supervised: np.ndarray) -> np.ndarray:
+        """Return the start of each answer, after its prompt, [answers]."""
+        learned = np.flatnonzero(supervised & LEARNED)
+        return learned[np.searchsorted(learned, starts)]
+
+    def _check_labels(self, split: str, is_rejected: np.ndarray) -> None:
+        if split == "train" and is_rejected.all() == is_rejected.any():
+            label = "false" if is_rejected[0] else "true"
+            raise UserError(
+                f"all {len(is_rejected):,} answers of the {split} split have the label {label}, and KTO compares good "
+                f"answers with bad ones; add rows with the label {'true' if is_rejected[0] else 'false'}"
+            )
+
+    def _other(self, row: int) -> int:
+        """Return the row whose answer is the other one for the prompt of ``row``."""
+        return (row + max(1, round(_TO_OTHER_ROW * len(self._bounds)))) % len(self._bounds)
+
+    def _lengths_of_sides(self) -> np.ndarray:
+        starts, middles, stops = self._bounds.T
+        return np.stack((stops - starts, middles - starts + np.roll(stops - middles, -self._other(0))), 1)
+
+    @property
+    def _own_lengths(self) -> np.ndarray:
+        return self._lengths[:, 0]
+
+    def _pair(self, pair: int) -> Pair:
+        (start, middle, stop), (_, other, end) = self._bounds[[pair, self._other(pair)]].tolist()
+        own, mixed = self._side((start, stop)), self._side((start, middle), (other, end))
+        is_desired = not int(self._stream.supervised(start, start + 1)[0]) & REJECTED
+        return Pair((own[0], mixed[0]), (own[1], mixed[1]), np.empty(0), self._weight(start), is_desired)
 
 
 def collate_pairs(

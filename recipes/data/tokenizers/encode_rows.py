@@ -48,6 +48,8 @@ class Encoded(NamedTuple):
     """Documents of the same row that come before this one."""
     is_new: bool = False
     """Whether earlier versions of this library encoded the row differently."""
+    weights: np.ndarray | None = None
+    """[tokens], fp32: weight of each token in the loss; None if all are 1."""
 
 
 Encoder = Callable[[Sequence[Row], str], list[Encoded | UserError]]

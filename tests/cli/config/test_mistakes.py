@@ -199,11 +199,14 @@ MISTAKES = [
     _mistake("sample", "recipe=reward|trainer.sample_tokens=9", "9 but task.name=reward does not generate text"),
     _mistake("beta of a reward", "recipe=reward|task.beta=1", "task.beta"),
     _mistake("margin", "recipe=dpo|task.margin=1", "task.margin=1 is not used with task.loss=dpo, only with cpo"),
-    _mistake(
-        "packed pairs",
-        "recipe=dpo|data.packing=best_fit",
-        "data.packing=best_fit has no effect with data.format=preference",
-    ),
+    _mistake("label weight", "recipe=dpo|task.desirable_weight=2", "=2 is not used with task.loss=dpo, only with kto"),
+    _mistake("nll weight", "recipe=kto|task.nll_weight=1", "=1 is not used with task.loss=kto, only with dpo"),
+    _mistake("no label weighs", "recipe=kto|task.desirable_weight=0|task.undesirable_weight=0", "nothing to train on"),
+    _mistake("beta of 0", "recipe=kto|task.beta=0", "task.beta"),
+    _mistake("pairs for KTO", "recipe=dpo|task.loss=kto", "use recipe=kto, or data.format=unpaired"),
+    _mistake("answers for DPO", "recipe=kto|task.loss=dpo", "data.format=unpaired has none; use task.loss=kto"),
+    _mistake("answers for rewards", "recipe=reward|data.format=unpaired", "use recipe=kto, for answers with a label"),
+    _mistake("isolated pairs", "recipe=dpo|data.isolate_documents=true", "=true with data.format=preference"),
     _mistake(
         "no pairs", "recipe=dpo|data.format=chat", "supported by task.name=preference; use data.format=preference"
     ),

@@ -206,7 +206,9 @@ MISTAKES = [
     _mistake("pairs for KTO", "recipe=dpo|task.loss=kto", "use recipe=kto, or data.format=unpaired"),
     _mistake("answers for DPO", "recipe=kto|task.loss=dpo", "data.format=unpaired has none; use task.loss=kto"),
     _mistake("answers for rewards", "recipe=reward|data.format=unpaired", "use recipe=kto, for answers with a label"),
-    _mistake("isolated pairs", "recipe=dpo|data.isolate_documents=true", "=true with data.format=preference"),
+    _mistake(
+        "isolated pairs", "recipe=dpo|data.isolate_documents=true", "=true has no effect with data.format=preference"
+    ),
     _mistake(
         "no pairs", "recipe=dpo|data.format=chat", "supported by task.name=preference; use data.format=preference"
     ),

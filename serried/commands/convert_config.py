@@ -50,11 +50,11 @@ def convert(words: list[str]) -> int:
 def _refused(words: Mapping[str, str]) -> tuple[str, ...]:
     """Return the mistakes that train.py would report for the overrides in ``words``, by key.
 
-    Models are not opened, since they may be on another machine.
+    Models are not opened, since they may be on another machine, and keys that need one are left out.
     """
     from serried.configs.compose import compose
 
-    elsewhere = ("model.path", "task.teacher", "adapter.path")
+    elsewhere = ("model.path", "task.teacher", "adapter.path", "data.add_tokens", "data.sequence_length")
     try:
         compose([shlex.split(word)[0] for key, word in words.items() if key not in elsewhere])
     except UserError as error:

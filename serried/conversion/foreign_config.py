@@ -110,6 +110,12 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
     read_files.sort(key=lambda item: item[2] in ("deepspeed", "accelerate"))
     path, tree, name = read_files[0]
     config = ForeignConfig(_formats()[name]["title"], path)
+    needs = _formats()[name].get("trains_if", "*").split()
+    if not any(fnmatchcase(key, pattern) for key in (*tree, *flatten(tree)) for pattern in needs):
+        raise UserError(
+            f"{path} of {config.title} trains nothing; serried chat, generate and evaluate use a model, serried export "
+            "merges adapters and writes other formats"
+        )
     for _, tree, name in read_files:
         _add(config, name, tree)
     if (beside := _deepspeed_beside(config)) is not None:

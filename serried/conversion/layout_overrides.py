@@ -8,12 +8,16 @@ from serried.configs.errors import UserError
 from serried.conversion.converted import Converted
 from serried.conversion.foreign_config import ForeignConfig, Setting
 
+_AXES = ("tensor", "context", "pipeline")
+"""Axes that divide the work on one sample."""
+
+
 # Batch and layout -----------------------------------------------------------------------------------------------------
 
 
 def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str) -> None:
     micro, accumulation = config.count("micro_batch"), config.count("accumulation")
-    degrees = [max(1, config.count(axis) if axis in config else 1) for axis in ("tensor", "context")]
+    degrees = [max(1, config.count(axis) if axis in config else 1) for axis in _AXES]
     divisor = math.prod(degrees)
     whole = config.count("global_batch") if "global_batch" in config else None
     known = gpus or (config.count("processes") if "processes" in config else None)
@@ -51,15 +55,15 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
 
 
 def _groups(config: ForeignConfig) -> str:
-    return " x ".join(config.said(axis) for axis in ("tensor", "context") if axis in config)
+    return " x ".join(config.said(axis) for axis in _AXES if axis in config)
 
 
 def set_layout(config: ForeignConfig, out: Converted) -> None:
-    for axis in ("tensor", "context", "expert"):
+    for axis in (*_AXES, "expert"):
         if axis in config and config.count(axis) > 1:
             out.set(f"parallel.{axis}", config.count(axis))
     layout, frees, reason = _strategy(config, out)
-    is_sharded = any(axis in config and config.count(axis) > 1 for axis in ("tensor", "context", "expert"))
+    is_sharded = any(axis in config and config.count(axis) > 1 for axis in (*_AXES, "expert"))
     if layout == "ddp" and is_sharded:
         layout, reason = "fsdp", ""
     if layout != "ddp":
@@ -183,5 +187,7 @@ def set_precision(config: ForeignConfig, out: Converted, is_adapter: bool) -> No
             "parallel=fsdp); optim=adamw_bf16 keeps bf16 weights alone, rounded stochastically"
         )
     quantizer = config.text("quantizer").lower()
-    if quantizer:
+    if quantizer and is_adapter:
+        out.lack(config.said("quantizer"), "weights that are quantized must be trained themselves; not with adapters")
+    elif quantizer:
         out.set("precision.quantize_aware", "int4_weight_only" if "weightonly" in quantizer else "int8_dynamic_int4")

@@ -14,8 +14,18 @@ from serried.conversion.foreign_data import ForeignData, Source, names_of
 _LINEAR_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 _OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LOSSES = {"sigmoid": "dpo", "dpoloss": "dpo", "simpoloss": "simpo", "kto_pair": "kto", "ipoloss": "ipo"}
+_STAGES = ("", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "reward", "rm", "sft")
+_OF_REINFORCEMENT = (
+    "reward_funcs",
+    "num_generations",
+    "ppo_epochs",
+    "grpo_samples",
+    "grpo_size",
+    "trl.num_generations",
+)
+"""Keys of configs for reinforcement learning."""
 _REINFORCED = ("ppo", "grpo", "rloo", "gdpo", "online_dpo", "reinforce")
-_REFUSED_TASKS = "serried trains with sft, dpo, orpo, simpo and reward models, and has no reinforcement learning"
+_REFUSED_TASKS = "serried trains on conversations, text, pairs and for reward models, and has no reinforcement learning"
 
 
 # Task, model, data ----------------------------------------------------------------------------------------------------
@@ -79,8 +89,10 @@ def _task_and_loss(config: ForeignConfig, out: Converted) -> tuple[str, str]:
     for word in (stage, named, loss):
         if word in _REINFORCED:
             raise UserError(f"{config.said('stage' if word == stage else 'rl')} in {config.path}: {_REFUSED_TASKS}")
-    if any(setting.name in ("reward_funcs", "num_generations") for setting, _ in config.answers):
-        raise UserError(f"{config.path} configures GRPO; {_REFUSED_TASKS}")
+    if found := [setting for setting, _ in config.answers if setting.name in _OF_REINFORCEMENT]:
+        raise UserError(f"{found[0]} in {config.path}: {_REFUSED_TASKS}")
+    if named not in _STAGES:
+        raise UserError(f"{config.said('rl')} in {config.path}: {_REFUSED_TASKS}")
     if config.flag("reward_model") or stage == "rm" or named in ("reward", "rm"):
         return "reward", ""
     if component in _LOSSES:
@@ -88,7 +100,7 @@ def _task_and_loss(config: ForeignConfig, out: Converted) -> tuple[str, str]:
     if stage == "pt" or "pretraining_dataset" in config:
         return "text", ""
     if stage in ("dpo", "kto") or named in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo"):
-        own = stage if stage == "kto" else named if named not in ("", "dpo", "cpo") else ""
+        own = stage if stage == "kto" else named if named not in ("", "dpo") else ""
         return "preference", own or _LOSSES.get(loss, loss) or "dpo"
     if stage == "" and named == "":
         guess, reason = _guessed(config, loss)
@@ -196,7 +208,9 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         out.set("data.format", "text")
     elif len(formats) > 1:
         out.lack("datasets of text and of conversations", "a mixture has one format; the conversations are chosen")
-    if any(source.trains_on_all for source in training) or config.flag("train_on_inputs"):
+    if formats == {"text"}:
+        pass
+    elif any(source.trains_on_all for source in training) or config.flag("train_on_inputs"):
         out.set("data.train_on", "all")
     elif config.flag("last_only"):
         out.set("data.train_on", "last")
@@ -329,6 +343,9 @@ def set_adapter(config: ForeignConfig, out: Converted) -> bool:
     has_adapter = _method(config) != "none" or out.overrides.get("recipe") in ("lora", "qlora")
     if not has_adapter:
         return False
+    if "adapter.path" in out.overrides:
+        out.explained.append(f"rank, alpha and layers are those of {config.said('adapter_path')}")
+        return True
     if "rank" in config:
         out.set("adapter.rank", config.count("rank"))
     if "alpha" in config:

@@ -54,7 +54,7 @@ def set_optimizer(config: ForeignConfig, out: Converted) -> None:
         out.set("optim.eps", config.number("eps"))
     if "max_grad_norm" in config and config.number("max_grad_norm") != 1:
         out.set("trainer.max_grad_norm", config.number("max_grad_norm"))
-    if config.number("label_smoothing"):
+    if config.number("label_smoothing") and out.overrides.get("recipe") not in ("dpo", "reward", "distill"):
         out.set("task.label_smoothing", config.number("label_smoothing"))
 
 
@@ -122,10 +122,21 @@ def set_schedule(config: ForeignConfig, out: Converted, total: float | None) -> 
 def set_preference(config: ForeignConfig, out: Converted, task: str) -> None:
     if task != "preference":
         return
+    loss = out.overrides.get("task.loss", "dpo")
     if "beta" in config:
         out.set("task.beta", config.number("beta"))
-    if out.overrides.get("task.loss") == "simpo" and "margin" in config:
+    elif loss == "simpo" and config.title != "torchtune":
+        out.set("task.beta", 0.1)  # the default of its trainers for all losses
+    if loss == "simpo" and "margin" in config:
         out.set("task.margin", config.number("margin"))
+    adds_nll = loss == "simpo" and config.title in ("TRL", "axolotl")  # cpo_alpha is 1 there
+    weight = config.number("nll_weight", 1 if adds_nll else 0)
+    if "nll_weight" not in config and not adds_nll:
+        return
+    if loss in ("dpo", "cpo", "simpo"):
+        out.set("task.nll_weight", weight)
+    elif weight:
+        out.lack(config.said("nll_weight"), f"task.loss={loss} adds no cross entropy")
 
 
 def set_memory(config: ForeignConfig, out: Converted) -> None:

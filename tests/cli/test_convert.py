@@ -58,7 +58,8 @@ def conversion(folder: Path, tree: dict[str, Any], name: str = "their.yaml", **m
 def composes(result: Converted) -> None:
     """Compose the command as train.py does. Models and teachers are not opened: they are on no machine."""
     words = [shlex.split(word)[0] for word in result.words]
-    compose([word for word in words if not word.startswith(("model.path=", "task.teacher=", "adapter.path="))])
+    elsewhere = ("model.path=", "task.teacher=", "adapter.path=", "data.add_tokens=", "data.sequence_length=")
+    compose([word for word in words if not word.startswith(elsewhere)])
 
 
 def with_line(tree: dict[str, Any], line: str) -> dict[str, Any]:
@@ -223,6 +224,35 @@ def test_deepspeed_file_that_a_config_names_is_read_and_auto_is_left_to_the_conf
     assert result.overrides["trainer.max_grad_norm"] == "0.5"
 
 
+@pytest.mark.parametrize(
+    ("framework", "lines", "expected"),
+    [
+        ("LLaMA-Factory", {"stage": "dpo", "pref_ftx": 0.5}, {"task.beta": None, "task.nll_weight": "0.5"}),
+        (
+            "LLaMA-Factory",
+            {"stage": "dpo", "pref_loss": "simpo"},
+            {"task.loss": "simpo", "task.beta": "0.1", "task.margin": "0.5", "task.nll_weight": None},
+        ),
+        (
+            "axolotl",
+            {"rl": "simpo", "rl_beta": 2.0, "simpo_gamma": 1.5, "cpo_alpha": 0.0},
+            {"task.loss": "simpo", "task.beta": "2", "task.margin": "1.5", "task.nll_weight": "0"},
+        ),
+        ("axolotl", {"rl": "simpo"}, {"task.beta": "0.1", "task.margin": "0.5", "task.nll_weight": "1"}),
+        ("axolotl", {"rl": "ipo", "rl_beta": 0.2}, {"task.loss": "ipo", "task.beta": "0.2", "task.margin": None}),
+        ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3}, {"task.loss": "orpo", "task.beta": "0.3"}),
+        ("TRL", {"beta": 0.05, "loss_type": "sigmoid"}, {"task.loss": None, "task.beta": "0.05"}),
+        ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.2}}, {"task.beta": "0.2"}),
+    ],
+)
+def test_preference_loss_keeps_its_parameters(
+    framework: str, lines: dict[str, Any], expected: dict[str, str | None], tmp_path: Path
+) -> None:
+    overrides = conversion(tmp_path, {**BASES[framework], **lines}).overrides
+    assert overrides["recipe"] == "dpo"
+    assert {key: overrides.get(key) for key in expected} == expected
+
+
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +301,11 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
         ("text.yaml", "just text", "has no keys with values"),
         ("other.yaml", "apiVersion: v1\nkind: Pod\n", "is in no known format"),
         ("train.py", "import torch", "is code, which is not run"),
-        ("ppo.yaml", "model_name_or_path: a\nstage: ppo\n", "stage=ppo"),
+        ("ppo.yaml", "model_name_or_path: a\nstage: ppo\ndo_train: true\n", "stage=ppo"),
         ("grpo.yaml", "model_name_or_path: a\nnum_generations: 8\n", "no reinforcement learning"),
+        ("ebft.yaml", "base_model: a\nrl: ebft\n", "rl=ebft"),
+        ("evaluate.yaml", "model: {_component_: torchtune.models.llama2.llama2_7b}\n", "trains nothing"),
+        ("chat.yaml", "model_name_or_path: a\ntemplate: llama3\ninfer_backend: huggingface\n", "trains nothing"),
         ("words.yaml", "base_model: a\nmicro_batch_size: two\n", "micro_batch_size=two"),
         ("rate.yaml", "model_name_or_path: a\nlearning_rate: fast\n", "learning_rate=fast"),
     ],

@@ -11,6 +11,9 @@ import yaml
 from serried.cli import main
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.help import choices_of
+from serried.configs.messages.suggestions import unknown_key
+from serried.configs.plain_data import flatten
 from serried.conversion.converted import Converted
 from serried.conversion.foreign_config import read
 from serried.conversion.overrides_of_facts import converted
@@ -93,6 +96,15 @@ def test_line_that_people_type_is_converted_or_answered(framework: str, line: st
 def test_page_has_the_rows_that_the_test_reads() -> None:
     assert len(rows_of_the_page()) >= 30
     assert {framework for framework, _, _ in rows_of_the_page()} == {*BASES}
+
+
+@pytest.mark.parametrize(("line"), sorted({line for _, line, _ in rows_of_the_page()}))
+def test_line_that_people_type_to_train_py_is_answered(line: str) -> None:
+    key, _, value = line.partition(": ")
+    config = flatten(compose(["recipe=lora"]).model_dump(mode="json"))
+    message = unknown_key(key, value.replace(" ", ""), "command line", choices_of(), config)
+    assert "did you mean" in message or message.startswith(f"{key}=")  # an answer of its own
+    assert "--help lists the keys" not in message
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
@@ -297,7 +309,7 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
         ("absent.yaml", None, "cannot read"),
         ("broken.yaml", "base_model: [", "not YAML"),
         ("broken.json", '{"zero_optimization": ', "not JSON"),
-        ("aliases.yaml", "a: &x 1\nb: *x\n", "aliases are not read"),
+        ("aliases.yaml", "a: &x 1\nb: *x\n", "YAML alias *x"),
         ("text.yaml", "just text", "has no keys with values"),
         ("other.yaml", "apiVersion: v1\nkind: Pod\n", "is in no known format"),
         ("train.py", "import torch", "is code, which is not run"),

@@ -32,7 +32,7 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.train_on": ["data=text", "data.path=x", "data.format=chat"], "data.columns": ["data=text", "data.path=x"],
     "data.packing": ["data=text", "data.path=x"], "schedule.decay_fraction": ["schedule=wsd"],
     "task.loss": ["recipe=dpo", "data.path=x"], "task.margin": ["recipe=dpo", "data.path=x", "task.loss=cpo"],
-    "task.nll_weight": ["recipe=dpo", "data.path=x"],
+    "task.nll_weight": ["recipe=dpo", "data.path=x"], "task.beta": ["recipe=dpo", "data.path=x"],
     "trainer.steps": ["profile.steps=null"], "model.local_rope_theta": ["model=gemma3_1b"],
 }  # fmt: skip
 

@@ -58,7 +58,9 @@ _COMMANDS = {
     "export": _Command(
         "export_models", "RUN out=PLACE [format=hf] [checkpoint=STEP] [dtype=bf16] [shard_size=5GB] [merge=true]"
     ),
-    "merge": _Command("export_models", "RUN checkpoint=STEPS out=FOLDER [dtype=fp32|bf16|fp16] [shard_size=5GB]"),
+    "merge": _Command(
+        "export_models", "RUN checkpoint=STEPS|adapters=FOLDERS out=FOLDER [dtype=fp32|bf16|fp16] [shard_size=5GB]"
+    ),
     "report": _Command("run_reports", "RUN [RUN ...] [out=FILE]"),
     "send": _Command("run_reports", "RUN"),
     "generate": _Command(

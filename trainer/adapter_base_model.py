@@ -128,6 +128,12 @@ def check_base(checkpoint: Path) -> Path | None:
     return folder
 
 
+def check_same_base(adapters: Path, checkpoint: Path) -> None:
+    """Raise ``UserError`` if ``adapters`` is damaged, or adapts another model than ``checkpoint``; see
+    ``check_adapters``."""
+    check_adapters(adapters, Base(None, _recorded(checkpoint)))
+
+
 def check_adapters(folder: Path, base: Base) -> None:
     """Raise ``UserError`` if ``folder`` is a checkpoint of adapters that is damaged, or that adapts another model than
     ``base``. Folders written by PEFT or an export have no checksums."""

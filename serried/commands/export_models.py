@@ -1,13 +1,15 @@
 """``serried export`` and ``serried merge``: checkpoints in the formats of other software."""
 
 import logging
+import math
 import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import UserError
@@ -87,21 +89,59 @@ def export(words: list[str]) -> int:
 
 
 def merge(words: list[str]) -> int:
-    """Write the mean of the weights of several checkpoints of a run as a plain model folder.
+    """Write the mean of several checkpoints of a run, or a base model with several adapters, as a plain model folder.
 
     RUN          run folder; run.dir=RUN and run.name=NAME do the same
-    checkpoint   steps to average: checkpoint=200,250,300
+    checkpoint   steps to average: checkpoint=200,250,300; with adapters=, the step of RUN's adapters, by default the
+                 newest
+    adapters     adapters to add to those of RUN: runs, or folders in PEFT's format, adapters=runs/b,FOLDER
+    weights      factors of the adapters of RUN and of adapters=: weights=0.7,0.3; by default 1 for all
     out          folder to write; dtype and shard_size as in serried export
     """
-    given, _ = pairs(words, "merge", _TAKES)
+    given, _ = pairs(words, "merge", (*_TAKES, "adapters", "weights"))
     steps = [word for word in given.get("checkpoint", "").split(",") if word]
-    saved = checkpoints_of(find_run(given, "merge"))
+    run = find_run(given, "merge")
+    saved = checkpoints_of(run)
     *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
+    if "adapters" in given:
+        if others:
+            raise UserError(f"checkpoint={given['checkpoint']} with adapters=: give one step")
+        return _merge_adapters(given, Saved(last, run))
+    if "weights" in given:
+        raise UserError(f"weights={given['weights']} has no effect without adapters=FOLDERS; leave it out")
     if not others:
         raise UserError(
-            "serried merge needs at least two checkpoints, such as checkpoint=200,300; for one use serried export"
+            "serried merge needs at least two checkpoints, such as checkpoint=200,300, or further adapters, such as "
+            "adapters=FOLDER; for one use serried export"
         )
     return _write_model(given, last, averaged_with=others)
+
+
+def _merge_adapters(given: Mapping[str, str], saved: Saved) -> int:
+    """Write the base model with the adapters ``saved`` and those that ``given`` names, multiplied by their weights."""
+    from serried.configs.hugging_face.adapter_folder import described_adapters
+    from serried.configs.hugging_face.adapter_settings import adapters_in
+    from serried.records.safetensors_files import TensorFolder
+    from serried.trainer.adapter_base_model import check_same_base
+
+    base = _base_to_merge({"merge": "true"}, saved)
+    names = [name for name in given["adapters"].split(",") if name]
+    folders = [saved.folder, *(adapters_in(name, "adapters") for name in names)]
+    for folder in folders[1:]:
+        described_adapters(folder, TensorFolder(folder, "adapter_model").specs)
+        check_same_base(folder, saved.folder)
+    if twice := [folder for folder in folders if folders.count(folder) > 1]:
+        raise UserError(f"adapters={given['adapters']} names {twice[0]} twice; name each once, and use weights=")
+    weights = given.get("weights", ",".join("1" * len(folders)))
+    numbers: list[float] = []
+    with suppress(ValueError):
+        numbers = [float(word) for word in weights.split(",")]
+    if len(numbers) != len(folders) or not all(map(math.isfinite, numbers)):
+        raise UserError(
+            f"weights={weights} must be {len(folders)} numbers, for the adapters of RUN and of adapters=; "
+            f"e.g. weights={','.join(['0.5'] * len(folders))}"
+        )
+    return _write_model(given, saved.folder, base=base, factors=dict(zip(folders, numbers, strict=True)))
 
 
 # format=hf ------------------------------------------------------------------------------------------------------------
@@ -109,7 +149,7 @@ def merge(words: list[str]) -> int:
 
 def _write_model(
     given: Mapping[str, str], checkpoint: Path, *, base: "TensorFolder | Built | None" = None,
-    averaged_with: Sequence[Path] = (),
+    averaged_with: Sequence[Path] = (), factors: Mapping[Path, float] = MappingProxyType({}),
 ) -> int:  # fmt: skip
     """Export ``checkpoint`` with the options in ``given``, and print a summary."""
     import torch
@@ -129,9 +169,9 @@ def _write_model(
     out = Path(given["out"])
     files = write(
         checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
-        averaged_with=averaged_with,
+        averaged_with=averaged_with, factors=factors,
     )  # fmt: skip
-    what = ", ".join(map(str, (*averaged_with, checkpoint)))
+    what = ", ".join(map(str, factors or (*averaged_with, checkpoint)))
     return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
 
 

@@ -10,8 +10,9 @@ The export is streamed, so it also works on a machine whose memory cannot hold t
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,13 +44,15 @@ def export(
     shard_bytes: int,
     base: TensorFolder | Built | None = None,
     averaged_with: Sequence[Path] = (),
+    factors: Mapping[Path, float] = MappingProxyType({}),
 ) -> list[Path]:
     """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
 
     The weights are the mean over ``checkpoint`` and the checkpoints of the same run in ``averaged_with``.
 
     For a checkpoint of adapters, only the adapters are written, in PEFT's format. If ``base`` is given, the base model
-    with the adapters merged into it is written instead.
+    with the adapters merged into it is written instead. ``factors`` maps ``checkpoint`` and further folders of adapters
+    to the factors with which they are merged.
 
     Floating-point weights are converted to ``dtype`` (None: unchanged, or bf16 if ``base`` is quantized). A file
     contains at most ``shard_bytes`` of weights, or one larger tensor: ``model.safetensors`` if all weights fit into one
@@ -85,7 +88,7 @@ def export(
         weights = Mean([*(TensorFolder(other) for other in averaged_with), saved])
     left_out = {ADAPTER_CONFIG} if base is not None else {CONFIG, GENERATION} if is_adapter else set()
     if base is not None:
-        weights = Merged(_resized(base, checkpoint), saved, read_json(checkpoint / ADAPTER_CONFIG))
+        weights = _with_adapters(base, checkpoint, {checkpoint: 1.0} | dict(factors))
         if dtype is None and isinstance(base, TensorFolder) and base.is_dequantized:
             dtype = torch.bfloat16  # as transformers dequantizes it
     of_weights = (".safetensors", ".safetensors.index.json")
@@ -114,6 +117,21 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only if something failed
     return sorted(out.iterdir())
+
+
+def _with_adapters(base: TensorFolder | Built, checkpoint: Path, factors: Mapping[Path, float]) -> Merged:
+    """Return ``base`` with the adapters in the folders ``factors``, multiplied by their factors."""
+    configs = {folder: read_json(folder / ADAPTER_CONFIG) for folder in factors}
+    for folder, config in configs.items() if len(factors) > 1 or {*factors.values()} != {1.0} else ():
+        if config.get("use_dora"):
+            raise UserError(
+                f"{folder} holds adapters of DoRA, which scale the weights and cannot be added; merge them alone"
+            )
+    first, *others = factors
+    weights = Merged(_resized(base, checkpoint), TensorFolder(first, ADAPTER), configs[first], factors[first])
+    for folder in others:
+        weights = Merged(weights, TensorFolder(folder, ADAPTER), configs[folder], factors[folder])
+    return weights
 
 
 def _resized(base: TensorFolder | Built, checkpoint: Path) -> Base:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import PREFIX, saved_module, scales_in
 from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported, mean_of_rows
@@ -70,17 +71,23 @@ class Resized:
         return spec.shape[:1] == (self._rows,) and not any(part.isdigit() for part in spec.name.split("."))
 
 
-Base = TensorFolder | Built | Resized
-
-
 class Merged:
-    """``base`` with PEFT adapters merged into its matrices, in fp32, and with the trained head, if any.
+    """``base`` with PEFT adapters merged into its matrices, in fp32, and with modules that are saved in full.
 
-    Implements the interface of ``TensorFolder``.
+    Implements the interface of ``TensorFolder``, so several adapters can be merged one after the other.
     """
 
-    def __init__(self, base: Base, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
-        """``config``: content of ``adapter_config.json``."""
+    def __init__(self, base: "Base", adapters: TensorFolder, config: Mapping[str, Any], factor: float = 1.0) -> None:
+        """
+        Args:
+            base: The base model.
+            adapters: The adapters.
+            config: Content of their ``adapter_config.json``.
+            factor: Factor of the products that LoRA adds.
+
+        Raises:
+            UserError: The adapters do not fit the base model, or a module is saved in full twice.
+        """
         end = ".lora_A.weight"
         adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
         self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
@@ -91,10 +98,32 @@ class Merged:
             heads = {name: each for name, each in heads.items() if name not in left_out}
         kept = {name: each for name, each in self._base.specs.items() if name not in left_out}
         self._heads = {name: replace(each, name=name) for name, each in heads.items()}
+        self._refuse_unfit(adapted)
         self.specs: Mapping[str, TensorSpec] = kept | self._heads
-        self._scales = scales_in(adapters.folder, adapted)
+        self._scales = {name: factor * scale for name, scale in scales_in(adapters.folder, adapted).items()}
         self._is_transposed = bool(config["fan_in_fan_out"])
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def named_like(self, names: Sequence[str]) -> "Merged":
+        del names
+        return self
+
+    def _refuse_unfit(self, adapted: Sequence[str]) -> None:
+        folder, specs = self._adapters.folder, self._adapters.specs
+        for name in adapted:
+            shape = self._base.specs[f"{name}.weight"].shape if f"{name}.weight" in self._base.specs else None
+            inputs, outputs = (
+                specs[f"{PREFIX}{name}.lora_A.weight"].shape[1],
+                specs[f"{PREFIX}{name}.lora_B.weight"].shape[0],
+            )
+            if shape is None or sorted(shape) != sorted((inputs, outputs)):
+                there = "the base model lacks it" if shape is None else f"its weight has shape {list(shape)}"
+                raise UserError(f"{folder} has an adapter of {name}, but {there}; use adapters of this base model")
+        if isinstance(self._base, Merged) and (twice := self._heads.keys() & self._base._heads.keys()):
+            raise UserError(
+                f"{folder} and {self._base._adapters.folder} both hold all of {min(twice)}, and modules saved in full "
+                "cannot be added; merge only one of them"
+            )
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
         """Read elements like ``TensorFolder.read_elements``. Adapted matrices are returned in fp32."""
@@ -115,6 +144,9 @@ class Merged:
         if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
             weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
         return (weight.T if self._is_transposed else weight).flatten()
+
+
+Base = TensorFolder | Built | Resized | Merged
 
 
 class Mean:

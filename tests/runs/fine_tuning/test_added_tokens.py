@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from serried.commands import export_models
+from serried.configs.errors import UserError
 from serried.parallel.layout.mesh import Layout
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.text.causal_lm import CausalLM
@@ -295,3 +296,44 @@ def test_saved_modules_of_peft_are_computed_as_by_peft(models: Path, tmp_path: P
     module = load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), tmp_path / "adapters").module
     with torch.no_grad():
         torch.testing.assert_close(module(TOKENS), theirs(TOKENS).logits, atol=2e-5, rtol=0)
+
+
+# several adapters -----------------------------------------------------------------------------------------------------
+
+
+def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: Path) -> None:
+    import peft
+
+    none = ["data.add_tokens=[]", "data.add_special_tokens=[]", "trainer.stop_at=2"]
+    others = {"a": ["adapter.rank=4"], "b": ["adapter.rank=2", "adapter.modules=[q_proj,up_proj]", "trainer.seed=5"]}
+    for name, more in others.items():
+        assert runs.run_here(tuned(models, tmp_path / name, "recipe=lora", *none, *more)).code == 75
+        assert export_models.export([f"run.dir={tmp_path / name}", f"out={tmp_path / f'peft-{name}'}"]) == 0
+    theirs = peft.PeftModel.from_pretrained(opened(models / "untied"), tmp_path / "peft-a", adapter_name="a")
+    theirs.load_adapter(tmp_path / "peft-b", adapter_name="b")
+    theirs.add_weighted_adapter(["a", "b"], [0.7, 2.0], "both", combination_type="cat")
+    theirs.set_adapter("both")
+    with torch.no_grad():
+        want = theirs.eval()(TOKENS).logits
+        for other in ("b", "peft-b"):
+            words = [f"run.dir={tmp_path / 'a'}", f"adapters={tmp_path / other}", "weights=0.7,2"]
+            assert export_models.merge([*words, f"out={tmp_path / f'merged-{other}'}"]) == 0
+            found = opened(tmp_path / f"merged-{other}")(TOKENS).logits
+            torch.testing.assert_close(found, want, atol=2e-5, rtol=0)
+
+    def refused(*words: str) -> str:
+        with pytest.raises(UserError) as error:
+            export_models.merge([f"run.dir={tmp_path / 'a'}", f"out={tmp_path / 'none'}", *words])
+        return str(error.value)
+
+    assert "weights=1 must be 2 numbers" in refused(f"adapters={tmp_path / 'b'}", "weights=1")
+    assert "names" in refused(f"adapters={tmp_path / 'a'}")
+    assert "holds a whole model and no adapters" in refused(f"adapters={models / 'tied'}")
+    assert "has no effect without adapters=FOLDERS" in refused("weights=1")
+
+
+def test_adapters_that_save_the_same_module_are_not_added(tmp_path: Path, adapted: tuple[str, Path]) -> None:
+    _, run_dir = adapted
+    assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'adapters'}"]) == 0
+    with pytest.raises(UserError, match=r"both hold all of .*\.weight, and modules saved in full"):
+        export_models.merge([f"run.dir={run_dir}", f"adapters={tmp_path / 'adapters'}", f"out={tmp_path / 'out'}"])

@@ -120,7 +120,8 @@ def test_added_rows_of_any_layout_start_at_the_mean_of_the_others(
         assert after[name].equal(expected_rows(weight, rows) if is_resized else weight), name
 
 
-@pytest.mark.parametrize("layout", ["tensor", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*LAYOUTS])
 def test_losses_with_added_tokens_of_two_ranks_equal_those_of_one(
     cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
 ) -> None:

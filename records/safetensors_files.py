@@ -37,6 +37,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,

@@ -240,7 +240,7 @@ class _Forward:
                         return way
         raise UserError(
             f"data.isolate_documents=true: transformers' {type(self._model).__name__} cannot isolate documents in a "
-            "sequence; use data.isolate_documents=false"
+            "sequence; use data.packing=none or data.isolate_documents=false"
         )
 
     def _by_positions(self, positions: Tensor) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def test_documents_that_would_see_each_other_are_refused(tmp_path: Path) -> None
     saved("bloom", tmp_path)
     model = opened(tmp_path, "hf")[1]
     tokens = torch.arange(LENGTH).expand(2, -1)
-    with pytest.raises(UserError, match=r"BloomForCausalLM cannot isolate .*; use data.isolate_documents=false"):
+    with pytest.raises(UserError, match=r"BloomForCausalLM cannot isolate .*; use data.packing=none or "):
         model(tokens, tokens, POSITIONS.expand(2, -1))
 
 

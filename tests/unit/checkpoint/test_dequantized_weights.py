@@ -1,6 +1,7 @@
 """Quantized weights have the values that transformers dequantizes them to, whole and in any part."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_fp8_blocks_are_dequantized_as_in_transformers(dtype: torch.dtype, scale
     assert folder.specs.keys() == {"a.weight", "b"}
     reference = Fp8Dequantize(None)._dequantize_one(weight, scales, output_dtype=dtype)
     assert torch.equal(whole(folder, "a.weight").to(dtype), reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
+def test_fp8_scales_that_are_powers_of_two_are_dequantized_as_in_transformers(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight, exponents = random_fp8(256, 128), torch.tensor([[110], [130]], dtype=torch.uint8).view(dtype)
+    folder = folder_with(tmp_path, FP8, **{"a.weight": weight, "a.weight_scale_inv": exponents})
+    reference = Fp8Dequantize(None)._dequantize_one(weight, exponents, output_dtype=torch.float32)
+    assert torch.equal(whole(folder, "a.weight"), reference)
+    assert reference.isfinite().all()
 
 
 def test_fp8_blocks_at_the_edge_are_dequantized_as_in_the_backward_of_transformers(tmp_path: Path) -> None:
@@ -129,6 +143,32 @@ def test_any_box_of_a_dequantized_weight_is_read_alone(
     count = data.draw(st.integers(0, expected.numel() - first))
     piece = folder.read_elements("x", first, count)
     assert torch.equal(piece.nan_to_num(), expected.flatten()[first : first + count].nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensors", "box", "bytes_read"),
+    [
+        # Rows 12 to 24 of 40 lie in two rows of blocks.
+        (FP8 | {"weight_block_size": [8, 16]}, {"x": random_fp8(40, 24), "x_scale_inv": random_scales(5, 2)},
+         Box((12, 0), (12, 24)), 12 * 24 + 2 * 2 * 4),
+        (MXFP4, {"x_blocks": random_bytes(3, 6, 2, 16), "x_scales": random_bytes(3, 6, 2)},
+         Box((1, 0, 0), (1, 64, 6)), 6 * 2 * 16 + 6 * 2),
+    ],
+    ids=["rows in FP8", "an expert in MXFP4"],
+)  # fmt: skip
+def test_rank_reads_only_the_bytes_of_its_share(
+    quantization: dict[str, Any], tensors: dict[str, Tensor], box: Box, bytes_read: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder, counts, preadv = folder_with(tmp_path, quantization, **tensors), [], os.preadv
+
+    def counted(*arguments: Any) -> int:
+        counts.append(preadv(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    loading._read(folder, "x", box, torch.empty(box.sizes))
+    assert sum(counts) == bytes_read
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.step_phases import Phases
 from serried.trainer.adapters import Adapters, modules_to_save
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
-from serried.trainer.checkpoint.tensors import Exported, check_names, load_weights
+from serried.trainer.checkpoint.tensors import Exported, check_names, load_weights, unfit_names
 from serried.trainer.compilation import Compilation
 from serried.trainer.memory.activation_budget import chosen_mix
 from serried.trainer.optim.optimizer import check_optimizer
@@ -47,6 +47,11 @@ class Model:
     adapters: Adapters | None
     blocks: tuple[str, ...]
     """Names of the module's repeated blocks, see ``ParallelPlan.blocks_in``."""
+    unfit: frozenset[str] | None = None
+    """Parameters and buffers that keep their initial values, as ``checkpoint.strict=false`` allows. None: all of
+    them must be in a folder of weights."""
+    has_values: bool = False
+    """Whether the task built the module with its initial values."""
 
     @property
     def exported(self) -> Exported:
@@ -58,23 +63,34 @@ class Model:
         """Stem of the weight file names in the run's checkpoints."""
         return MODEL if self.adapters is None else ADAPTER
 
-    def check_names(self, checkpoint: Path | None, weights: Path | None) -> None:
+    def fitted_to(self, weights: Path) -> tuple["Model", str]:
+        """Return the model that loads only the fitting tensors of the folder ``weights``, and a list of the others.
+
+        Raises:
+            UserError: No tensor fits.
+        """
+        unfit, told = unfit_names(weights, self.module, self._exported_from(weights))
+        return replace(self, unfit=unfit), told
+
+    def check_names(self, checkpoint: Path | None, weights: Path | None, otherwise: str = "") -> None:
         """Compare parameter names and shapes with those in ``checkpoint`` and in the model folder ``weights``.
+
+        ``otherwise``: end of the message about a folder ``weights`` that does not match.
 
         Raises:
             UserError: The parameters in a folder do not match.
         """
         if checkpoint is not None:
             check_names(checkpoint, self.module, self.exported, self.stem)
-        if weights is not None:
-            check_names(weights, self.module, self._exported_from(weights))
+        if weights is not None and self.unfit is None:
+            check_names(weights, self.module, self._exported_from(weights), otherwise=otherwise)
 
     def start(self, parallel: DistributedModel, weights: Path | None, seed: int) -> None:
         """Load the sharded model from the model folder ``weights``, if given, and initialize the adapters."""
         packed = self.adapters.packed if self.adapters is not None else {}
         if weights is not None:
             exported = self._exported_from(weights)
-            load_weights(weights, parallel, exported, left_out=packed)
+            load_weights(weights, parallel, exported, left_out=packed, allows_others=self.unfit is not None)
             initialize(self._lacking(parallel, exported), self.task.initial_std, seed)
         if (teacher := self.task.teacher_folder()) is not None:
             load_weights(teacher, parallel, self.task.exported_teacher)
@@ -90,13 +106,17 @@ class Model:
         load_weights(folder, parallel, self.exported, self.stem)
 
     def _exported_from(self, weights: Path) -> Exported:
-        exported = self.task.exported_from(weights)
+        exported, unfit = self.task.exported_from(weights), self.unfit
+        if unfit:
+            return lambda name, shape: () if name in unfit else exported(name, shape)
         return exported if self.adapters is None else self.adapters.exported_base(exported)
 
     def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
         """Yield the parameters that are missing in a model folder, except those of a teacher or an adapter."""
         for held in parallel.parameters:
             if self.adapters is not None and not self.adapters.is_of_head(held.name):
+                continue
+            if self.has_values and self.unfit and held.name in self.unfit:
                 continue
             shape = held.spec.shape
             if not exported(held.name, shape) and not self.task.exported_teacher(held.name, shape):
@@ -130,7 +150,8 @@ def build_model(config: RunConfig, task: RunTask, device: str | None = None) -> 
     if config.adapter.method != "none":
         heads = [*task.heads(), *modules_to_save(config.adapter.modules_to_save, module, task.exported)]
         adapters = Adapters(config.adapter, module, plan, task.exported, list(dict.fromkeys(heads)))
-    return Model(task, module, plan, adapters, blocks)
+    has_values = not any(parameter.is_meta for parameter in module.parameters())
+    return Model(task, module, plan, adapters, blocks, has_values=has_values)
 
 
 def model_to_train(config: RunConfig, task: RunTask, device: str | None = None) -> Model:

@@ -249,7 +249,11 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
         )
     if weights is not None:
         session.once(partial(task.check_weights, weights))
-    model.check_names(start.checkpoint, weights)
+        if base is None and not config.checkpoint.strict:
+            model, differences = model.fitted_to(weights)
+            if differences:
+                context.console.say(f"WARNING    {weights}: {differences}")
+    model.check_names(start.checkpoint, weights, "" if base else ", or checkpoint.strict=false to load what fits")
     return model, base
 
 

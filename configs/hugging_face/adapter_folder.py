@@ -149,7 +149,7 @@ def _by_layer(file: Path, found: Mapping[str, Any], key: str, modules: Iterable[
     """
     given = found.get(key) or {}
     if not isinstance(given, dict):
-        raise UserError(f"{file} has {key} {shown(given)}: a mapping of names to numbers is needed")
+        raise UserError(f"{file} has {key} {shown(given)}: must be a mapping of names to numbers")
     named: dict[str, Any] = {}
     for pattern, value in given.items():
         number = _number(file, f"{key}.{pattern}", _PATTERNS[key], value)

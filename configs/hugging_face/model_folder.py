@@ -21,6 +21,7 @@ from serried.configs.plain_data import expanded, read_if_there, read_json, value
 from serried.configs.schema.fields import Size, parse_count
 from serried.configs.schema.models import READ_EARLIER
 from serried.configs.schema.registry import models
+from serried.configs.schema.sections import TaskSection
 from serried.configs.similar_names import nearest
 
 CONFIG = "config.json"
@@ -294,10 +295,28 @@ def path_exists(path: Path) -> bool:
 
 
 def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
-    """Return the model folder that ``checkpoint.resume`` names; None if it is not a plain model folder."""
+    """Return the model folder whose weights ``checkpoint.resume`` starts from; None if it resumes a run."""
     path = expanded(str((plain.get("checkpoint") or {}).get("resume")))
     is_model = path_exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
-    return str(path) if is_model or _recorded(str(path), plain) else None
+    return str(path) if is_model or _recorded(str(path), plain) else _checkpoint_for_weights(path, plain)
+
+
+def _checkpoint_for_weights(path: Path, plain: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint in the run or checkpoint ``path`` if only its weights are read, as for another task."""
+    began = read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml")
+    model = value_at("model.path", began)
+    if value_at("checkpoint.resume", began) == value_at("checkpoint.resume", plain) and isinstance(model, str):
+        return model  # the run may have newer checkpoints since
+    found: list[Path] = []
+    with suppress(OSError):  # not a valid file name
+        found = [path, *sorted([*path.glob("checkpoints/step-*"), *path.glob("step-*")], reverse=True)]
+    for folder in found:
+        if path_exists(folder / "state.json") and path_exists(folder / CONFIG):
+            of_task = value_at("config.task.name", read_if_there(folder / "state.json"))
+            here = value_at("task.name", plain) or TaskSection.model_fields["name"].default
+            is_asked = str(value_at("checkpoint.weights_only", plain)).lower() == "true"
+            return str(folder) if is_asked or of_task not in (None, here) else None
+    return None
 
 
 def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:

@@ -424,8 +424,13 @@ class CheckpointSection(Section):
     copied."""
     resume: PathText = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
-    files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only; with
-    adapters, a PEFT folder)."""
+    files to ``earlier-N``; a path is a checkpoint, a run folder, or a folder of weights (with adapters, a PEFT folder).
+    From weights, and from a run of another task, a run starts at step 0."""
+    weights_only: bool = False
+    """With a path in ``resume``: start at step 0 with the weights alone and a fresh optimizer, also from a run."""
+    strict: bool = True
+    """Refuse weights to start from unless all of their tensors fit the model. ``false``: load those that fit, and list
+    the others; parameters without a tensor keep their initial values."""
     allow_changes: bool | tuple[str, ...] = False
     """Keys or sections that may differ from the checkpoint although they change the loss curve, such as
     ``[optim.lr,data.path]``; true: all. Other weights or another tokenizer are always refused."""
@@ -448,6 +453,11 @@ class CheckpointSection(Section):
         word = {"true": "auto", "false": "never"}.get(self.resume.lower(), self.resume.lower())
         if word in ("auto", "must", "never") and self.resume != word:
             yield f"checkpoint.resume={self.resume}: use checkpoint.resume={word}"
+        elif self.weights_only and self.resume in ("auto", "must", "never"):
+            yield (
+                f"checkpoint.weights_only=true with checkpoint.resume={self.resume}: name the run or folder whose "
+                "weights to start from: checkpoint.resume=FOLDER"
+            )
 
 
 class TaskSection(Section):

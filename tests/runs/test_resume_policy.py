@@ -212,7 +212,7 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
     assert "allow_changes" not in model, "the weights would not fit"
     elsewhere = refusal(text, tmp_path / "fork", "optim.lr=0.1", f"checkpoint.resume={checkpoint(stopped)}")
     assert "run.dir=OTHER" not in elsewhere, "it is another already"
-    assert f"use its weights alone: serried export {checkpoint(stopped)} out=weights, then checkpoint" in elsewhere
+    assert f"use its weights alone: checkpoint.resume={checkpoint(stopped)} checkpoint.weights_only=true" in elsewhere
     assert tree(stopped) == before
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest
-from serried.configs.plain_data import NotPlainData, expanded, flatten, value_at
+from serried.configs.plain_data import NotPlainData, expanded, flatten, read_if_there, value_at
 from serried.configs.renamed_keys import read_saved_config
 from serried.configs.schema.fields import AUTO, Section
 from serried.configs.schema.run_config import CHOSEN
@@ -81,6 +81,8 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
         state = session.once(partial(_state, path))
         if damage:
             notes.append(f"damaged: {'; '.join(damage)}; continuing from the newest complete one, {path}")
+        if chosen["is_given"] and _takes_weights_only(state, config):
+            return _with_weights(path, chosen["origin"], state, [*notes], config)
         with taking_from(path):
             changed = _allowed_changes(path, state["config"], config)
             notes += changes(state, config, session.world_size)
@@ -108,16 +110,37 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
             weights = pretrained() if not own else None
             return {
                 "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
+                "is_given": False,
             }  # fmt: skip
         given = expanded(resume).absolute()
         origin = os.path.normpath(given)  # the same for every spelling of the path; links are not resolved
         if own and _origin(own) == origin:
             # The same command was run before. That run started from ``origin`` and has its own checkpoints now.
             note = f"this run began at {resume} and has checkpoints of its own since: continuing from the newest"
-            return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
-        return {"origin": origin, "notes": [], **_open(given, config)}
+            return {"candidates": own, "weights": None, "origin": origin, "notes": [note], "is_given": False}
+        return {"origin": origin, "notes": [], "is_given": True, **_open(given, config)}
     except OSError as error:
         raise _not_read(error, own_folder) from None
+
+
+def _takes_weights_only(state: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return whether a run takes only the weights of a checkpoint with ``state`` that ``checkpoint.resume`` names."""
+    return config.checkpoint.weights_only or value_at("config.task.name", state) not in (None, config.task.name)
+
+
+def _with_weights(
+    path: Path, origin: str | None, state: Mapping[str, Any], notes: Sequence[str], config: RunConfig
+) -> Start:
+    """Return the start of a new run with the weights of the checkpoint ``path``. ``state``: its state.json."""
+    if path.parent == config.run.dir / CHECKPOINTS:
+        raise UserError(
+            f"{path} is a checkpoint of this run, which would be moved aside when it starts again with weights alone; "
+            f"add {config.another_run}"
+        )
+    if not config.checkpoint.weights_only:
+        name = value_at("config.task.name", state)
+        notes = [*notes, f"{path} was trained by task.name={name}: only its weights are used, from step 0"]
+    return Start(weights=path, origin=origin, notes=[*notes])
 
 
 def _not_read(error: OSError, folder: Path) -> UserError:
@@ -172,8 +195,11 @@ def resumed_checkpoints(config: RunConfig) -> list[Path]:
         if resume in ("auto", "must", "never"):
             return [] if resume == "never" else own
         given = expanded(resume).absolute()
-        is_continued = own and _origin(list(map(str, own))) == os.path.normpath(given)
-        return own if is_continued else _checkpoints_in(given)
+        if own and _origin(list(map(str, own))) == os.path.normpath(given):
+            return own
+        found = _checkpoints_in(given)
+        states = (read_if_there(checkpoint / STATE) for checkpoint in found)
+        return [] if any(_takes_weights_only(state, config) for state in states) else found
     except OSError as error:
         raise _not_read(error, own_folder) from None
 

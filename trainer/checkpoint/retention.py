@@ -32,14 +32,11 @@ def folder_name(step: int) -> str:
 
 
 def weights_alone(checkpoint: Path) -> str:
-    """Return instructions for starting a run from the weights of ``checkpoint`` only.
-
-    ``serried export`` requires a model configuration, which a user's own module does not have.
-    """
-    is_described = any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json"))
-    source = shlex.quote(str(checkpoint))
-    copy = f"serried export {source} out=weights" if is_described else f"mkdir weights && cp {source}/model* weights"
-    return f"its weights alone: {copy}, then checkpoint.resume=weights"
+    """Return instructions for starting a run from the weights of ``checkpoint`` only."""
+    resume = shlex.quote(f"checkpoint.resume={checkpoint}")
+    if (checkpoint / "adapter_config.json").is_file():
+        return f"its adapters alone: {shlex.quote(f'adapter.path={checkpoint}')}"
+    return f"its weights alone: {resume} checkpoint.weights_only=true"
 
 
 def partial_name(step: int) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -162,11 +162,14 @@ def load_weights(
     stem: str = MODEL,
     left_out: Collection[str] = (),
     averages: Averages = _NO_AVERAGES,
+    *,
+    allows_others: bool = False,
 ) -> None:
     """Load weights from the files ``stem`` of a folder, in any float dtype. Each rank reads only its own shards.
 
     Parameters in ``left_out`` are checked but not loaded. ``averages`` are loaded as well, if there are any. A folder
-    that the run did not write must have passed ``check_names``, which compares tensors that are stored twice.
+    that the run did not write must have passed ``check_names``, which compares tensors that are stored twice. With
+    ``allows_others``, tensors that the model lacks are ignored.
 
     Raises ``UserError`` if the folder contains another model.
     """
@@ -179,26 +182,51 @@ def load_weights(
         known |= _names(exported(name, ()))
     floats = _names(fragment for part in weights if part.local.is_floating_point() for fragment in part.fragments)
     wanted = _fragments(shapes, exported)
-    _check(_named(tensors, wanted, further), wanted, known, floats, _unread(parallel.module))
+    tensors = _named(tensors, wanted, further)
+    known |= tensors.specs.keys() if allows_others else set()
+    _check(tensors, wanted, known, floats, _unread(parallel.module))
     loaded = [part for part in weights if part.name not in left_out]
     _fill(tensors, loaded)
     _fill_added_rows(tensors, loaded)
 
 
-def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
+def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL, otherwise: str = "") -> None:
     """Compare names and shapes in ``folder`` with the parameters of ``module``, which may be on the meta device.
 
-    Values are read only to compare tensors that are stored twice. Raises ``UserError`` if the folder contains another
-    model.
+    ``otherwise``: end of the message about another model. Values are read only to compare tensors that are stored
+    twice. Raises ``UserError`` if the folder contains another model.
     """
-    named: dict[str, Tensor] = dict(module.named_parameters())
-    named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
+    named = _named_tensors(module)
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
     wanted, further = _fragments(shapes, exported), _further_names(module, exported, shapes)
     tensors = _named(TensorFolder(folder, stem), wanted, further)
-    _check(tensors, wanted, further, _fragments(floats, exported).keys(), _unread(module))
+    _check(tensors, wanted, further, _fragments(floats, exported).keys(), _unread(module), otherwise)
     _refuse_differing(tensors, further)
+
+
+def unfit_names(folder: Path, module: nn.Module, exported: Exported) -> tuple[frozenset[str], str]:
+    """Return the parameters and buffers of ``module`` that ``folder`` has no fitting tensor for, and a description.
+
+    The description lists all differences on one line; it is empty if there are none. Raises ``UserError`` if no tensor
+    fits.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(module).items()}
+    wanted, further = _fragments(shapes, exported), _further_names(module, exported, shapes)
+    tensors = _named(TensorFolder(folder), wanted, further)
+    found = _differences(tensors, wanted, further, _unread(module))
+    wrong = {*found.missing, *found.of_other_shape}
+    if wrong >= wanted.keys():
+        raise UserError(f"{folder} has no tensor that fits the model: {found}; use the folder of a similar model")
+    unfit = {name for name, shape in shapes.items() if wrong & _names(exported(name, shape))}
+    fitting = f"{len(wanted) - len(wrong)} of the model's {len(wanted)} tensors are loaded"
+    return frozenset(unfit), f"{fitting}: {found}" if found.are_any else ""
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and the persistent buffers of ``module`` by name."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    return named | {name: module.get_buffer(name) for name in persistent_buffers(module)}
 
 
 def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
@@ -267,13 +295,32 @@ def _are_equal(folder: TensorFolder, name: str, other: str) -> bool:
     return True
 
 
-def _check(
-    folder: TensorFolder,
-    wanted: Mapping[str, Fragment],
-    aliases: Collection[str] = (),
-    floats: Collection[str] = (),
-    unread: Collection[str] = (),
-) -> None:
+class _Differences(NamedTuple):
+    """Tensors that differ between a folder and a model."""
+
+    missing: list[str]
+    extra: list[str]
+    of_other_shape: dict[str, str]
+    """Both shapes in words, by name."""
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there are differences."""
+        return any(map(len, self))
+
+    def __str__(self) -> str:
+        shapes = [*self.of_other_shape.values()]
+        problems = [
+            f"{len(self.missing)} tensors are not in it ({_some(self.missing)})" if self.missing else "",
+            f"{len(self.extra)} are not in the model ({_some(self.extra)})" if self.extra else "",
+            f"{len(shapes)} of other shape ({_some(shapes)})" if shapes else "",
+        ]
+        return "; ".join(filter(None, problems))
+
+
+def _differences(
+    folder: TensorFolder, wanted: Mapping[str, Fragment], aliases: Collection[str], unread: Collection[str]
+) -> _Differences:
     missing = [name for name in wanted if name not in folder.specs]
     # Layers for speculative decoding (GLM-4.5, DeepSeek-V3) are not part of the model.
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
@@ -281,20 +328,27 @@ def _check(
     extra = [name for name in folder.specs if name not in known and not name.endswith(_UNUSED)]
     extra = [name for name in extra if folder.specs[name].numel]  # ignore empty tensors, such as absent shared experts
     extra = [name for name in extra if not name.startswith(drafts) and not any(re.search(key, name) for key in unread)]
-    shaped = [
-        f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
-        for name, each in wanted.items()
-        if name in folder.specs and folder.specs[name].shape != each.shape
-    ]
-    if missing or extra or shaped:
-        problems = [
-            *([f"{len(missing)} tensors are not in it ({_some(missing)})"] if missing else []),
-            *([f"{len(extra)} are not in the model ({_some(extra)})"] if extra else []),
-            *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
-        ]
+    shaped = {
+        name: f"{name} is {list(folder.specs[name].shape)} there and {list(fragment.shape)} here"
+        for name, fragment in wanted.items()
+        if name in folder.specs and folder.specs[name].shape != fragment.shape
+    }
+    return _Differences(missing, extra, shaped)
+
+
+def _check(
+    folder: TensorFolder,
+    wanted: Mapping[str, Fragment],
+    aliases: Collection[str] = (),
+    floats: Collection[str] = (),
+    unread: Collection[str] = (),
+    otherwise: str = "",
+) -> None:
+    found = _differences(folder, wanted, aliases, unread)
+    if found.are_any:
         raise UserError(
-            f"{folder.folder} holds a different model than this command describes: {'; '.join(problems)}; use the task "
-            f"and the model.* keys it was trained with (see its config.json{_class_in(folder.folder)})"
+            f"{folder.folder} holds a different model than this command describes: {found}; use the task and the "
+            f"model.* keys it was trained with (see its config.json{_class_in(folder.folder)}){otherwise}"
         )
     for name in floats:
         if not folder.specs[name].dtype.is_floating_point:

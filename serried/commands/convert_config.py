@@ -54,7 +54,8 @@ def _refused(words: Mapping[str, str]) -> tuple[str, ...]:
     """
     from serried.configs.compose import compose
 
-    elsewhere = ("model.path", "task.teacher", "adapter.path", "data.add_tokens", "data.sequence_length")
+    data = ("data.add_tokens", "data.add_special_tokens", "data.sequence_length")
+    elsewhere = ("model.path", "task.teacher", "adapter.path", *data)
     try:
         compose([shlex.split(word)[0] for key, word in words.items() if key not in elsewhere])
     except UserError as error:

@@ -1,5 +1,6 @@
 """Result of a conversion: overrides, and sentences on them."""
 
+import json
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -22,11 +23,15 @@ class Converted:
     """What the file does not determine, with the override to choose."""
     lacking: list[str] = field(default_factory=list)
     """What has no counterpart."""
+    lists: dict[str, list[Any]] = field(default_factory=dict)
+    """Values that are lists, by key."""
     processes: int = 1
     nodes: int = 1
 
     def set(self, key: str, value: Any) -> None:
         self.overrides[key] = written(value)
+        if isinstance(value, list):
+            self.lists[key] = value
 
     def lack(self, subject: object, reason: str) -> None:
         self.lacking.append(f"{subject}: {reason}")
@@ -34,7 +39,10 @@ class Converted:
     @property
     def words(self) -> list[str]:
         """Overrides to paste into a shell."""
-        return [pasteable(key, value) for key, value in self.overrides.items()]
+        return [
+            _list_override(key, self.lists[key]) if key in self.lists else assignment(key, value)
+            for key, value in self.overrides.items()
+        ]
 
 
 def written(value: Any) -> str:
@@ -47,7 +55,8 @@ def written(value: Any) -> str:
     return str(value)
 
 
-def pasteable(key: str, value: str) -> str:
-    if re.fullmatch(r"\[[\w.,*+-]*\]", value):
-        return shlex.quote(f"{key}={value}")
-    return assignment(key, value)
+def _list_override(key: str, items: list[Any]) -> str:
+    """Return ``key=[...]``, quoted for a shell, whose items Hydra reads as they are."""
+    texts = [written(item) for item in items]
+    plain = [text if re.fullmatch(r"[\w.*+/-]+", text) else json.dumps(text, ensure_ascii=False) for text in texts]
+    return shlex.quote(f"{key}=[{','.join(plain)}]")

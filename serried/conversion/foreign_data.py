@@ -29,11 +29,12 @@ _OF_TORCHTUNE: dict[str, dict[str, Any]] = {
 _FIELDS = {
     "field_instruction": "prompt", "field_prompt": "prompt", "field_output": "completion", "field_input": "input",
     "field_system": "system", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools",
+    "field_label": "label", "field_completion": "completion",
 }  # fmt: skip
 """Names of axolotl for our columns."""
 _FACTORY_COLUMNS = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-    "tools": "tools", "chosen": "chosen", "rejected": "rejected",
+    "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
 }  # fmt: skip
 """Names of LLaMA-Factory for our columns."""
 
@@ -219,7 +220,7 @@ def _factory_source(config: ForeignConfig, folder: Path, name: str, entry: Any, 
     elif config.text("stage") == "pt":
         source.text = _text(columns, "prompt")
     else:
-        ours = {"prompt": "prompt", "query": "input", "response": "completion"}
+        ours = {"prompt": "prompt", "query": "input", "response": "completion", "kto_tag": "label"}
         named = {theirs: str(columns[theirs]) for theirs in _FACTORY_COLUMNS if theirs in columns}
         usual = {("instruction", "output"), ("question", "answer"), ("prompt", "response"), ("query", "response")}
         if (named.get("prompt", "instruction"), named.get("response", "output")) in usual:

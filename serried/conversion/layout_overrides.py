@@ -177,7 +177,7 @@ def set_precision(config: ForeignConfig, out: Converted, is_adapter: bool) -> No
             out.set("precision.growth_interval", config.count("growth_interval"))
     elif is_bf16 or weights in ("bfloat16", "torch.bfloat16") or config.title in ("TRL", "Unsloth"):
         out.set("precision", "bf16")
-    elif is_adapter or out.overrides.get("recipe") in ("dpo", "reward"):
+    elif is_adapter or out.overrides.get("recipe") in ("dpo", "kto", "reward"):
         out.set("precision", "fp32")
     keeps_bf16 = config.flag("pure_bf16") or config.flag("bf16_all") or dtype in ("bf16", "bfloat16")
     if keeps_bf16 and not is_adapter:

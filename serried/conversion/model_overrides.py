@@ -11,9 +11,12 @@ from serried.conversion.converted import LAYOUTS, Converted
 from serried.conversion.foreign_config import ForeignConfig
 from serried.conversion.foreign_data import ForeignData, Source, names_of
 
+_ROPE = {"original_max_position_embeddings": "original_max_sequence_length"}
 _LINEAR_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 _OF_TORCHTUNE = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LOSSES = {"sigmoid": "dpo", "dpoloss": "dpo", "simpoloss": "simpo", "kto_pair": "kto", "ipoloss": "ipo"}
+_TASKS = {"dpo": "preference", "kto": "preference", "reward": "reward", "distill": "distillation"}
+"""Tasks of recipes."""
 _STAGES = ("", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "reward", "rm", "sft")
 _OF_REINFORCEMENT = (
     "reward_funcs",
@@ -25,7 +28,7 @@ _OF_REINFORCEMENT = (
 )
 """Keys of configs for reinforcement learning."""
 _REINFORCED = ("ppo", "grpo", "rloo", "gdpo", "online_dpo", "reinforce")
-_REFUSED_TASKS = "serried trains on conversations, text, pairs and for reward models, and has no reinforcement learning"
+_REFUSED_TASKS = "serried has no reinforcement learning; recipes are sft, lora, qlora, dpo, kto, reward and distill"
 
 
 # Task, model, data ----------------------------------------------------------------------------------------------------
@@ -38,7 +41,9 @@ def choose_recipe(config: ForeignConfig, out: Converted, recipe: str | None) -> 
         if recipe not in choices_of()["recipe"]:
             near = nearest(recipe, choices_of()["recipe"])
             raise UserError(f"there is no recipe {recipe}; use recipe={near[0] if near else 'sft'}")
-        task = {"dpo": "preference", "reward": "reward", "distill": "distillation"}.get(recipe, task)
+        task = {"dpo": "preference", "kto": "preference", "reward": "reward", "distill": "distillation"}.get(
+            recipe, task
+        )
     quantized, method = _quantized(config), _method(config)
     if task in ("sft", "text"):
         chosen = "sft" if method == "none" else "qlora" if quantized and method == "lora" else "lora"
@@ -47,7 +52,8 @@ def choose_recipe(config: ForeignConfig, out: Converted, recipe: str | None) -> 
         if method == "dora" or (method == "lora" and recipe == "sft"):
             out.set("adapter", method)
     else:
-        out.set("recipe", recipe or {"preference": "dpo", "reward": "reward"}.get(task, "distill"))
+        pairs = "kto" if loss == "kto" else "dpo"
+        out.set("recipe", recipe or {"preference": pairs, "reward": "reward"}.get(task, "distill"))
         if method != "none":
             out.set("adapter", method)
     if method == "none" and recipe in ("lora", "qlora"):
@@ -67,7 +73,7 @@ def choose_recipe(config: ForeignConfig, out: Converted, recipe: str | None) -> 
         out.lack(
             subject, "frozen weights are kept in bf16; recipe=qlora, or adapter.quantize=nf4, keeps them in 4 bits"
         )
-    if loss not in ("", "dpo"):
+    if loss not in ("", "dpo", "kto"):
         if loss in all_keys()["task.loss"].choices:
             out.set("task.loss", loss)
         else:
@@ -168,8 +174,20 @@ def set_model(config: ForeignConfig, out: Converted) -> None:
         out.set("task.teacher", config.text("teacher"))
         out.set("task.weight", config.number("distillation_weight", 0.5))
     if config.flag("adapter_path"):
-        key = "adapter.path" if "adapter.path" in all_keys() else "checkpoint.resume"
-        out.set(key, config.text("adapter_path"))
+        out.set("adapter.path", config.text("adapter_path"))
+    scaling = config.value("rope_scaling")
+    if isinstance(scaling, dict) and scaling:
+        out.set("model.rope_scaling.rope_type", scaling.get("rope_type", scaling.get("type", "linear")))
+        for key in ("factor", "original_max_position_embeddings"):
+            if scaling.get(key) is not None:
+                out.set(f"model.rope_scaling.{_ROPE.get(key, key)}", scaling[key])
+    if "rope_theta" in config:
+        out.set("model.rope_theta", config.number("rope_theta"))
+    if config.flag("rope_type"):
+        kind = config.text("rope_type")
+        factor = "cutoff_len / max_position_embeddings of the model, rounded up"
+        overrides = f"model.rope_scaling.rope_type={kind} model.rope_scaling.factor=N"
+        out.decide.append(f"{config.said('rope_type')}: add {overrides}, where N is {factor}")
     if config.flag("train_from_scratch"):
         out.lack(
             config.said("train_from_scratch"),
@@ -361,10 +379,7 @@ def set_adapter(config: ForeignConfig, out: Converted) -> bool:
         out.set("optim.groups.b.parameters", "*.lora_B")
         out.set("optim.groups.b.lr_scale", config.number("loraplus"))
     if config.flag("modules_to_save"):
-        if "adapter.modules_to_save" in all_keys():
-            out.set("adapter.modules_to_save", config.words("modules_to_save"))
-        else:
-            out.lack(config.said("modules_to_save"), "only adapters are trained beside frozen weights")
+        out.set("adapter.modules_to_save", config.words("modules_to_save"))
     return True
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.help import choices_of
-from serried.configs.messages.keys import all_keys
 from serried.configs.plain_data import read_yaml
 from serried.conversion.converted import LAYOUTS, Converted, written
 from serried.conversion.foreign_config import ForeignConfig
@@ -41,7 +40,7 @@ def set_optimizer(config: ForeignConfig, out: Converted) -> None:
     if "lr" in config:
         out.set("optim.lr", config.number("lr"))
     elif config.title == "TRL":
-        rate = {"dpo": 1e-6, "reward": 1e-4}.get(out.overrides["recipe"], 2e-5)
+        rate = {"dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}.get(out.overrides["recipe"], 2e-5)
         out.set("optim.lr", rate)
         out.explained.append(f"optim.lr={written(rate)}: TRL's default, as the file has no learning_rate")
     if "weight_decay" in config or chosen != "adamw":
@@ -54,7 +53,7 @@ def set_optimizer(config: ForeignConfig, out: Converted) -> None:
         out.set("optim.eps", config.number("eps"))
     if "max_grad_norm" in config and config.number("max_grad_norm") != 1:
         out.set("trainer.max_grad_norm", config.number("max_grad_norm"))
-    if config.number("label_smoothing") and out.overrides.get("recipe") not in ("dpo", "reward", "distill"):
+    if config.number("label_smoothing") and out.overrides.get("recipe") not in ("dpo", "kto", "reward", "distill"):
         out.set("task.label_smoothing", config.number("label_smoothing"))
 
 
@@ -122,7 +121,10 @@ def set_schedule(config: ForeignConfig, out: Converted, total: float | None) -> 
 def set_preference(config: ForeignConfig, out: Converted, task: str) -> None:
     if task != "preference":
         return
-    loss = out.overrides.get("task.loss", "dpo")
+    loss = "kto" if out.overrides["recipe"] == "kto" else out.overrides.get("task.loss", "dpo")
+    for fact in ("desirable_weight", "undesirable_weight"):
+        if loss == "kto" and config.number(fact, 1) != 1:
+            out.set(f"task.{fact}", config.number(fact))
     if "beta" in config:
         out.set("task.beta", config.number("beta"))
     elif loss == "simpo" and config.title != "torchtune":
@@ -136,7 +138,7 @@ def set_preference(config: ForeignConfig, out: Converted, task: str) -> None:
     if loss in ("dpo", "cpo", "simpo"):
         out.set("task.nll_weight", weight)
     elif weight:
-        out.lack(config.said("nll_weight"), f"task.loss={loss} adds no cross entropy")
+        out.lack(config.said("nll_weight"), f"a loss of {loss} adds no cross entropy")
 
 
 def set_memory(config: ForeignConfig, out: Converted) -> None:
@@ -274,10 +276,9 @@ def set_rest(config: ForeignConfig, out: Converted) -> None:
     if config.flag("deterministic"):
         out.set("trainer.deterministic", True)
     if config.flag("add_tokens"):
-        if "data.add_tokens" in all_keys():
-            out.set("data.add_tokens", config.words("add_tokens"))
-        else:
-            out.lack(config.said("add_tokens"), "tokens are those of the tokenizer")
+        out.set("data.add_tokens", config.words("add_tokens"))
+    if config.flag("add_special_tokens"):
+        out.set("data.add_special_tokens", config.words("add_special_tokens"))
     if config.flag("profile"):
         out.set("profile.steps", [10, 9 + config.count("profile")])
     reasons: dict[str, str] = {

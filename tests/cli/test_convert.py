@@ -1,5 +1,6 @@
 """``serried convert``: configs of other frameworks become commands that train.py accepts."""
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -61,8 +62,11 @@ def conversion(folder: Path, tree: dict[str, Any], name: str = "their.yaml", **m
 def composes(result: Converted) -> None:
     """Compose the command as train.py does. Models and teachers are not opened: they are on no machine."""
     words = [shlex.split(word)[0] for word in result.words]
-    elsewhere = ("model.path=", "task.teacher=", "adapter.path=", "data.add_tokens=", "data.sequence_length=")
-    compose([word for word in words if not word.startswith(elsewhere)])
+    elsewhere = ("model.path=", "task.teacher=", "adapter.path=", "data.add_", "data.sequence_length=")
+    compose_once(tuple(word for word in words if not word.startswith(elsewhere)))
+
+
+compose_once = functools.cache(compose)
 
 
 def with_line(tree: dict[str, Any], line: str) -> dict[str, Any]:
@@ -98,11 +102,15 @@ def test_page_has_the_rows_that_the_test_reads() -> None:
     assert {framework for framework, _, _ in rows_of_the_page()} == {*BASES}
 
 
-@pytest.mark.parametrize(("line"), sorted({line for _, line, _ in rows_of_the_page()}))
+@functools.cache
+def config_of_lora() -> dict[str, Any]:
+    return flatten(compose(["recipe=lora"]).model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("line", sorted({line for _, line, _ in rows_of_the_page()}))
 def test_line_that_people_type_to_train_py_is_answered(line: str) -> None:
     key, _, value = line.partition(": ")
-    config = flatten(compose(["recipe=lora"]).model_dump(mode="json"))
-    message = unknown_key(key, value.replace(" ", ""), "command line", choices_of(), config)
+    message = unknown_key(key, value.replace(" ", ""), "command line", choices_of(), config_of_lora())
     assert "did you mean" in message or message.startswith(f"{key}=")  # an answer of its own
     assert "--help lists the keys" not in message
 
@@ -255,14 +263,39 @@ def test_deepspeed_file_that_a_config_names_is_read_and_auto_is_left_to_the_conf
         ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3}, {"task.loss": "orpo", "task.beta": "0.3"}),
         ("TRL", {"beta": 0.05, "loss_type": "sigmoid"}, {"task.loss": None, "task.beta": "0.05"}),
         ("torchtune", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.2}}, {"task.beta": "0.2"}),
+        (
+            "LLaMA-Factory",
+            {"stage": "kto", "kto_rejected_weight": 1.5, "pref_beta": 0.2},
+            {"recipe": "kto", "task.beta": "0.2", "task.undesirable_weight": "1.5", "task.desirable_weight": None},
+        ),
+        ("axolotl", {"rl": "kto", "kto_desirable_weight": 0.5}, {"recipe": "kto", "task.desirable_weight": "0.5"}),
     ],
 )
 def test_preference_loss_keeps_its_parameters(
     framework: str, lines: dict[str, Any], expected: dict[str, str | None], tmp_path: Path
 ) -> None:
     overrides = conversion(tmp_path, {**BASES[framework], **lines}).overrides
-    assert overrides["recipe"] == "dpo"
+    assert overrides["recipe"] in ("dpo", "kto")
     assert {key: overrides.get(key) for key in expected} == expected
+
+
+def test_tokens_adapters_and_rope_are_kept(tmp_path: Path) -> None:
+    lines = {
+        "tokens": ["<tool>", "</tool>", "a,b"], "lora_modules_to_save": ["embed_tokens", "lm_head"],
+        "overrides_of_model_config": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    }  # fmt: skip
+    result = conversion(tmp_path, {**BASES["axolotl"], **lines})
+    assert """'data.add_tokens=["<tool>","</tool>","a,b"]'""" in result.words
+    expected = {
+        "adapter.modules_to_save": "[embed_tokens,lm_head]", "model.rope_scaling.rope_type": "yarn",
+        "model.rope_scaling.factor": "4",
+    }  # fmt: skip
+    assert {key: result.overrides.get(key) for key in expected} == expected
+    started = conversion(tmp_path, {**BASES["axolotl"], "lora_model_dir": "adapters", "lora_r": 8}).overrides
+    assert started["adapter.path"] == "adapters"
+    assert "adapter.rank" not in started  # a key that contradicts the adapters is refused
+    special = conversion(tmp_path, {**BASES["LLaMA-Factory"], "add_special_tokens": "<|a|>, <|b|>"})
+    assert special.lists["data.add_special_tokens"] == ["<|a|>", "<|b|>"]
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

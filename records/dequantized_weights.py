@@ -140,7 +140,8 @@ class _Groups:
             stored.read(matrix * outputs * size, outputs * size).view(outputs, all_groups, -1)[:, first:last]
             for stored, size in ((self._blocks, all_groups * _BYTES), (self._exponents, all_groups))
         )
-        values = torch.ldexp(_pairs()[pairs.int()].flatten(2), exponents.int() - _BIAS).to(self.dtype)
+        values = _pairs()[pairs.int()].view(self.dtype)
+        values = torch.ldexp(values, exponents.int() - _BIAS).to(self.dtype)  # a product overflows earlier
         return values.flatten(1).T[begin - first * 2 * _BYTES : end - first * 2 * _BYTES]
 
 
@@ -159,7 +160,7 @@ def _read_rows(shape: tuple[int, ...], first: int, count: int, rows_of: Callable
         values = rows_of(matrix, top, bottom).flatten()
         pieces.append(values[begin - top * columns : stop - top * columns])
         first += stop - begin
-    return torch.cat(pieces) if pieces else torch.empty(0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0)])
 
 
 def _floats(scales: Tensor) -> Tensor:
@@ -169,6 +170,6 @@ def _floats(scales: Tensor) -> Tensor:
 
 @functools.cache
 def _pairs() -> Tensor:
-    """Return the two values of each byte, [256, 2]: low half first."""
-    byte = torch.arange(256)
-    return torch.tensor(_FP4, dtype=torch.bfloat16)[torch.stack((byte % 16, byte // 16), 1)]
+    """Return the two values of each byte, in bf16 with the low half first, as one integer: [256]."""
+    byte, values = torch.arange(256), torch.tensor(_FP4, dtype=torch.bfloat16)
+    return values[torch.stack((byte % 16, byte // 16), 1)].view(torch.int32).squeeze(1)

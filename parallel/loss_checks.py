@@ -18,8 +18,8 @@ def refuse_own_backward(root: nn.Module) -> None:
     """Raise ``UserError`` if the first loss of a run left gradients, since the task may run its own optimizer."""
     if any(parameter.grad is not None for parameter in root.parameters()):
         raise UserError(
-            "loss() called backward(); return all losses added up in serried.LossTerms: backward and the update of "
-            "the run's one optimizer follow"
+            "loss() called backward(); return the sum of all losses in serried.LossTerms: the trainer then calls "
+            "backward() and updates the optimizer"
         )
 
 
@@ -47,16 +47,16 @@ def check_terms(terms: LossTerms) -> LossTerms:
             f"loss() returned a weight of shape {[*terms.weight.shape]}; return one number, such as mask.sum()"
         )
     if isinstance(terms.weight, int | float) and terms.weight < 0:
-        raise UserError(f"loss() returned the weight {terms.weight}; return how much the batch counts, such as len(x)")
+        raise UserError(f"loss() returned the weight {terms.weight}; return 0 or more, such as len(x)")
     for name, metric in terms.metrics.items():
         if not isinstance(name, str):
-            raise UserError(f"loss() returned a metric with the name {name!r}; use text")
+            raise UserError(f"loss() returned a metric with the name {name!r}; use a string")
         if not isinstance(metric, tuple | list) or len(metric) != 2:
             raise UserError(f"loss() returned the metric {name} as {metric}; return it as (sum, weight), not as a mean")
         for number in metric:
             if isinstance(number, Tensor) and number.dim():
                 raise UserError(
-                    f"loss() returned the metric {name} with a part of shape {[*number.shape]}; return two numbers"
+                    f"loss() returned the metric {name} with a value of shape {[*number.shape]}; return two numbers"
                 )
     return terms
 
@@ -70,7 +70,7 @@ def check_names(terms: LossTerms, known: Shapes) -> None:
     if found != names:
         raise UserError(
             f"loss() returned the metrics {_listed(found)} for one batch and {_listed(names)} for another; return the "
-            "same names from every batch, with (0, 0) for none"
+            "same names from every batch, with (0, 0) for metrics that a batch does not have"
         )
     counts, known_counts = {name: tuple(count.shape) for name, count in terms.counts.items()}, section(known, "counts")
     if [*counts.items()] != [*known_counts.items()]:  # the order must be the same too
@@ -96,8 +96,9 @@ def agreed_shapes(mine: Shapes | None, gather: Callable[[Any], list[Any]]) -> Sh
     known = {rank: [(name, tuple(shape)) for name, shape in answer] for rank, answer in enumerate(answers) if answer}
     if mine is not None and (other := [rank for rank, entries in known.items() if entries != list(mine.items())]):
         raise UserError(
-            f"loss() returned the metrics {_listed(tuple(section(mine, 'metrics')))} on rank {dist.get_rank()}, and "
-            f"rank {other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
+            f"loss() returned the metrics {_listed(tuple(section(mine, 'metrics')))} on rank {dist.get_rank()}, but "
+            f"different metrics on rank {other[0]}; return the same names, in the same order, from every batch, with "
+            "(0, 0) for metrics that a batch does not have"
         )
     return dict(next(iter(known.values()))) if known else LOSS_ALONE
 

@@ -81,7 +81,7 @@ class Pipeline:
         shapes = known | {micro_batch.stream.shape: None for micro_batch in inputs}
         if len(shapes) > 1:
             raise UserError(
-                f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, and these are "
+                f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, but they have "
                 f"{' and '.join(str(list(shape)) for shape in shapes)}; pad them in collate(), or use "
                 "parallel.pipeline=1"
             )

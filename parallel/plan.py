@@ -151,8 +151,8 @@ class ParallelPlan:
             found = [glob] if glob in known else [name for name in known if matches(name, glob)]
             if not found:
                 raise UserError(
-                    f"parallel_plan() names the blocks {glob!r}, and {type(model).__name__} has no such module; name "
-                    "the repeated ones, such as 'layers.*'"
+                    f"parallel_plan() names the blocks {glob!r}, but {type(model).__name__} has no such module; name "
+                    "the repeated modules, such as 'layers.*'"
                 )
             if len(found) == 1 and isinstance(known[found[0]], nn.ModuleList):
                 raise UserError(

@@ -21,7 +21,7 @@ from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.replica_check import digest
 from serried.trainer.run_context import Context
 
-_MOVED = "if it has moved: train.py ... model.path=FOLDER, or a link in its place"
+_MOVED = "if the folder was moved, use train.py ... model.path=FOLDER, or put a link in its place"
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[
     if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
         raise UserError(
-            f"the {kind} {folder} is not the one that {start.checkpoint} was trained with: {changed[0]} has other "
-            f"content; put that one back, or use {context.config.another_run} for a run of its own"
+            f"the {kind} {folder} has changed since {start.checkpoint}: {changed[0]} has different content; restore "
+            f"the original files, or use {context.config.another_run} for a separate run"
         )
     return files
 
@@ -94,8 +94,8 @@ def teacher_keys(start: Start, context: Context) -> dict[str, Any] | None:
         names = teacher_section(name).names
         there = ", ".join(f'"{names.get(key, key)}": {json.dumps(before[key])}' for key in changed)
         context.console.say(
-            f"WARNING    task.teacher={name} has changed since {start.checkpoint}: {told}; what its {CONFIG} leaves "
-            f"out is read as transformers does; to keep what it had, set {there} there"
+            f"WARNING    task.teacher={name} has changed since {start.checkpoint}: {told}; keys that its {CONFIG} "
+            f"leaves out now have the defaults of transformers; to keep the earlier values, set {there} in {CONFIG}"
         )
     return keys
 
@@ -149,7 +149,7 @@ def check_adapters(folder: Path, base: Base) -> None:
 def _recorded(checkpoint: Path) -> dict[str, Any]:
     base = read_state(checkpoint).get("base")
     if not isinstance(base, dict) or not isinstance(base.get("path"), str | None):
-        raise UserError(f"{checkpoint / STATE} does not say which base model its adapters belong to; use another")
+        raise UserError(f"{checkpoint / STATE} does not name the base model of its adapters; use another checkpoint")
     return {"path": None, **base}
 
 
@@ -158,16 +158,16 @@ def _compare(found: dict[str, Any], checkpoint: Path) -> None:
     if found["path"] is None or recorded["path"] is None:
         if found != recorded:
             raise UserError(
-                f"{checkpoint} holds adapters of another base model than build_model() returns now; use the task, the "
-                "seed and the model.path it was trained with"
+                f"{checkpoint} has adapters for a different base model than build_model() returns now; use the task, "
+                "the seed and the model.path that it was trained with"
             )
         return
     before, now = recorded.get("files") or {}, found["files"]
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise UserError(
-                f"{found['path']} is not the base model that {checkpoint} adapts ({recorded['path']}): {name} has "
-                "other content; name the base model with model.path=FOLDER"
+                f"{found['path']} is not the base model of {checkpoint} ({recorded['path']}): {name} has different "
+                "content; set the base model with model.path=FOLDER"
             )
 
 

@@ -114,7 +114,9 @@ class Adapters:
         section = self._section
         kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in self._chosen}
         if len(kinds) > 1:
-            raise UserError("adapter.modules: PEFT's format cannot hold both Conv1D and Linear layers; name one kind")
+            raise UserError(
+                "adapter.modules: PEFT's format cannot store adapters of both Conv1D and Linear layers; select one kind"
+            )
         is_conv1d, is_dora = kinds == {True}, section.method == "dora"
         shared: dict[str, nn.Parameter] = {}
         for name, rank in self._ranks.items():
@@ -134,7 +136,7 @@ class Adapters:
                 quantize(module)
         if not self.packed:
             raise UserError(
-                f"adapter.quantize={self._section.quantize}: the blocks have no nn.Linear whose inputs are a "
+                f"adapter.quantize={self._section.quantize}: the blocks have no nn.Linear whose number of inputs is a "
                 f"multiple of {BLOCK}; use adapter.quantize=none"
             )
 
@@ -298,8 +300,8 @@ class Adapters:
             if stacked := next((name for name in self._experts if matches_layer(name, pattern)), None):
                 raise CannotAdapt(
                     pattern,
-                    f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}); stacked experts "
-                    "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
+                    f"adapter.modules=[{pattern}] matches stacked experts ({stacked}), but these cannot have adapters; "
+                    "select other layers, e.g. 'adapter.modules=[*.self_attn.*]'",
                 )
             found = [name for name, known in names.items() if any(matches_layer(alias, pattern) for alias in known)]
             if not found:
@@ -325,15 +327,15 @@ def modules_to_save(patterns: Sequence[str], model: nn.Module, exported: Exporte
         if head := next((name for name in tied if matches_layer(name, pattern)), None):
             others = dict.fromkeys([*(other for other in patterns if other != pattern), tied[head]])
             raise UserError(
-                f"adapter.modules_to_save=[{pattern}]: the weight of {head} is that of {tied[head]}, which is trained "
-                f"for both; use 'adapter.modules_to_save=[{','.join(others)}]'"
+                f"adapter.modules_to_save=[{pattern}]: {head} and {tied[head]} share a weight, and training "
+                f"{tied[head]} covers both; use 'adapter.modules_to_save=[{','.join(others)}]'"
             )
         found = [name for name, aliases in known.items() if any(matches_layer(alias, pattern) for alias in aliases)]
         if not found:
             last = sorted({name.rpartition(".")[2] for name in known})
             near = nearest(pattern.rpartition(".")[2], last) or last[:4]
             raise UserError(
-                f"adapter.modules_to_save=[{pattern}] matches no module that can be trained in full; near names: "
+                f"adapter.modules_to_save=[{pattern}] matches no module that can be trained in full; similar names: "
                 f"{', '.join(near)}; e.g. 'adapter.modules_to_save=[{near[0]}]'"
             )
         chosen += found
@@ -342,15 +344,15 @@ def modules_to_save(patterns: Sequence[str], model: nn.Module, exported: Exporte
 
 def unknown_layer(folder: Path, name: str) -> str:
     """Return the error message for adapters in ``folder`` of a layer that does not support adapters."""
-    return f"{folder} has an adapter of {name}, which cannot have one here; merge them with PEFT"
+    return f"{folder} has an adapter for {name}, which is not supported; merge the adapters with PEFT"
 
 
 def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
     """Return the layers that support adapters, by name. The weight of each is a single tensor in a checkpoint."""
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         raise UserError(
-            "adapter.method: the model has BatchNorm, and training would change its statistics in the base model; "
-            "use adapter=none, or another norm"
+            "adapter.method: the model has BatchNorm layers, and training would change their statistics in the base "
+            "model; use adapter=none, or another norm"
         )
     layers = {name: module for name, module in model.named_modules() if is_linear(module)}
     return {
@@ -394,6 +396,6 @@ def _unmatched(given: str, pattern: str, layers: Mapping[str, Iterable[str]]) ->
     last = sorted({name.rpartition(".")[2] for name in names if guess is None or matches_layer(name, guess)})
     near = (nearest(pattern.rpartition(".")[2], last) if guess is None else None) or last[:4]
     return (
-        f"{given} matches none of the {len(layers)} linear layers, such as {names[0]}; near names: "
+        f"{given} matches none of the {len(layers)} linear layers, such as {names[0]}; similar names: "
         f"{', '.join(near)}; e.g. {shlex.quote(given.replace(pattern, guess or near[0]))}"
     )

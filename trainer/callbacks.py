@@ -233,7 +233,9 @@ class Callbacks:
         self._callbacks = [_TaskHooks(task), *map(_made, given)]
         names = [callback.name for callback in self._callbacks[1:]]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"two callbacks are named {repeated[0]}; define name in one of the classes")
+            raise UserError(
+                f"two callbacks are named {repeated[0]}; give the class of one of them another name attribute"
+            )
 
     def call(
         self, hook: str, step: int, metrics: Mapping[str, float] | None = None, *, split: str = "",
@@ -316,7 +318,7 @@ def _made(given: Any) -> Callback:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"callback {name} cannot be made: {_in_a_line(error)}") from error
+        raise UserError(f"callback {name} cannot be created: {_in_a_line(error)}") from error
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -351,4 +353,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {type(value).__name__}; log numbers and texts") from None
+        raise TypeError(f"{name} is {type(value).__name__}; log only numbers and strings") from None

@@ -64,7 +64,8 @@ class Compilation:
     def announce(self) -> None:
         """Print that the blocks are about to be compiled."""
         self._console.say(
-            f"compiling  {self.blocks} blocks in the first step, which takes longer; kept in {os.environ[_CACHE]}"
+            f"compiling  {self.blocks} blocks in the first step, which takes longer; compiled code is cached in "
+            f"{os.environ[_CACHE]}"
         )
 
     @contextmanager
@@ -96,10 +97,10 @@ class Compilation:
         for graph in graphs:
             self._recompiled += 1
             if self._recompiled <= _MOST_WARNINGS:
-                reason = (graph.recompile_reason or "a part that had not run before").splitlines()[0]
+                reason = (graph.recompile_reason or "code that had not run before").splitlines()[0]
                 self._console.say(
-                    f"WARNING    step {step} compiled a block again, number {self._recompiled} ({seconds:.1f} s): "
-                    f"{reason}; batches of one shape need no other graph"
+                    f"WARNING    step {step} recompiled a block, recompilation {self._recompiled} ({seconds:.1f} s): "
+                    f"{reason}; batches of one shape avoid recompilation"
                 )
 
 
@@ -119,7 +120,7 @@ def explained(error: BaseException, asked: str | None) -> BaseException:
             first = next(filter(None, str(cause).splitlines()), type(cause).__name__)
             return TrainingFailed(
                 f"torch could not compile a block ({type(cause).__name__}: {first}); use trainer.compile=false. The "
-                "log of the rank has the rest"
+                "log of the rank has the full error"
             )
         cause = cause.__cause__
     return error
@@ -170,8 +171,8 @@ def _own_temporary_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise UserError(
-            f"{folder}, in which compiled programs would be kept, is not a folder of this user alone (mode 700); "
-            f"remove it, or use {_CACHE}=FOLDER"
+            f"{folder}, the cache of compiled code, is not a folder that only this user can access (mode 700); remove "
+            f"it, or use {_CACHE}=FOLDER"
         )
     return folder
 

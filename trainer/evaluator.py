@@ -171,10 +171,13 @@ def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
     if find_spec("lm_eval") is None:
         raise UserError(f"trainer.evaluate needs the library lm-eval; use: {install_command('eval')}")
     if not isinstance(task, TextTask):
-        raise UserError(f"trainer.evaluate needs a model of text, and {type(task).__name__} is not a serried.TextTask")
+        raise UserError(
+            f"trainer.evaluate needs a text model, but {type(task).__name__} is not a serried.TextTask; use "
+            "trainer.evaluate=[]"
+        )
     if DEFAULT_VALIDATION not in validation:
         raise UserError(
-            "trainer.evaluate: its metrics are recorded with the validation loss, and there is no validation data; use "
+            "trainer.evaluate needs validation data, as its metrics are recorded with the validation loss; use "
             "data.validation_fraction=0.01"
         )
     task.text_ids("", begins=True)  # raises an error for models without token logits

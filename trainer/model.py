@@ -213,18 +213,18 @@ def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
             )
         if parameter.is_complex():
             raise UserError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and complex parameters cannot be "
-                "trained; make it a real one of one dim more, and use torch.view_as_complex(parameter) in forward()"
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but complex parameters are not "
+                "supported; use a real parameter with one more dim, and torch.view_as_complex(parameter) in forward()"
             )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
             raise UserError(
-                f"{name or 'the model'} has sparse gradients: they cannot be summed over ranks; leave out sparse=True"
+                f"{name or 'the model'} has sparse gradients, but these cannot be summed over ranks; remove sparse=True"
             )
         if isinstance(child, torch.jit.ScriptModule) and config.parallel.strategy in ("fsdp", "hsdp"):
             raise UserError(
                 f"parallel={config.parallel.strategy} cannot shard {name or 'the model'}, a torch.jit.ScriptModule; "
-                "leave out torch.jit.script, or use parallel=ddp"
+                "remove torch.jit.script, or use parallel=ddp"
             )
 
 

@@ -60,7 +60,7 @@ def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layou
         return None
     if not chosen.names:
         what, instead = _setting(config)
-        raise UserError(f"{what} would be that of {chosen.describe()}; use {instead}")
+        raise UserError(f"{what} applies to {chosen.describe()}; use {instead}")
     return chosen
 
 
@@ -92,8 +92,8 @@ def refuse_emulation(name: str, capability: tuple[int, int]) -> None:
     """
     if capability < (8, 0):
         raise UserError(
-            f"precision=bf16: {name} has compute capability {'.'.join(map(str, capability))}, and only GPUs of 8.0 "
-            "(Ampere) or higher have bf16; use precision=fp16"
+            f"precision=bf16 needs a GPU of compute capability 8.0 (Ampere) or higher, but {name} has "
+            f"{'.'.join(map(str, capability))}; use precision=fp16"
         )
 
 

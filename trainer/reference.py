@@ -54,7 +54,7 @@ class ReferencePass:
         session = context.session
         folder = session.once(lambda: str(context.task.pretrained() or ""))
         if not folder:
-            raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
+            raise UserError("the reference needs a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
         """Folder of the pretrained model."""
         before = Start() if context.config.checkpoint.allows("model.path") else start
@@ -120,11 +120,11 @@ class _Split:
         except FileNotFoundError:
             return
         except (OSError, NotPlainData) as error:
-            console.say(f"WARNING    cannot read {self._path}: {error}; the reference is computed again")
+            console.say(f"WARNING    cannot read {self._path}: {error}; the reference is recomputed")
             return
         numbers, checksum = content[: self.numbers.nbytes], content[self.numbers.nbytes :]
         if len(numbers) < self.numbers.nbytes or checksum not in (b"", _checksum(numbers)):
-            console.say(f"WARNING    {self._path} is damaged; the reference is computed again")
+            console.say(f"WARNING    {self._path} is damaged; the reference is recomputed")
             return
         self.numbers = np.frombuffer(numbers, self.numbers.dtype).reshape(self.numbers.shape).copy()
         if not checksum:  # written by a version without checksums

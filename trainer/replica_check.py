@@ -42,14 +42,14 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
         TrainingFailed: The last ``FAILURES_THAT_STOP`` steps failed.
     """
     if result.failed_in_row >= FAILURES_THAT_STOP:
-        what = "jumped" if result.is_finite else "was not finite"
+        what = "had a spike" if result.is_finite else "was not finite"
         if not result.tokens:
             what = "was missing, because no sample had anything to predict (a weight of 0),"
-            advice = "Look at the data of those steps, or at the weights that loss() returns"
-        reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, to step {step}"
+            advice = "Check the data of those steps, or at the weights that loss() returns"
+        reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, up to step {step}"
         if section.non_finite == "rollback":
             raise GoBack(step, reason)
-        raise TrainingFailed(f"{reason}; the weights are as they were before. {advice}")
+        raise TrainingFailed(f"{reason}; the weights were not changed. {advice}")
     if not result.is_finite and not result.is_overflow and section.non_finite == "stop":
         raise TrainingStopped(f"loss or gradient was not finite at step {step} (health.non_finite=stop)")
     if not result.is_spike:
@@ -154,10 +154,10 @@ class ReplicaCheck:
         hosts = gather_plain(self._session.host())
         named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(odd))
         which = "holds" if len(odd) == 1 else "hold"
-        doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"
+        doubt = "other bits than the replicas" if is_majority else "different bits for the same tensors"
         raise TrainingStopped(
-            f"silent corruption, seen at step {step}: {named} {which} {doubt} (copies along {', '.join(along)}). "
-            "Nothing of this is saved. Test the memory and the devices of that node, or leave it out"
+            f"silent corruption, detected at step {step}: {named} {which} {doubt} (copies along {', '.join(along)}). "
+            "This state is not saved. Test the memory and the devices of that node, or exclude it"
         )
 
 

@@ -41,15 +41,15 @@ class Rollback:
         """
         context, config = self._context, self._context.config
         if self._count >= config.health.max_rollbacks:
-            raise TrainingStopped(f"{back}; health.max_rollbacks={config.health.max_rollbacks} are used up")
+            raise TrainingStopped(f"{back}; health.max_rollbacks={config.health.max_rollbacks} is reached")
         samples = self._data.samples(back.step)
         context.pulse.enter(SET_UP, back.step)
-        context.console.doing("going back to a checkpoint")
+        context.console.doing("rolling back to a checkpoint")
         self._saver.wait()
         resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
         start = find_start(with_values(config, {"checkpoint.resume": resume}), context.session)
         if start.checkpoint is None:
-            raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
+            raise TrainingStopped(f"{back}; there is no checkpoint to roll back to yet. Lower checkpoint.every")
         self._state.parallel.reshard()
         self._state.restore(start)
         self._saver.go_back(self._newest_of_run(start))

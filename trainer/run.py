@@ -166,7 +166,7 @@ class _Run:
             config, why_not = with_values(config, {"trainer.compile": False}), reason
         self._configure(config)
         if why_not:
-            context.console.say(f"compile    off, as trainer.compile=auto: {why_not}")
+            context.console.say(f"compile    off with trainer.compile=auto: {why_not}")
 
     def _missing_compiler(self) -> str | None:
         """Return which host lacks what torch.compile needs, if one does: all ranks compile, or none. A collective."""
@@ -237,8 +237,8 @@ class _Run:
         context = self.context
         if isinstance(error, RuntimeError) and re.search("Double (and|but expected) Float", str(error)):
             error.add_note(
-                "the samples are float64, as NumPy and pandas make them, and the weights are not: "
-                "return samples with .float()"
+                "the samples are float64, the default of NumPy and pandas, but the weights are not: return samples "
+                "with .float()"
             )
         explained = error
         if context.planner is not None:
@@ -309,7 +309,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         if start.step < config.trainer.steps:
             end = f"trainer.stop_at={config.trainer.stop_at}"
         raise UserError(
-            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or use "
+            f"{start.checkpoint} is at step {start.step}, so {end} leaves nothing to train; raise it, or use "
             f"{weights_alone(start.checkpoint)}"
         )
     early = saved_early_stop(start.state, config.trainer.early_stopping_patience)
@@ -319,9 +319,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         if folder is not None:  # batch scripts read the status to decide whether to requeue the job
             folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
         console.say(
-            f"{start.checkpoint} is at step {start.step}, {end}. "
-            "Nothing to do.\nto resume: leave out trainer.stop_at, or raise it, up to "
-            f"trainer.steps={config.trainer.steps}"
+            f"{start.checkpoint} is at step {start.step}, {end}. Nothing to do.\nto resume: remove trainer.stop_at, or "
+            f"raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
     if folder is not None:  # the run may have been killed after its last checkpoint

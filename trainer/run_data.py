@@ -36,7 +36,7 @@ def check_validation(config: RunConfig, validation: Collection[str]) -> None:
     }
     for given in (given for given, is_set in uses.items() if is_set):
         how = "set data.validation_fraction=0.01" if hasattr(config, "model") else "give the task a validation data set"
-        raise UserError(f"{given} compares evaluations, and there is no validation data; {how}, or leave it out")
+        raise UserError(f"{given} needs evaluations, but there is no validation data; {how}, or remove it")
 
 
 class Data:

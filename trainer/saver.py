@@ -119,10 +119,12 @@ class Saver:
             self.saved_step, self.last_save_seconds = saved.step, saved.seconds
             self._log.saved(saved)
             return
-        newest = f"the newest is that of step {self.saved_step}" if self.saved_step else "there is none yet"
+        newest = (
+            f"the newest checkpoint is from step {self.saved_step}" if self.saved_step else "no checkpoint exists yet"
+        )
         if is_last:
             raise TrainingFailed(
-                f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the checkpoints, "
-                f"{newest}. Fix the cause, then run the same command again"
+                f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}. Fix the "
+                "cause, then run the same command again"
             )
         self._log.not_saved(saved.step, saved.problem, newest)

@@ -92,7 +92,9 @@ class Trainer:
         self.progress = progress = Progress()
         progress.resume(start)
         for name in context.callbacks.load_state_dict(start.state):
-            console.say(f"WARNING    {start.checkpoint} holds the state of the callback {name}, which is not given")
+            console.say(
+                f"WARNING    {start.checkpoint} has the state of the callback {name}, which this run does not have"
+            )
         self._log = log = RunLog(context, start, progress)
         tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
         self._unchanging = {
@@ -205,13 +207,13 @@ def _check_resumed(context: Context, start: Start, data: Data) -> list[int]:
         session.once(partial(context.task.check_resumed, start.checkpoint))
     if (change := data.earlier_fingerprints.get(start.state.get("data_fingerprint", ""))) is not None:
         context.console.say(
-            f"WARNING    data since {start.checkpoint}: {change}; to keep what it had, use the version of serried that "
-            "began the run"
+            f"WARNING    data changed since {start.checkpoint}: {change}; to keep the earlier data, use the version of "
+            "serried that started the run"
         )
     has_other_data = check_data(start, data.fingerprint, config, data.earlier_fingerprints)
     before_changes = steps_before_changes(start, has_other_data, config.run.dir)
     if start.step in before_changes and start.step not in start.state.get("changed_after", []):
-        context.console.say(f"{start.checkpoint} is kept: what follows has other settings or data")
+        context.console.say(f"{start.checkpoint} is kept: later checkpoints have other settings or data")
     return before_changes
 
 
@@ -235,7 +237,7 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
         folder = session.once(lambda: str(task.pretrained() or ""))
         if is_meta and not folder:
             raise UserError(
-                f"adapter.method={config.adapter.method} needs a base model, since its own weights stay as they are: "
+                f"adapter.method={config.adapter.method} needs a base model, since only the adapters are trained: "
                 "model.path=FOLDER_OR_NAME"
             )
         base = find_base(Path(folder) if folder else None, model.module, start.checkpoint, session)
@@ -319,7 +321,7 @@ def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_byte
     try:
         notes = sweep(folder.path / CHECKPOINTS)
         if problem := lack_of_space(folder.path, needed_bytes):
-            raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
+            raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free space")
         notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)
     except OSError as error:

@@ -32,8 +32,8 @@ def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
     length = whole.shape[dim]
     if length % (2 * parts):
         raise UserError(
-            f"parallel.context={parts} with a sequence of {length} tokens: that is not a multiple of {2 * parts} = "
-            f"2 x {parts}; pad the sequences of the batch to a multiple of it, or use parallel.context=1"
+            f"parallel.context={parts} needs sequences of a multiple of {2 * parts} = 2 x {parts} tokens, but this one "
+            f"has {length}; pad the sequences of the batch, or use parallel.context=1"
         )
     size = length // (2 * parts)
     head, tail = (whole.narrow(dim, chunk * size, size) for chunk in (index, 2 * parts - 1 - index))

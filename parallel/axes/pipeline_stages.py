@@ -61,12 +61,12 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
         return {0: model}
     if not plan.blocks:
         raise UserError(
-            f"parallel.pipeline={layout.pipeline}: {type(model).__name__} does not declare its blocks, between which a "
-            "pipeline could split it; return ParallelPlan(blocks=...) from parallel_plan(), or use parallel.pipeline=1"
+            f"parallel.pipeline={layout.pipeline}: {type(model).__name__} declares no blocks to split into stages; "
+            "return ParallelPlan(blocks=...) from parallel_plan(), or use parallel.pipeline=1"
         )
     if len(plan.blocks) < layout.stages:
         raise UserError(
-            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages: more than the {len(plan.blocks)} blocks "
+            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages, more than the {len(plan.blocks)} blocks "
             f"of {type(model).__name__}; use fewer stages"
         )
     _refuse_undeclared_ties(model, plan, layout)
@@ -82,8 +82,8 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
     for name, first in tied_names(model).items():
         if not set(stages[name]) <= set(stages[first]):
             raise UserError(
-                f"{name} and {first} are one parameter in different stages of parallel.pipeline={layout.pipeline}, "
-                f"and the plan does not declare it; return ParallelPlan(tied=({first!r},), ...) if the first and "
+                f"{name} and {first} are one parameter in different stages of parallel.pipeline={layout.pipeline}, but "
+                f"the plan does not declare it as tied; return ParallelPlan(tied=({first!r},), ...) if the first and "
                 "the last stage share it, or use parallel.pipeline=1"
             )
 
@@ -153,8 +153,8 @@ class _Border:
     def _refuse_unless(self, is_equal: bool, place: str) -> None:
         if not is_equal:
             raise UserError(
-                f"parallel.pipeline={self._pipeline}: {self._model}.forward computes something {place} that is in none "
-                "of its modules, so every stage would do it; put it into a module before the first block or after the "
+                f"parallel.pipeline={self._pipeline}: {self._model}.forward has computation {place} outside of its "
+                "modules, and every stage would repeat it; move it into a module before the first block or after the "
                 "last, or use parallel.pipeline=1"
             )
 

@@ -144,8 +144,8 @@ class _Stream:
         ranks, length = dist.get_world_size(self._group), x.shape[-2]
         if self._is_divided and length % ranks:
             raise UserError(
-                f"parallel.tensor={ranks} does not divide a sequence of {length}, and parallel.sequence=true shards "
-                "the sequence; use parallel.sequence=false"
+                f"parallel.tensor={ranks} does not divide a sequence of {length} tokens, as parallel.sequence=true "
+                "requires; use parallel.sequence=false"
             )
 
 
@@ -204,8 +204,8 @@ def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[s
     roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
     if not roles:
         raise UserError(
-            f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
-            "parallel.tensor=1, or declare them in parallel_plan()"
+            f"parallel.tensor={layout.tensor}: the model declares no roles for tensor parallelism in its parallel "
+            "plan; use parallel.tensor=1, or declare roles in parallel_plan()"
         )
     _check_ends(plan, layout)
     for name, role in roles.items():
@@ -219,8 +219,8 @@ def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
     declared = set(plan.roles.values())  # roles in all stages
     if layout.sequence and not ("head" in declared and declared & {"vocabulary", "source"}):
         raise UserError(
-            "parallel.sequence=true: the model declares no roles for the two ends of the stream, vocabulary or source "
-            "and head, between which it would be divided; use parallel.sequence=false"
+            "parallel.sequence=true: the parallel plan of the model must declare the role head and one of the roles "
+            "vocabulary and source; use parallel.sequence=false"
         )
 
 
@@ -240,9 +240,9 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         is_linear = forward is nn.Linear.forward and getattr(module, "bias", None) is None
         if not is_linear and not isinstance(getattr(module, "vocabulary", None), Vocabulary):
             raise UserError(
-                f"parallel.tensor={layout.tensor}: {name} has the role head and is a {type(module).__name__}; use an "
-                "nn.Linear without bias, or serried.recipes.models.layers.lm_head.LanguageModelHead (it also "
-                "computes the loss)"
+                f"parallel.tensor={layout.tensor}: {name} has the role head but is a {type(module).__name__}; use an "
+                "nn.Linear without bias, or serried.recipes.models.layers.lm_head.LanguageModelHead (it also computes "
+                "the loss)"
             )
         return
     else:
@@ -251,11 +251,11 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         fits = fits and (role != "conv1d_row" or forward.__qualname__ == "Conv1D.forward")
         options = []
     if not fits or options:
-        own = f"has a forward of its own ({type(module).__name__})"
+        own = f"has its own forward ({type(module).__name__})"
         why = f"is an embedding with {', '.join(options)}" if fits else own
         raise UserError(
-            f"parallel.tensor={layout.tensor}: {name} has the role {role} and {why}; tensor ranks would leave "
-            "that out; use parallel.tensor=1, or change the module or its role in parallel_plan()"
+            f"parallel.tensor={layout.tensor}: {name} has the role {role} but {why}, and tensor parallelism would "
+            "ignore this; use parallel.tensor=1, or change the module or its role in parallel_plan()"
         )
 
 
@@ -274,7 +274,10 @@ def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
         UserError: A rank would have no rows.
     """
     if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
-        raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
+        raise UserError(
+            f"parallel.tensor={layout.tensor} leaves ranks without any of the {size} rows of the vocabulary; use a "
+            "smaller parallel.tensor"
+        )
     return chunk(size, layout.tensor, place.tensor)
 
 

@@ -50,16 +50,16 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     section = config.parallel
     if section.sync_every_micro_batch and section.strategy == "ddp":
         raise UserError(
-            "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
-            "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
+            "parallel.sync_every_micro_batch=true with parallel=ddp only adds communication, as replicas keep full "
+            "gradients in any case; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
         )
     if section.offload:
         _check_offload(config, layout)
     if layout.strategy == "ddp" and layout.size(("pipeline", "expert")) > 1:
         axis = "pipeline" if layout.pipeline > 1 else "expert"
         raise UserError(
-            f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=fsdp, or parallel=hsdp "
-            f"parallel.replicate={layout.replicate}"
+            f"parallel.{axis}={getattr(layout, axis)} is not supported with parallel=ddp; use parallel=fsdp, or "
+            f"parallel=hsdp parallel.replicate={layout.replicate}"
         )
     if config.precision.gather == "float8" and section.strategy in ("single", "ddp"):
         raise UserError(
@@ -73,14 +73,14 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         )
     if config.adapter.method == "dora" and layout.tensor > 1:
         raise UserError(
-            f"adapter.method=dora with parallel.tensor={layout.tensor}: DoRA needs the norm of whole rows of a weight; "
+            f"adapter.method=dora with parallel.tensor={layout.tensor}: DoRA needs the norm of full rows of a weight; "
             "use parallel.tensor=1, or adapter=lora"
         )
     if config.trainer.evaluate and layout.pipeline * layout.context > 1:
         axis = "pipeline" if layout.pipeline > 1 else "context"
         raise UserError(
-            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}: no rank has the logits of whole "
-            f"sequences; use parallel.{axis}=1, or leave trainer.evaluate out and use lm_eval on an exported model"
+            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}: no rank has the logits of full sequences; "
+            f"use parallel.{axis}=1, or remove trainer.evaluate and use lm_eval on an exported model"
         )
     if takes(config.optim, "rounding"):
         _check_bf16_weights(config)
@@ -93,11 +93,13 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             # A trace shows 5 recomputations of a block and 7 % more memory:
             # https://github.com/pytorch/pytorch/issues/136766
             f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: a block would be recomputed for each "
-            f"group of its weights and held whole, so memory use would grow; use {keeps_less[1]}, or "
+            f"group of its weights, and its full activations kept, so memory use would grow; use {keeps_less[1]}, or "
             "parallel.pipeline_schedule=1f1b or interleaved"
         )
     if layout.world == 1 and section.expert > 1:
-        raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
+        raise UserError(
+            f"parallel.expert={section.expert} needs more than one process; use more processes, with parallel=fsdp"
+        )
     model = getattr(config, "model", None)
     if model is not None:
         degrees = {axis: getattr(layout, axis) for axis in (*MODEL_AXES, "expert")}
@@ -124,8 +126,8 @@ def check_zero_bubble(schedule: str, torch_version: str) -> None:
     # torch 2.11 fails with "_input_metadata is invalid" on autograd functions, which heads and collectives use.
     if tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
         raise UserError(
-            f"parallel.pipeline_schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
-            "parallel.pipeline_schedule=1f1b or interleaved"
+            f"parallel.pipeline_schedule={schedule} needs torch 2.12 or newer, but torch {torch_version} is installed; "
+            "use parallel.pipeline_schedule=1f1b or interleaved"
         )
 
 
@@ -168,28 +170,28 @@ def _check_offload(config: RunConfig, layout: Layout) -> None:
         where = f"parallel={layout.strategy}" if layout.world > 1 else "one process"
         more = " on more processes" if layout.world == 1 else ""
         raise UserError(
-            f"parallel.offload=true with {where}: FSDP2 offloads what it shards; use parallel=fsdp{more}, or "
+            f"parallel.offload=true with {where}: FSDP2 offloads only sharded parameters; use parallel=fsdp{more}, or "
             "optim.offload=true"
         )
     if config.optim.offload:
         raise UserError(
-            "parallel.offload=true with optim.offload=true: the optimizer's state is in host memory with the "
-            "parameters; use optim.offload=false"
+            "parallel.offload=true with optim.offload=true: parallel.offload already keeps the optimizer state in "
+            "host memory; use optim.offload=false"
         )
     if takes(config.optim, "matrices") or takes(config.optim, "sums"):
         raise UserError(
-            f"parallel.offload=true updates on the CPU, and with optim={config.optim.name} ranks exchange something of "
-            "all parameters; use optim=adamw, or parallel.offload=false"
+            f"parallel.offload=true updates on the CPU, but optim={config.optim.name} exchanges data of all parameters "
+            "between ranks; use optim=adamw, or parallel.offload=false"
         )
     if config.precision.gather == "float8":
         raise UserError(
-            "parallel.offload=true with precision.gather=float8: its scales are computed on the device; use "
+            "parallel.offload=true with precision.gather=float8: the float8 scales are computed on the device; use "
             "precision.gather=bf16"
         )
     if takes(config.optim, "rounding") and config.parallel.sync_every_micro_batch:
         raise UserError(  # torch 2.11 runs the hook that casts a gradient to fp32 during the copy to the host
             f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true: gradients "
-            "would be widened while they are copied to the host; use parallel.sync_every_micro_batch=false, or "
+            "would be cast to fp32 while they are copied to the host; use parallel.sync_every_micro_batch=false, or "
             "optim=adamw"
         )
 
@@ -198,13 +200,13 @@ def _check_bf16_weights(config: RunConfig) -> None:
     trainer, how = config.trainer, f"optim={config.optim.name}"
     if config.precision.name in ("fp32", "fp16"):
         raise UserError(
-            f"{how} with precision={config.precision.name}: weights held in bf16 are multiplied in bf16; use "
+            f"{how} with precision={config.precision.name}: weights stored in bf16 are multiplied in bf16; use "
             "precision=bf16, or optim=adamw"
         )
     if config.adapter.method != "none":
         raise UserError(
-            f"{how} with adapter.method={config.adapter.method}: the base model is frozen, and adapters are small; use "
-            "optim=adamw"
+            f"{how} with adapter.method={config.adapter.method} saves almost no memory, as only the adapters are "
+            "trained; use optim=adamw"
         )
     if trainer.ema_decay:
         raise UserError(
@@ -261,16 +263,16 @@ def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[st
             raise UserError(f"parallel.expert={layout.expert} does not divide {key}={count}; use {instead}")
         if layout.block % layout.expert:
             raise UserError(
-                f"parallel.expert={layout.expert} does not divide {layout.block} = shard {layout.shard} x context "
-                f"{layout.context} x tensor {layout.tensor}; experts use these ranks, and the degree is not a "
-                f"factor of the processes; use {instead}"
+                f"parallel.expert={layout.expert} does not divide the number of ranks that share experts, "
+                f"{layout.block} = shard {layout.shard} x context {layout.context} x tensor {layout.tensor}; use "
+                f"{instead}"
             )
         if layout.expert > 1:
             _check_expert_shards(layout, count, widths)
         if layout.tensor > 1 and not layout.sequence:
             raise UserError(
-                "parallel.sequence=false with experts and parallel.tensor: each token would go to its experts once for "
-                "each tensor rank; use parallel.sequence=true"
+                "parallel.sequence=false with experts and parallel.tensor: each token would be sent to its experts "
+                "once per tensor rank; use parallel.sequence=true"
             )
 
 
@@ -291,8 +293,9 @@ def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) 
         fitting = [degree for degree in divisors(math.gcd(layout.block, count)) if degree > 1 and not misfit(degree)]
         instead = " or ".join(f"parallel.expert={degree}" for degree in fitting[:4]) or "parallel.expert=1"
         raise UserError(
-            f"parallel.expert={layout.expert} leaves {count // layout.expert} experts on {layout.expert_shard} ranks "
-            f"that shard them, and {layout.expert_shard} divides neither them nor {key}={widths[key]}; use {instead}"
+            f"parallel.expert={layout.expert} leaves {count // layout.expert} experts sharded over "
+            f"{layout.expert_shard} ranks, but {layout.expert_shard} divides neither the number of these experts nor "
+            f"{key}={widths[key]}; use {instead}"
         )
 
 
@@ -300,15 +303,15 @@ def _check_sequence(layout: Layout, length: int) -> None:
     parts = 2 * layout.context if layout.context > 1 else 1
     if length % parts:
         raise UserError(
-            f"data.sequence_length={length} is not a multiple of {parts} = 2 x parallel.context {layout.context}, "
-            f"since each rank takes two parts; use data.sequence_length={_multiple(length, parts)}"
+            f"data.sequence_length={length} is not a multiple of {parts} = 2 x parallel.context {layout.context}, as "
+            f"each rank has two chunks of a sequence; use data.sequence_length={_multiple(length, parts)}"
         )
     if layout.sequence and length // layout.context % layout.tensor:
         wanted = layout.tensor * max(parts, layout.context)
         part = f" / parallel.context {layout.context}" if layout.context > 1 else ""
         raise UserError(
-            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, and "
-            f"parallel.sequence=true shards the sequence; use parallel.sequence=false or "
+            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, as "
+            "parallel.sequence=true requires; use parallel.sequence=false or "
             f"data.sequence_length={_multiple(length, wanted)}"
         )
 
@@ -319,11 +322,11 @@ def _check_stages(layout: Layout, layers: int | None) -> None:
     if layers < layout.stages:
         fitting = layers // (layout.stages // layout.pipeline)
         instead = f"parallel.pipeline={fitting}" if fitting > 1 else "fewer stages"
-        raise UserError(f"model.layers={layers} are fewer than {layout.stages} pipeline stages; use {instead}")
+        raise UserError(f"model.layers={layers} is less than the {layout.stages} pipeline stages; use {instead}")
     if layout.layers_of_stages and sum(layout.layers_of_stages) != layers:
         raise UserError(
-            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
-            f"the model has model.layers={layers}; change one of the numbers, or leave it out"
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, but "
+            f"the model has model.layers={layers}; correct the numbers, or remove them"
         )
 
 
@@ -361,9 +364,12 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
         f"{layout.data_ranks} data ranks)"
     )
     if layout.schedule in _WORKS_IN_ROUNDS:
-        why = f"cannot be dealt to parallel.pipeline_schedule={layout.schedule} in rounds of {layout.pipeline} or more"
+        why = (
+            f"cannot be divided into rounds of {layout.pipeline} or more micro-batches for "
+            f"parallel.pipeline_schedule={layout.schedule}"
+        )
     else:
-        why = f"are fewer micro-batches than the {layout.stages} stages of parallel.pipeline_schedule={layout.schedule}"
+        why = f"is less than the {layout.stages} stages of parallel.pipeline_schedule={layout.schedule}"
     raise UserError(f"{equation} {why}; use {instead}, or parallel.pipeline_schedule=gpipe")
 
 

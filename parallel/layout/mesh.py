@@ -175,23 +175,25 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
     degrees = {axis: getattr(section, axis) for axis in AXES}
     for axis, degree in degrees.items():
         if degree == 0:
-            raise UserError(f"parallel.{axis}=0: degrees are 1 or more, or -1 for the rest")
+            raise UserError(f"parallel.{axis}=0 is not a degree; use 1 or more, or -1 for the remaining ranks")
     free = [axis for axis, degree in degrees.items() if degree == -1]
     if len(free) > 1:
         both = " and ".join(f"parallel.{axis}" for axis in free)
-        raise UserError(f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one can be whatever is left")
+        raise UserError(
+            f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one of them can have the remaining ranks"
+        )
     if strategy == "single" and world_size > 1:
         other = "parallel=fsdp" if any(degrees[axis] != 1 for axis in MODEL_AXES) else "parallel=ddp or parallel=fsdp"
-        raise UserError(f"parallel=single is one process but {world_size} were started; use {other}")
+        raise UserError(f"parallel=single runs one process, but {world_size} were started; use {other}")
     if strategy in ("single", "ddp") and degrees["shard"] != 1:
         raise UserError(
-            f"parallel.shard={section.shard} with parallel={strategy}: it does not shard; use parallel=fsdp or hsdp"
+            f"parallel.shard={section.shard} has no effect with parallel={strategy}; use parallel=fsdp or hsdp"
         )
     if strategy in ("single", "fsdp") and degrees["replicate"] != 1:
         raise UserError(
-            f"parallel.replicate={section.replicate} with parallel=fsdp: it does not replicate; use parallel=hsdp"
+            f"parallel.replicate={section.replicate} has no effect with parallel=fsdp; use parallel=hsdp"
             if strategy == "fsdp"
-            else f"parallel.replicate={section.replicate} with parallel=single: it is one process; use parallel=ddp"
+            else (f"parallel.replicate={section.replicate} has no effect with parallel=single; use parallel=ddp")
         )
     fixed = math.prod(degree for degree in degrees.values() if degree != -1)
     if free and world_size % fixed == 0:
@@ -209,7 +211,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
             f"the mesh needs {_processes(fixed)} ({_equation(degrees)}) but "
             f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node={fixed} "
             f"(in a dry run: launch.processes={fixed})"
-            + (f", or parallel.{rest}=-1 for whatever is left" if fits and strategy != "single" else "")
+            + (f", or parallel.{rest}=-1 for the remaining ranks" if fits and strategy != "single" else "")
         )
     if world_size == 1:
         return Layout("single")
@@ -233,19 +235,19 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
     fixed = usual == 1 or schedule in V_SCHEDULES
     if fixed and per_rank != usual:
         raise UserError(
-            f"parallel.stages_per_rank={per_rank} with parallel.pipeline_schedule={schedule}: it has {usual} on each "
-            f"rank; use parallel.stages_per_rank={usual}, or parallel.pipeline_schedule=interleaved"
+            f"parallel.stages_per_rank={per_rank} does not match parallel.pipeline_schedule={schedule} ({usual} per "
+            f"rank); use parallel.stages_per_rank={usual}, or parallel.pipeline_schedule=interleaved"
         )
     if per_rank < 2 and not fixed:
         raise UserError(
-            f"parallel.stages_per_rank=1 with parallel.pipeline_schedule={schedule}: it has several on each rank; "
-            "use parallel.stages_per_rank=2, or parallel.pipeline_schedule=1f1b"
+            f"parallel.pipeline_schedule={schedule} needs at least two stages per rank, not "
+            "parallel.stages_per_rank=1; use parallel.stages_per_rank=2, or parallel.pipeline_schedule=1f1b"
         )
     stages, layers = pipeline * per_rank, section.layers_of_stages or ()
     if layers and len(layers) != stages:
         raise UserError(
             f"parallel.layers_of_stages has {len(layers)} numbers for {stages} stages = pipeline {pipeline} x "
-            f"{per_rank} per rank; give one number for each stage, or leave it out"
+            f"{per_rank} per rank; use one number per stage, or remove it"
         )
     return {"schedule": schedule, "stages": stages, "layers_of_stages": tuple(layers)}
 
@@ -285,7 +287,9 @@ def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
         fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
     fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, layout.data_ranks)
     if fitting and trainer.global_batch % trainer.micro_batch == 0:
-        fixes.append(f"as many data ranks as divide it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}")
+        fixes.append(
+            f"a number of data ranks that divides it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}"
+        )
     raise UserError(
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
         f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"

@@ -140,8 +140,8 @@ def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[
         return dict.fromkeys(names, (0,))
     if layout.layers_of_stages and sum(layout.layers_of_stages) != len(plan.blocks):
         raise UserError(
-            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
-            f"the model's plan declares {len(plan.blocks)} blocks; change one of the numbers, or leave it out"
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, but "
+            f"the parallel plan of the model declares {len(plan.blocks)} blocks; correct the numbers, or remove them"
         )
     last = layout.stages - 1
     stage_of_block = {

@@ -34,8 +34,8 @@ def refuse_old(precision: str, name: str, capability: tuple[int, int]) -> None:
     least, words = _CAPABILITIES[precision]
     if capability < least:
         raise UserError(
-            f"precision={precision}: {name} has compute capability {'.'.join(map(str, capability))}, and {precision} "
-            f"products need {words} or higher; use precision=bf16"
+            f"precision={precision} needs a GPU of compute capability {words} or higher, but {name} has "
+            f"{'.'.join(map(str, capability))}; use precision=bf16"
         )
 
 

@@ -76,7 +76,7 @@ def choose_linear(model: nn.Module, plan: ParallelPlan, layout: Layout, *, rows:
 
 def _obstacle(module: Any, role: str | None, tensor: int, rows: int, columns: int) -> str:
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
-        return f"a {type(module).__name__} with a forward of its own"
+        return f"a {type(module).__name__} with its own forward"
     if not module.weight.requires_grad:
         return "frozen"
     outputs, inputs = module.weight.shape
@@ -84,7 +84,7 @@ def _obstacle(module: Any, role: str | None, tensor: int, rows: int, columns: in
     inputs //= tensor if role == "row" else 1
     for size, multiple, what in ((outputs, rows, "outputs"), (inputs, columns, "inputs")):
         if size % multiple:
-            return f"{size} {what}, no multiple of {multiple}"
+            return f"{size} {what}, not a multiple of {multiple}"
     return ""
 
 
@@ -120,8 +120,8 @@ def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) 
         return make()
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"{setting} needs torchao>=0.18, and the one that is installed lacks what it uses ({error}); use: pip "
-            f"install -U 'torchao>=0.18', or {instead}"
+            f"{setting} needs torchao>=0.18, but the installed version does not fit ({error}); use: pip install -U "
+            f"'torchao>=0.18', or {instead}"
         ) from None
 
 

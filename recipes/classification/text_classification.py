@@ -180,7 +180,7 @@ class TextClassification(Classification):
             if first.name != name:
                 raise UserError(
                     f"adapter.method={self.run.adapter.method} is not supported with task.model={self.config.model}: "
-                    f"transformers saves {name} as {first.name}, where PEFT would not find it; use adapter=none"
+                    f"transformers saves {name} as {first.name}, so PEFT would not find it; use adapter=none"
                 )
 
     def heads(self) -> Sequence[str]:

@@ -178,7 +178,7 @@ class PublishedFamily(LossFamily):
         if padding is not None and padding >= vocab_size:
             of_file = f" (pad_token_id of the config.json in model.path={section.path})" if section.path else ""
             raise UserError(
-                f"model.padding_token={padding}{of_file} is outside the embedding, which has {vocab_size} rows; use "
+                f"model.padding_token={padding}{of_file} is outside the embedding ({vocab_size} rows); use "
                 "model.padding_token=null"
             )
 

@@ -284,7 +284,9 @@ def test_other_data_of_an_own_task_are_allowed_as_the_refusal_says(tmp_path: Pat
     serried.fit(Growing(), [*same, "trainer.stop_at=2"])
     grown = Growing()
     grown.samples = 40
-    with pytest.raises(UserError, match=r"other data .* the same data, or checkpoint\.allow_changes=true to resume"):
+    with pytest.raises(
+        UserError, match=r"different data .* the same data, or checkpoint\.allow_changes=true to resume"
+    ):
         serried.fit(grown, same)
     assert serried.fit(grown, [*same, "checkpoint.allow_changes=true"]).step == 4
 
@@ -491,7 +493,7 @@ class TakenName(Tiny):
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
         (NoSection, [], r"NoSection.Config is not a section; write: class Config\(serried.Section\)"),
         (NoTerms, [], r"must return serried.LossTerms\(loss_sum, weight\), .*; it returned Tensor of shape \[\]"),
-        (NegativeWeight, [], r"loss\(\) returned the weight -1; return how much the batch counts"),
+        (NegativeWeight, [], r"loss\(\) returned the weight -1; return 0 or more"),
         (
             Frame,
             [],
@@ -500,14 +502,18 @@ class TakenName(Tiny):
         (FloatLoss, [], "with loss_sum a scalar tensor; it returned a loss_sum of type float"),
         (DetachedLoss, [], r"loss\(\) returned a loss_sum without a gradient"),
         (PlainMetric, [], r"loss\(\) returned the metric accuracy as 0.5; return it as \(sum, weight\)"),
-        (VectorMetric, [], r"the metric error with a part of shape \[4\]; return two numbers"),
-        (NumberedMetric, [], "a metric with the name 5; use text"),
+        (VectorMetric, [], r"the metric error with a value of shape \[4\]; return two numbers"),
+        (NumberedMetric, [], "a metric with the name 5; use a string"),
         (VectorWeight, [], r"a weight of shape \[\d+\]; return one number, such as mask.sum\(\)"),
-        (OwnOptimizer, [], r"loss\(\) called backward\(\); return all losses added up in serried.LossTerms"),
+        (OwnOptimizer, [], r"loss\(\) called backward\(\); return the sum of all losses in serried.LossTerms"),
         (Splits, [], r"Splits.dataset\('train'\) returned a dict with the keys train, test; return a data set"),
-        (Ragged, [], r"sample is of shape \[5\] in .*, of shape \[4\] in .*, or define Ragged.collate\(samples\)"),
+        (Ragged, [], r"sample is of shape \[5\] in .*, but of shape \[4\] in .*, or define Ragged.collate\(samples\)"),
         (Unlike, ["task.second=more"], r"sample\['y'\] is missing in \d+ of 16 samples: dataset\[\d*[02468]\]"),
-        (Unlike, ["task.second=none"], r"sample\['x'\] is (None|of shape \[4\]) in .*, (None|of shape \[4\]) in data"),
+        (
+            Unlike,
+            ["task.second=none"],
+            r"sample\['x'\] is (None|of shape \[4\]) in .*, but (None|of shape \[4\]) in data",
+        ),
         (Unlike, ["task.second=text"], r"sample\['x'\] is .*a str .*or define Unlike.collate\(samples\)"),
         (Unlike, ["task.second=tuple"], r"sample is .*a tuple of 1 .*or define Unlike.collate\(samples\)"),
         (Nested, [], r"sample\[0\]\[0\]\['y'\] is missing in"),
@@ -560,7 +566,7 @@ def test_load_model_refuses_what_is_no_run_and_another_model(
         def build_model(self) -> nn.Module:
             return nn.Linear(5, 1)
 
-    with pytest.raises(UserError, match=r"weight is \[1, 4\] there and \[1, 5\] here"):
+    with pytest.raises(UserError, match=r"weight has shape \[1, 4\], not \[1, 5\]"):
         serried.load_model(tmp_path, task=Wide)
 
     class Other(Tiny):

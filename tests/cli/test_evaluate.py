@@ -353,7 +353,7 @@ def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluatio
     with pytest.raises(UserError, match="best_metric=acc is not a metric of this task; use one of loss, class_loss"):
         serried.fit(Points, [f"run.dir={tmp_path}", "checkpoint.best_metric=acc", "checkpoint.keep_best=true"])
     printed = capsys.readouterr().out
-    warned = printed.index("WARNING    checkpoint.best_metric=acc is not a metric of training")
+    warned = printed.index("WARNING    checkpoint.best_metric=acc is not a training metric")
     assert warned < printed.index("step 2/8")
     assert steps_saved(tmp_path) == [4]
 
@@ -362,7 +362,7 @@ def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluatio
 def test_what_compares_evaluations_needs_some(key: str) -> None:
     config = compose([key])
     check_validation(config, [DEFAULT_VALIDATION])
-    with pytest.raises(UserError, match=f"^{key} compares evaluations, and there is no validation data; set data"):
+    with pytest.raises(UserError, match=f"^{key} needs evaluations, but there is no validation data; set data"):
         check_validation(config, ["other"])
 
 

@@ -174,8 +174,8 @@ def test_a_folder_in_use_is_refused(small: Path, tmp_path: Path) -> None:
     assert "not empty; use another folder" in refusal(small, tmp_path / "used")
     assert "Not a directory" in refusal(small, tmp_path / "used" / "file")
     assert "Not a directory" in refusal(small, tmp_path / "used" / "file" / "below")
-    assert "lies in the checkpoint" in refusal(small, small / "out")
-    assert "lies in the checkpoint" in refusal(small, small)
+    assert "is inside the checkpoint" in refusal(small, small / "out")
+    assert "is inside the checkpoint" in refusal(small, small)
     assert (tmp_path / "used" / "file").read_text() == "mine"
 
 
@@ -225,7 +225,7 @@ def test_files_that_the_manifest_does_not_vouch_for_are_refused(small: Path, tmp
 def test_full_disk_is_reported_before_the_export(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "1000B are free" in refusal(small, tmp_path / "out")
+    assert "has only 1000B free" in refusal(small, tmp_path / "out")
 
 
 @pytest.mark.parametrize("function", ["fsync", "rename"])

@@ -369,7 +369,7 @@ def test_finished_runs_are_skipped_although_they_chose_settings_themselves(tmp_p
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        ("trainer.stop_at=2", "run the same command without trainer.stop_at, or with a higher one, to resume"),
+        ("trainer.stop_at=2", "run the same command without trainer.stop_at, or with a higher value, to resume"),
         ("trainer.max_minutes=1", "run the same command to resume"),
     ],
 )

@@ -299,7 +299,10 @@ def test_a_run_from_before_pieces_were_joined_goes_on_after_a_line(text: Path, t
     write_manifest(folder, {name: record_of(folder / name) for name in read_manifest(folder)})
     ended = run_here([*argv, "trainer.stop_at=4"])
     assert ended.code == 75, ended.printed
-    assert f"WARNING    data since {folder}: documents above 1 MiB were tokenized in pieces of 1 MiB" in ended.printed
+    assert (
+        f"WARNING    data changed since {folder}: documents above 1 MiB were tokenized in pieces of 1 MiB"
+        in ended.printed
+    )
     ended = run_here(argv)
     assert ended.code == 0, ended.printed
-    assert "data since" not in ended.printed
+    assert "data changed since" not in ended.printed

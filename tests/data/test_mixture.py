@@ -99,7 +99,7 @@ def test_changed_weights_and_sources_are_refused_on_resume(sources: dict[str, Pa
     added = run_here(mixed(sources, run_dir, *more))
     assert (added.code, "data.sources.held is new" in added.printed) == (78, True), added.printed
     other = run_here(mixed(sources, run_dir, f"data.sources.code.path={sources['held']}"))
-    assert (other.code, "was trained on other data" in other.printed) == (78, True)
+    assert (other.code, "was trained on different data" in other.printed) == (78, True)
     set_aside = [f"data.validation.held.{key}" for key in ("name=text", f"path={sources['held']}")]
     assert run_here(mixed(sources, run_dir, *set_aside, "trainer.stop_at=3")).code == 75, "evaluations change nothing"
     assert run_here(mixed(sources, run_dir, *more, "checkpoint.allow_changes=true")).code == 0
@@ -172,9 +172,12 @@ def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path:
         (["data=text", "data.path=nowhere.txt"], r"^data\.path=nowhere\.txt does not exist"),
         (["data=text", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a does not exist"),
         (["data=tokens", "data.path=nowhere.bin"], r"^data\.path=nowhere\.bin does not exist"),
-        (["data=hf", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a is not a folder here"),
-        (["data=hf", f"data.path={300 * 'a'}/{300 * 'b'}/c"], r"^data\.path=a+/b+/c is not a folder here"),
-        (["data=hf", "data.path=./nowhere"], r"^data\.path=\./nowhere is not a folder here"),
+        (["data=hf", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a is neither a folder on this machine"),
+        (
+            ["data=hf", f"data.path={300 * 'a'}/{300 * 'b'}/c"],
+            r"^data\.path=a+/b+/c is neither a folder on this machine",
+        ),
+        (["data=hf", "data.path=./nowhere"], r"^data\.path=\./nowhere is neither a folder on this machine"),
         (
             ["data.validation.web.name=text", "data.validation.web.path=nowhere"],
             r"data\.validation\.web\.path=nowhere ",
@@ -239,7 +242,7 @@ def test_validation_leaves_out_what_is_trained_on(sources: dict[str, Path], tmp_
     recipe.open_data(place)
     trained_on = {name: prepared.stream("train") for name, prepared in recipe._text.sources.items()}
     own = len(list(sources["held"].iterdir()))
-    (left,) = re.findall(r"; held without (\d+) that are trained on", recipe.describe_data())
+    (left,) = re.findall(r"; held without (\d+) documents of the training data", recipe.describe_data())
     assert len(web) // 2 < int(left) <= len(web)
     evaluated = recipe._text.held_out["held"].stream("validation")
     assert evaluated.documents == own + len(web) - int(left)

@@ -241,7 +241,7 @@ class OfUnused(RunTask):
 
 def test_blocks_that_keep_nothing_are_one_line() -> None:
     config = compose(["trainer.activation_memory_budget=0.5"])
-    with pytest.raises(UserError, match=r"trainer\.activation_memory_budget=0\.5: the loss computes no block"):
+    with pytest.raises(UserError, match=r"trainer\.activation_memory_budget=0\.5: the loss keeps no activations"):
         chosen_mix(config, OfUnused(), Layout("single"), ParallelPlan(blocks=("layers.0", "layers.1")), Unused())
 
 

@@ -234,4 +234,4 @@ def test_a_flipped_bit_in_a_copy_is_named(
     assert {answer.value for answer in answers} == {75}
     reason = status(tmp_path / "run")["reason"]
     host = reason.split(" on ")[1].split()[0]
-    assert expected.replace("HOST", host).format("where they should hold the same (copies") in reason
+    assert expected.replace("HOST", host).format("for the same tensors (copies") in reason

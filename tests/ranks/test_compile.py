@@ -152,7 +152,7 @@ def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen or cache_dir_utils.default_cache_dir())
     Compilation(Console(True, 0)).announce()
-    assert f"kept in {chosen or tmp_path / 'serried' / 'compiled' / torch.__version__}" in capsys.readouterr().out
+    assert f"cached in {chosen or tmp_path / 'serried' / 'compiled' / torch.__version__}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("why", ["several nodes", "a home on a network"])
@@ -175,11 +175,13 @@ def test_programs_are_kept_on_a_disk_of_the_machine_where_many_would_use_one_of_
     assert not is_of_a_network(temporary)
     Compilation(Console(True, 0), is_on_one_node=why != "several nodes").announce()
     own = temporary / f"serried-{os.geteuid()}"
-    assert f"kept in {own / 'compiled' / torch.__version__}" in capsys.readouterr().out
+    assert f"cached in {own / 'compiled' / torch.__version__}" in capsys.readouterr().out
     assert own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir_utils.default_cache_dir())
-    with pytest.raises(UserError, match=r"is not a folder of this user alone .*; remove it, or use TORCHINDUCTOR_"):
+    with pytest.raises(
+        UserError, match=r"is not a folder that only this user can access .*; remove it, or use TORCHINDUCTOR_"
+    ):
         Compilation(Console(True, 0), is_on_one_node=why != "several nodes")
 
 
@@ -210,7 +212,7 @@ def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("compiled   2 blocks in")
-    assert lines[1].startswith("WARNING    step 3 compiled a block again, number 1 (")
+    assert lines[1].startswith("WARNING    step 3 recompiled a block, recompilation 1 (")
     assert "size mismatch at index 0. expected 8, actual 6" in lines[1]
 
 
@@ -225,7 +227,7 @@ def test_what_an_evaluation_compiles_is_not_reported(capsys: pytest.CaptureFixtu
     compilation.report(3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["compiled", "WARNING"]
-    assert "step 3 compiled a block again, number 1" in lines[1]
+    assert "step 3 recompiled a block, recompilation 1" in lines[1]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_parts_are_a_chunk_from_the_front_and_one_from_the_back() -> None:
 
 
 def test_a_length_that_cannot_be_divided_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"parallel.context=2 with a sequence of 6 tokens: .* a multiple of 4"):
+    with pytest.raises(UserError, match=r"parallel.context=2 needs sequences of a multiple of 4 .* has 6"):
         head_tail(torch.arange(6), 0, 2, 0)
 
 

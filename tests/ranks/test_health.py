@@ -115,8 +115,8 @@ def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
     argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
     answers = cluster.run(2, "testing.runs:train_small", argv=argv, fault=spike_at(8))
     assert [answer.value["code"] for answer in answers] == [0, 0]
-    assert "Returned to " in answers[0].printed
-    assert "the 8 samples since are left out" in answers[0].printed
+    assert "Rolled back to " in answers[0].printed
+    assert "the 8 samples since then are skipped" in answers[0].printed
     (event,) = metrics(tmp_path, "rollback")
     assert (event["step"], event["from_step"], event["samples"], event["left_out"]) == (6, 8, 8 * BATCH, 2 * BATCH)
     steps = metrics(tmp_path)
@@ -143,7 +143,7 @@ def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
     answers = cluster.run(2, "tests.ranks.test_health:spike_and_be_asked_to_stop", argv=argv, at=8)
     assert [answer.value["code"] for answer in answers] == [75, 75]
     printed = answers[0].printed
-    assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Returned to ") == 1
+    assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Rolled back to ") == 1
     state = json.loads((tmp_path / "checkpoints" / "step-00000007" / "state.json").read_text())
     assert (state["samples"], state["rollbacks"]) == (9 * BATCH, 1), "the step that saves that it has gone back"
     again = cluster.run(2, "testing.runs:train_small", argv=argv)
@@ -185,9 +185,9 @@ def test_a_run_that_goes_back_past_a_damaged_checkpoint_sets_it_aside_and_saves_
 def test_a_run_goes_back_only_so_many_times(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     fault = spike_at(8, 10, 12, 14, 16)
     printed = run(cluster, text, tmp_path, "health.spike=rollback", "health.max_rollbacks=2", fault=fault)
-    assert printed.count("Returned to ") == 2
+    assert printed.count("Rolled back to ") == 2
     assert "stopped: spike at step 8" in printed
-    assert "health.max_rollbacks=2 are used up" in printed
+    assert "health.max_rollbacks=2 is reached" in printed
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("stopped", 75)
     assert steps_saved(tmp_path)[-1] == 6
 
@@ -199,7 +199,7 @@ def test_numbers_that_are_not_finite_can_stop_the_run_or_take_it_back(
     printed = run(cluster, text, tmp_path / "a", "health.non_finite=stop", fault=spike_at(5, value=nan))
     assert "stopped: loss or gradient was not finite at step 5 (health.non_finite=stop)" in printed
     printed = run(cluster, text, tmp_path / "b", "health.non_finite=rollback", fault=spike_at(7, 8, 9, value=nan))
-    assert "in 3 steps in a row, to step 9. Returned to " in printed
+    assert "in 3 steps in a row, up to step 9. Rolled back to " in printed
     assert metrics(tmp_path / "b", "stop")[-1]["state"] == "finished"
 
 
@@ -213,7 +213,7 @@ def test_a_run_that_skipped_many_steps_ends_with_a_warning_and_names_their_sampl
     taken = [answer.value["sample_ids"] for answer in answers]
     assert skipped == {step: sorted(id_ for rank in taken for id_ in rank[step - 1]) for step in (5, 8)}
     printed = answers[0].printed.splitlines()
-    assert printed[-1].startswith("WARNING    2 of 12 steps (17%) were skipped and trained nothing")
+    assert printed[-1].startswith("WARNING    2 of 12 steps (17%) were skipped and did not change the weights")
     assert sum("SKIPPED: not finite, nothing changed; its samples: " in line for line in printed) == 2
     ended = "all steps done, of which 2 of 12 (17%) were skipped"
     assert (status(tmp_path)["state"], status(tmp_path)["reason"]) == ("finished", ended)
@@ -282,7 +282,7 @@ def train_flipping(argv: list[str], rank: int, after_step: int, what: str) -> in
     ("layout", "processes", "what", "named"),
     [
         ("parallel=ddp", 2, "weight", "rank 0 on HOST and rank 1 on HOST hold different bits"),
-        ("parallel=ddp", 3, "exp_avg", "rank 1 on HOST holds other bits than its replicas"),
+        ("parallel=ddp", 3, "exp_avg", "rank 1 on HOST holds other bits than the replicas"),
         ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, "weight", "rank 1 on HOST and rank 3 on HOST hold"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
         assert {answer.value for answer in answers} == {75}
         now = status(tmp_path)
         assert (now["state"], now["step"], now["exit_code"]) == ("stopped", found_at, 75)
-        assert f"silent corruption, seen at step {found_at}: " in now["reason"]
+        assert f"silent corruption, detected at step {found_at}: " in now["reason"]
         host = now["reason"].split(" on ")[1].split()[0]
         assert named.replace("HOST", host) in now["reason"]
         assert "".join(answer.printed for answer in answers).count("stopped: silent corruption") == 1
@@ -313,6 +313,6 @@ def test_steps_without_a_target_are_reported() -> None:
     nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3)
     with pytest.raises(
         TrainingFailed,
-        match=r"because no sample had anything to predict .* in 3 steps in a row, to step 5; .* Look at the data",
+        match=r"because no sample had anything to predict .* in 3 steps in a row, up to step 5; .* Check the data",
     ):
         respond(HealthSection(), 5, nothing, "advice")

@@ -66,5 +66,5 @@ def test_run_names_its_slow_rank(cluster: Cluster, text: Path, tmp_path: Path) -
     assert {answer.value for answer in answers} == {0}
     told = [line for line in answers[0].printed.splitlines() if " is slow: " in line]
     assert len(told) == 1
-    assert told[0].startswith("WARNING    rank 1 on node1 is slow: the same arithmetic takes 2.00x the median")
+    assert told[0].startswith("WARNING    rank 1 on node1 is slow: the same computation takes 2.00x the median")
     assert {(line["slowest_rank"], line["slowest_share"]) for line in metrics(tmp_path)} == {(1, 2.0)}

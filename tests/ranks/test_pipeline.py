@@ -142,7 +142,7 @@ class OutsideOfModules(nn.Module):
     [("before", 1, "before blocks.2"), ("between", 0, "after blocks.1"), ("behind", 0, "after blocks.1")],
 )
 def test_model_that_computes_outside_its_modules_is_refused(place: str, stage: int, message: str) -> None:
-    with pytest.raises(UserError, match=f"OutsideOfModules.forward computes something {message} that is in none"):
+    with pytest.raises(UserError, match=f"OutsideOfModules.forward has computation {message} outside of its modules"):
         stages_of_two(OutsideOfModules(place))[stage](torch.zeros(2, 3, 4) if stage else torch.zeros(2, 3).long())
 
 
@@ -157,7 +157,7 @@ def stages_of_two(model: nn.Module) -> dict[int, nn.Module]:
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
-    [(("block.*",), "'block.*', and OutsideOfModules has no such module"), (("blocks",), "use 'blocks.*'")],
+    [(("block.*",), "'block.*', but OutsideOfModules has no such module"), (("blocks",), "use 'blocks.*'")],
 )
 def test_blocks_that_are_not_there_are_refused(blocks: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
@@ -248,5 +248,5 @@ def test_a_parameter_that_stages_share_undeclared_is_refused() -> None:
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Linear does not declare its blocks.*parallel.pipeline=1"):
+    with pytest.raises(UserError, match=r"Linear declares no blocks.*parallel.pipeline=1"):
         split(nn.Linear(2, 2), ParallelPlan(), Layout("fsdp", pipeline=2, stages=2), 0)

@@ -173,13 +173,13 @@ def test_a_model_without_roles_or_with_too_few_rows_is_refused() -> None:
     assert "declares no roles" in refusal(nn.Linear(2, 2), ParallelPlan(), 2)
     with torch.device("meta"):
         few = nn.Sequential(nn.Embedding(5, 4))
-    assert "leaves ranks without any of 5 rows" in refusal(few, ParallelPlan(roles={"0": "vocabulary"}), 4)
+    assert "leaves ranks without any of the 5 rows" in refusal(few, ParallelPlan(roles={"0": "vocabulary"}), 4)
 
 
 def test_a_plan_that_lacks_an_axis_is_refused_before_anything_is_divided() -> None:
     for layout, why in (
         (Layout("fsdp", tensor=2), "parallel.tensor=2: the model declares no roles"),
-        (Layout("fsdp", pipeline=2, stages=2), "parallel.pipeline=2: Linear does not declare its blocks"),
+        (Layout("fsdp", pipeline=2, stages=2), "parallel.pipeline=2: Linear declares no blocks"),
     ):
         with pytest.raises(UserError, match=why):
             check_plan(nn.Linear(2, 2), ParallelPlan(), layout)
@@ -203,18 +203,18 @@ class _Doubled(nn.Linear):
     ("module", "role", "why"),
     [
         (nn.Embedding(4, 4, max_norm=1.0, sparse=True), "vocabulary", "is an embedding with max_norm, sparse"),
-        (_Doubled(4, 4), "row", r"has a forward of its own \(_Doubled\)"),
-        (_Doubled(4, 4), "conv1d_row", "has a forward of its own"),
+        (_Doubled(4, 4), "row", r"has its own forward \(_Doubled\)"),
+        (_Doubled(4, 4), "conv1d_row", "has its own forward"),
     ],
 )
 def test_a_module_whose_forward_would_be_lost_is_refused(module: nn.Module, role: str, why: str) -> None:
     told = refusal(nn.Sequential(module), ParallelPlan(roles={"0": role}), 2)
-    assert re.search(f"0 has the role {role} and {why}", told), told
+    assert re.search(f"0 has the role {role} but {why}", told), told
 
 
 def test_a_head_that_ranks_cannot_divide_is_refused() -> None:
     told = refusal(nn.Sequential(nn.Linear(4, 4)), ParallelPlan(roles={"0": "head"}), 2)
-    assert "0 has the role head and is a Linear; use an nn.Linear without bias, or serried." in told, told
+    assert "0 has the role head but is a Linear; use an nn.Linear without bias, or serried." in told, told
 
 
 def test_rows_of_a_vocabulary_are_those_of_its_own_module() -> None:

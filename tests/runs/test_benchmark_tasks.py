@@ -136,7 +136,7 @@ def test_mistakes_are_one_line_before_training(text: Path, tasks: Path, tmp_path
 
     assert "did you mean lm_eval:arc_easy" in refused("trainer.evaluate=[lm_eval:arc_esy]")
     assert "did you mean lm_eval:arc_easy" in refused("trainer.evaluate=[lm_eval:arc_esy]", "dry_run=true")
-    assert "lets the model write text" in refused(f"trainer.evaluate=[lm_eval:{tasks / 'writing.yaml'}]")
+    assert "needs generated text" in refused(f"trainer.evaluate=[lm_eval:{tasks / 'writing.yaml'}]")
     assert "cannot be loaded" in refused("trainer.evaluate=[lm_eval:absent.yaml]")
     assert "trainer.evaluate=[lm_eval:arc_easy]" in refused("trainer.evaluate=[arc_easy]")
     for axis in ("context", "pipeline"):

@@ -113,7 +113,7 @@ def test_state_of_a_callback_that_is_missing_on_resume_is_a_warning(
     argv = [*OVERRIDES, f"run.dir={tmp_path}"]
     serried.fit(Points, [*argv, "trainer.stop_at=4"], [Following])
     serried.fit(Points, argv)
-    assert "holds the state of the callback Following, which is not given" in capfd.readouterr().out
+    assert "has the state of the callback Following, which this run does not have" in capfd.readouterr().out
     assert "callbacks" not in json.loads((checkpoint(tmp_path) / "state.json").read_text())
 
 
@@ -288,7 +288,7 @@ def test_installed_callback_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     [
         ([Following, Following()], "two callbacks are named Following"),
         ([Points], "Points is not a callback"),
-        ([Raising], "callback Raising cannot be made: TypeError"),
+        ([Raising], "callback Raising cannot be created: TypeError"),
     ],
 )
 def test_wrong_callbacks_are_a_mistake(given: list[Any], said: str, tmp_path: Path) -> None:

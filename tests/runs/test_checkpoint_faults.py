@@ -123,7 +123,7 @@ def test_a_damaged_file_is_found_before_a_tensor_is_used(
     told = lines(printed, "damaged: ")
     assert len(told) == 1
     assert str(newest / name) in told[0]
-    assert f"continuing from the newest complete one, {opened[0]}" in told[0]
+    assert f"resuming from the newest complete checkpoint, {opened[0]}" in told[0]
     assert steps_saved(run_dir) == [2]
     assert tree(run_dir / "earlier-1/checkpoints/step-00000004") == left
 
@@ -202,8 +202,8 @@ def test_too_little_space_is_seen_beforehand(text: Path, small_disk: Path) -> No
     warnings = lines(printed, "WARNING")
     assert len(warnings) == 2
     for step, warning in zip((4, 5), warnings, strict=True):
-        assert f"no checkpoint of step {step}: a checkpoint takes 133.0KiB, plus 64.0MiB kept free, and" in warning
-        assert "Training continues; the newest is that of step 3" in warning
+        assert f"no checkpoint of step {step}: a checkpoint needs 133.0KiB, plus 64.0MiB kept free, but" in warning
+        assert "Training continues; the newest checkpoint is from step 3" in warning
     assert steps_saved(run_dir) == [3, 6]
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     fill(small_disk, 2**20)
@@ -234,7 +234,7 @@ def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path
     for step, warning in zip((4, 5), warnings, strict=True):
         assert f"no checkpoint of step {step}: cannot write " in warning
         assert os.strerror(errno.ENOSPC) in warning
-        assert "Training continues; the newest is that of step 3" in warning
+        assert "Training continues; the newest checkpoint is from step 3" in warning
     # One line for as long as it lasts; metrics.jsonl may have room left in its last page.
     assert len(lines(printed, f"WARNING    cannot write {run_dir / 'status.json'}: ")) == (left == 0)
     assert len(lines(printed, f"WARNING    cannot write {run_dir / 'metrics.jsonl'}: ")) <= (left == 0)
@@ -260,7 +260,7 @@ def test_the_disk_is_full_at_the_end(left: int, text: Path, small_disk: Path) ->
     told = lines(printed, "failed: ")
     assert len(told) == 1
     assert "step 6 is done, but its checkpoint cannot be saved: " in told[0]
-    assert "the newest is that of step 4" in told[0]
+    assert "the newest checkpoint is from step 4" in told[0]
     assert "same command again" in told[0]
     (small_disk / "filler").unlink()
     train(text, run_dir)
@@ -304,7 +304,7 @@ def test_a_file_that_may_not_grow(mode: str, text: Path, tmp_path: Path) -> None
     assert len(warnings) == 1
     partial = run_dir / "checkpoints/.step-00000004.partial/optimizer.safetensors"
     assert f"no checkpoint of step 4: cannot write {partial}: {os.strerror(errno.EFBIG)}" in warnings[0]
-    assert "the newest is that of step 2" in warnings[0]
+    assert "the newest checkpoint is from step 2" in warnings[0]
     assert steps_saved(run_dir) == [2, 6]
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
 
@@ -352,7 +352,7 @@ def test_a_disk_that_became_read_only(text: Path, small_disk: Path) -> None:
     assert len(warnings) == 1
     assert "no checkpoint of step 4" in warnings[0]
     assert os.strerror(errno.EROFS) in warnings[0]
-    assert "the newest is that of step 2" in warnings[0]
+    assert "the newest checkpoint is from step 2" in warnings[0]
     assert steps_saved(small_disk / "run") == [2, 6]
 
 
@@ -444,7 +444,7 @@ def test_a_number_that_is_not_finite_is_not_saved(mode: str, cluster: Cluster, t
     warnings = lines(answers[0].printed, "WARNING")
     assert len(warnings) == 1
     assert "no checkpoint of step 4: model.norm.weight is not finite" in warnings[0]
-    assert "the newest is that of step 2" in warnings[0]
+    assert "the newest checkpoint is from step 2" in warnings[0]
     assert steps_saved(tmp_path / "run") == [2, 6]
     argv = tiny_overrides(text, tmp_path / "other", "parallel=fsdp", f"checkpoint.mode={mode}", "trainer.steps=4")
     answers = cluster.run(2, "tests.runs.test_checkpoint_faults:poisoned", argv=argv, rank=1, at_step=4)

@@ -265,7 +265,10 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "config.json has rope_type mrope"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "has rope_type llama3 without low_freq"),
-        ({"hidden_size": None}, "of other shape (model.embed_tokens.weight is [300, 32] there and [300, 4096] here"),
+        (
+            {"hidden_size": None},
+            "tensors have other shapes (model.embed_tokens.weight has shape [300, 32], not [300, 4096]",
+        ),
         ({"rms_norm_eps": "null"}, "config.json has rms_norm_eps null, but transformers"),
         ({"pad_token_id": "<pad>"}, 'config.json has pad_token_id "<pad>"; use a number'),
         ({"pad_token_id": [0]}, "config.json has pad_token_id [0]; use a number"),
@@ -320,7 +323,7 @@ def test_other_tensors_than_the_config_says_are_refused_and_nothing_is_moved(
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=1")).code == 75
     folder = changed(plain, tmp_path / "model", num_hidden_layers=3)
     line = refusal(text, run_dir, f"checkpoint.resume={folder}")
-    assert "9 tensors are not in it (model.layers.2.input_layernorm.weight" in line
+    assert "9 tensors of the model are missing (model.layers.2.input_layernorm.weight" in line
 
 
 def test_a_run_with_another_default_resumes_by_the_override_that_is_offered(
@@ -405,7 +408,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(text: P
     """If the user ties it."""
     folder = retied(make(tmp_path / "model", "bfloat16 tied in one file"), tmp_path / "retied", twice=True)
     line = refusal(text, tmp_path / "run", f"model.path={folder}", "model.tie_embeddings=true")
-    assert "holds model.embed_tokens.weight and lm_head.weight with different values" in line
+    assert "has different values for model.embed_tokens.weight and lm_head.weight" in line
     assert "use model.tie_embeddings=false" in line
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -163,7 +163,7 @@ def test_a_full_disk_costs_the_profile_alone(text: Path, tmp_path: Path) -> None
 def test_memory_alone_says_that_a_cpu_keeps_no_history(text: Path, tmp_path: Path) -> None:
     ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.memory=true", "trainer.steps=1"))
     assert ended.code == 0
-    assert "WARNING    profile.memory=true alone keeps nothing on a CPU" in ended.printed
+    assert "WARNING    profile.memory=true alone records nothing on CPUs" in ended.printed
     assert "'profile.steps=[FIRST,LAST]'" in ended.printed
 
 

@@ -113,7 +113,7 @@ def test_another_run_is_taken_up_in_its_own_folder_and_left_alone(
 def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, copy: Path) -> None:
     before = tree(copy)
     line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
-    assert "step-00000003 is neither auto, never or must, nor an existing folder" in line
+    assert "step-00000003 is not auto, never, must or an existing folder" in line
     assert f"in {copy}/checkpoints there are step-00000002 step-00000004 step-00000006; use checkpoint." in line
     assert "did you mean checkpoint.resume=never?" in refusal(text, copy, "checkpoint.resume=nver")
     file = copy / "config.yaml"
@@ -233,7 +233,7 @@ def test_other_content_under_the_same_path_is_refused_until_allowed(text: Path, 
     (tmp_path / "text/00.txt").write_text("something else " * 100)
     before = tree(tmp_path / "run")
     line = refusal(text, tmp_path / "run", *data)
-    assert "other data (fingerprint" in line
+    assert "different data (fingerprint" in line
     assert "'checkpoint.allow_changes=[optim.lr,data.path]'" in refusal(
         text, tmp_path / "run", *data, "checkpoint.allow_changes=[optim.lr]"
     )
@@ -458,7 +458,7 @@ def test_a_checkpoint_without_its_manifest_is_not_taken_for_a_model_folder(
     shutil.copytree(finished / "checkpoints" / "step-00000004", tmp_path / "model")
     (tmp_path / "model" / "MANIFEST.json").unlink()
     line = refusal(text, tmp_path / "run", f"checkpoint.resume={tmp_path / 'model'}")
-    assert "has lost its MANIFEST.json" in line
+    assert "is a checkpoint without MANIFEST.json" in line
     (tmp_path / "model" / "state.json").unlink()
     train(text, tmp_path / "run", f"checkpoint.resume={tmp_path / 'model'}", "model.max_sequence_length=8192")
     assert resumed_from(tmp_path / "run") == [None]
@@ -498,7 +498,11 @@ def test_a_leftover_makes_room_first(text: Path, copy: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [("data.path={other}", "other data"), ("data.path=nowhere", "nowhere"), ("model.vocab_size=300", "other shape")],
+    [
+        ("data.path={other}", "different data"),
+        ("data.path=nowhere", "nowhere"),
+        ("model.vocab_size=300", "other shapes"),
+    ],
 )
 def test_a_finished_run_is_no_answer_to_another_command(
     change: str, expected: str, text: Path, finished: Path, tmp_path: Path
@@ -541,12 +545,12 @@ def test_keys_without_effect_on_the_numbers_are_no_change(
 
 def test_an_edited_config_yaml_is_said_to_have_no_effect(text: Path, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
-    assert "the file is not read" not in train(text, tmp_path / "run", "trainer.log_every=2").printed
+    assert "file is not read" not in train(text, tmp_path / "run", "trainer.log_every=2").printed
     path = tmp_path / "run/config.yaml"
     path.write_text(path.read_text().replace("seed: ", "seed: 1"))
     printed = train(text, tmp_path / "run").printed
     seed = read_yaml(path)["trainer"]["seed"]
-    assert f"config.yaml has trainer.seed={seed}, which this command does not set; the file is not read" in printed
+    assert f"config.yaml has trainer.seed={seed}, but this file is not read" in printed
 
 
 # a checkpoint from a stranger -----------------------------------------------------------------------------------------
@@ -640,5 +644,7 @@ def test_state_beyond_the_last_step_of_its_config_is_refused(tmp_path: Path) -> 
     assert written(20, {"steps": 20})["step"] == 20
     assert written(20, {})["step"] == 20
     for step in (21, 10**15):
-        with pytest.raises(UserError, match=rf"differs .* step {step} beyond trainer\.steps=20 of its config; use"):
+        with pytest.raises(
+            UserError, match=rf"has invalid values: step {step} exceeds trainer\.steps=20 of its config; use"
+        ):
             written(step, {"steps": 20})

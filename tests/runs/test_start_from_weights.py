@@ -114,8 +114,11 @@ def test_weights_only_starts_the_same_task_again_with_a_fresh_optimizer(trained:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("NewHead", "2 tensors are not in it (6.weight, 6.bias)"),
-        ("WiderHead", "2 of other shape (4.weight is [3, 4] there and [5, 4] here, 4.bias is [3] there and [5] here)"),
+        ("NewHead", "2 tensors of the model are missing (6.weight, 6.bias)"),
+        (
+            "WiderHead",
+            "2 tensors have other shapes (4.weight has shape [3, 4], not [5, 4], 4.bias has shape [3], not [5])",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_listed_and_refused_unless_strict_is_false(
@@ -150,10 +153,10 @@ def test_tensors_that_the_model_lacks_are_listed_and_left_out(
     save_file(tensors | more, folder / "model.safetensors")
     argv = words(tmp_path / "run", f"checkpoint.resume={folder}", "checkpoint.strict=false")
     assert fit(argv, "InBlocks") == "finished"
-    warning = "6 of the model's 6 tensors are loaded: 9 are not in the model (more.0, more.1, more.2, ...)"
+    warning = "6 of the model's 6 tensors are loaded: 9 tensors are not in the model (more.0, more.1, more.2, ...)"
     assert f"WARNING    {folder}: {warning}\n" in capsys.readouterr().out
     save_file(more, folder / "model.safetensors")
-    with pytest.raises(UserError, match="has no tensor that fits the model: 6 tensors are not in it"):
+    with pytest.raises(UserError, match="has no tensor that fits the model: 6 tensors of the model are missing"):
         fit(words(tmp_path / "none", *argv[2:]), "InBlocks")
 
 
@@ -204,7 +207,7 @@ def test_language_model_takes_the_architecture_of_a_run_of_another_task(tmp_path
     [
         (["checkpoint.weights_only=true"], "name the run or folder whose weights to start from"),
         (["checkpoint.weights_only=true", "checkpoint.resume={run}"], "is a checkpoint of this run, which would be"),
-        (["checkpoint.resume={run}/none"], "is neither auto, never or must, nor an existing folder"),
+        (["checkpoint.resume={run}/none"], "is not auto, never, must or an existing folder"),
     ],
 )
 def test_folder_that_cannot_be_started_from_is_refused_in_one_line(

@@ -44,28 +44,33 @@ def check(arguments: list[str], processes: int) -> None:
             "parallel.tensor=4 does not divide data.sequence_length=30",
             "parallel.sequence=false",
         ),
-        ("parallel.pipeline=5", 5, "model.layers=4 are fewer than 5 pipeline stages", ""),
+        ("parallel.pipeline=5", 5, "model.layers=4 is less than the 5 pipeline stages", ""),
         (
             "parallel.pipeline=2 parallel.layers_of_stages=[2,3]",
             2,
-            "parallel.layers_of_stages=[2, 3] sums to 5, and the model has model.layers=4",
+            "parallel.layers_of_stages=[2, 3] sums to 5, but the model has model.layers=4",
             "",
         ),
         (
             "parallel.pipeline=4 trainer.global_batch=8 trainer.micro_batch=4",
             4,
-            "accumulation 2 = global_batch 8 / (micro_batch 4 x 1 data ranks) are fewer micro-batches",
+            "accumulation 2 = global_batch 8 / (micro_batch 4 x 1 data ranks) is less than the",
             "trainer.micro_batch=2",
         ),
         (
             "parallel.pipeline=2 parallel.pipeline_schedule=interleaved trainer.global_batch=5 trainer.micro_batch=1",
             2,
-            "cannot be dealt to parallel.pipeline_schedule=interleaved in rounds of 2",
+            "cannot be divided into rounds of 2",
             "parallel.pipeline_schedule=gpipe",
         ),
         ("parallel.expert=2", 2, "parallel.expert=2: the model has no experts", "parallel.expert=1"),
-        ("parallel=ddp parallel.pipeline=2", 4, "parallel.pipeline=2 with parallel=ddp", "parallel=fsdp"),
-        ("parallel=ddp parallel.sync_every_micro_batch=true", 2, "only costs communication", "parallel=fsdp"),
+        (
+            "parallel=ddp parallel.pipeline=2",
+            4,
+            "parallel.pipeline=2 is not supported with parallel=ddp",
+            "parallel=fsdp",
+        ),
+        ("parallel=ddp parallel.sync_every_micro_batch=true", 2, "only adds communication", "parallel=fsdp"),
         (
             "parallel.pipeline=2 parallel.sync_every_micro_batch=true",
             2,
@@ -81,8 +86,13 @@ def check(arguments: list[str], processes: int) -> None:
         ),
         ("adapter.rank=4", 1, "adapter.rank=4 has no effect with adapter.method=none", "adapter=lora"),
         ("adapter.modules=[q_proj]", 1, "adapter.modules=[q_proj] has no effect", "adapter=lora"),
-        ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights held in bf16", "precision=bf16"),
-        ("optim=adamw_bf16 precision=bf16 adapter=lora", 2, "adapter.method=lora: the base model", "optim=adamw"),
+        ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights stored in bf16", "precision=bf16"),
+        (
+            "optim=adamw_bf16 precision=bf16 adapter=lora",
+            2,
+            "adapter.method=lora saves almost no memory",
+            "optim=adamw",
+        ),
         ("optim=adamw_bf16 precision=bf16 trainer.ema_decay=0.9", 2, "would not change", "trainer.ema_decay=0"),
     ],
 )
@@ -117,7 +127,7 @@ def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
         check_zero_bubble("zbv", version)
     with pytest.raises(
         UserError,
-        match=r"^parallel\.pipeline_schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use ",
+        match=r"^parallel\.pipeline_schedule=zbv needs torch 2\.12 or newer, but torch 2\.11\.0\+cu130 is installed; ",
     ):
         check_zero_bubble("zbv", "2.11.0+cu130")
 

@@ -88,7 +88,7 @@ def test_a_signal_while_a_failure_is_recorded_changes_nothing(text: Path, tmp_pa
     assert ended.code == 70
     now = status(tmp_path / "run")
     assert (now["state"], now["step"], now["reason"]) == ("failed", 3, "ZeroDivisionError: here")
-    assert "the newest checkpoint is that of step 2; run the same command to resume from there" in ended.printed
+    assert "the newest checkpoint is from step 2; run the same command to resume from it" in ended.printed
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [2]
 
 

@@ -193,7 +193,7 @@ def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ran
         fixes = str(error).split("use ")[1].split(" or ")
         assert fixes
         for fix in fixes:
-            if fix.startswith("as many data ranks as divide it: "):
+            if fix.startswith("a number of data ranks that divides it: "):
                 for other in fix.split(": ")[1].split(", "):
                     gradient_accumulation(trainer, Layout("ddp", replicate=int(other)))
                 continue

@@ -68,7 +68,7 @@ def export(
         ValueError: ``dtype`` is not float32, bfloat16 or float16, or ``shard_bytes`` is not positive.
     """
     if dtype not in (None, *_DTYPES) or shard_bytes < 1:
-        raise ValueError(f"export as {dtype} in files of {shard_bytes} bytes")
+        raise ValueError(f"cannot export as {dtype} in files of {shard_bytes} bytes")
     out = out.resolve()
     _refuse_unless_free(out, checkpoint)
     records = _verified(checkpoint)
@@ -79,8 +79,8 @@ def export(
     weights: TensorFolder | Merged | Mean = saved
     if averaged_with and is_adapter:
         raise UserError(
-            f"{checkpoint} holds adapters, and a mean of adapters is not a mean of models; merge each with its "
-            "base model: serried export ... merge=true"
+            f"{checkpoint} has adapters, and a mean of adapters is not a mean of models; merge each with its base "
+            "model: serried export ... merge=true"
         )
     if averaged_with:
         for other in averaged_with:
@@ -113,7 +113,10 @@ def export(
             _write_configs(temporary, specs)
         _commit(temporary, out)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; nothing is left there; use out=FOLDER") from None
+        raise UserError(
+            f"cannot write {out}: {error.strerror}; no incomplete files are left; use out=FOLDER to write to another "
+            "folder"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only if something failed
     return sorted(out.iterdir())
@@ -149,7 +152,7 @@ _ANOTHER = "export another checkpoint with checkpoint=STEP"
 
 def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
     if out.is_relative_to(checkpoint.resolve()):
-        raise UserError(f"out={out} lies in the checkpoint itself; use another folder")
+        raise UserError(f"out={out} is inside the checkpoint; use another folder")
     try:
         in_use = any(out.iterdir())
     except FileNotFoundError:
@@ -157,7 +160,7 @@ def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
     except OSError as error:
         raise UserError(f"out={out} cannot be used: {error.strerror}; use another folder") from None
     if in_use:
-        raise UserError(f"out={out} is not empty; use another folder, or remove that one first")
+        raise UserError(f"out={out} is not empty; use another folder, or remove this folder first")
 
 
 def _verified(checkpoint: Path) -> dict[str, FileRecord]:
@@ -179,8 +182,8 @@ def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed + _SPARE_BYTES:
         raise UserError(
-            f"out={out} needs {size(needed + _SPARE_BYTES)}, and {size(free)} are free in {there}; "
-            f"use another disk, or dtype=bf16 for two bytes a weight"
+            f"out={out} needs {size(needed + _SPARE_BYTES)}, but {there} has only {size(free)} free; use another disk, "
+            "or dtype=bf16 for two bytes per weight"
         )
 
 
@@ -220,7 +223,7 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
         too_large = values[converted.isinf() & values.isfinite()]
         if too_large.numel():
             raise UserError(
-                f"{spec.name} contains {too_large[0].item():g}, and the largest {_name(spec.dtype)} is "
+                f"{spec.name} contains {too_large[0].item():g}, but the largest {_name(spec.dtype)} value is "
                 f"{torch.finfo(spec.dtype).max:g}; use dtype=fp32" + (", or bf16" if spec.dtype.itemsize == 2 else "")
             )
     return converted

@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     except NotPlainData as error:
         raise Damaged(f"{path} cannot be used: {error}") from None
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
-        raise Damaged(f"{path} is of version {content['version']}; this serried reads version {VERSION}")
+        raise Damaged(f"{path} has version {content['version']}, but this version of serried reads version {VERSION}")
     try:
         files = {name: _record(name, entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):

@@ -80,7 +80,7 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
             continue
         state = session.once(partial(_state, path))
         if damage:
-            notes.append(f"damaged: {'; '.join(damage)}; continuing from the newest complete one, {path}")
+            notes.append(f"damaged: {'; '.join(damage)}; resuming from the newest complete checkpoint, {path}")
         if chosen["is_given"] and _takes_weights_only(state, config):
             return _with_weights(path, chosen["origin"], state, [*notes], config)
         with taking_from(path):
@@ -91,8 +91,8 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
         return Start(path, origin=chosen["origin"], state=state, notes=notes, changed=changed)
     if damage:
         raise UserError(
-            f"no checkpoint is complete: {'; '.join(damage)}; use checkpoint.resume=never to start again (keeps them "
-            "aside), or checkpoint.resume=PATH for another one"
+            f"no checkpoint is complete: {'; '.join(damage)}; use checkpoint.resume=never to start again (the damaged "
+            "checkpoints are kept), or checkpoint.resume=PATH for another checkpoint"
         )
     weights = Path(chosen["weights"]) if chosen["weights"] else None
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
@@ -104,7 +104,7 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
     try:
         own = [str(path) for path in _newest_first(own_folder)]
         if resume == "must" and not own:
-            raise UserError(f"checkpoint.resume=must but {own_folder} holds no checkpoint; use checkpoint.resume=auto")
+            raise UserError(f"checkpoint.resume=must but {own_folder} has no checkpoint; use checkpoint.resume=auto")
         if resume in ("auto", "must", "never"):
             own = [] if resume == "never" else own
             weights = pretrained() if not own else None
@@ -116,7 +116,7 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
         origin = os.path.normpath(given)  # the same for every spelling of the path; links are not resolved
         if own and _origin(own) == origin:
             # The same command was run before. That run started from ``origin`` and has its own checkpoints now.
-            note = f"this run began at {resume} and has checkpoints of its own since: continuing from the newest"
+            note = f"this run started from {resume} and has its own checkpoints now: resuming from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note], "is_given": False}
         return {"origin": origin, "notes": [], "is_given": True, **_open(given, config)}
     except OSError as error:
@@ -155,8 +155,8 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():
         raise UserError(
-            f"{path} is a checkpoint that has lost its {MANIFEST}: whether it is complete cannot be checked; use "
-            f"another, or remove {STATE} and optimizer* from it to begin with its weights alone"
+            f"{path} is a checkpoint without {MANIFEST}, so it may be incomplete; use another checkpoint, or remove "
+            f"{STATE} and optimizer* from it to start from its weights only"
         )
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
@@ -168,7 +168,7 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
             there = " ".join(checkpoint.name for checkpoint in beside)
             hint = f"in {path.parent} there are {there}; use checkpoint.resume={beside[-1]}"
     raise UserError(
-        f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor an existing folder; {hint}"
+        f"checkpoint.resume={config.checkpoint.resume} is not auto, never, must or an existing folder; {hint}"
     )
 
 
@@ -234,8 +234,8 @@ def _damage(path: Path, session: Session) -> str | None:
     seen = session.gather(path.is_dir())
     if any(seen) and not all(seen):
         raise UserError(
-            f"rank {seen.index(True)} sees {path} and rank {seen.index(False)} does not; it must be on a disk that all "
-            "nodes share"
+            f"{path} is visible on rank {seen.index(True)} but not on rank {seen.index(False)}; use a folder on a disk "
+            "that all nodes share"
         )
     return next((problem for problem in session.gather(check()) if problem), None)
 
@@ -291,11 +291,11 @@ def check_data(start: Start, fingerprint: str, config: RunConfig, earlier: Colle
     is_allowed = config.checkpoint.allow_changes is True or any(map(config.checkpoint.allows, paths))
     if is_allowed or any(key.startswith(own) for key in start.changed):
         return True
-    prepared = " (for conversations that another version prepared: data=tokens data.path=FOLDER)"
+    prepared = " (for conversations prepared by another version: data=tokens data.path=FOLDER)"
     raise UserError(
-        f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
+        f"{start.checkpoint} was trained on different data (fingerprint {start.state['data_fingerprint']}, now "
         f"{fingerprint}); use {config.another_run} to keep both, the same data{prepared if keys else ''}, or "
-        f"{_allowing(paths[:1], config)} to resume with these"
+        f"{_allowing(paths[:1], config)} to resume with the new data"
     )
 
 
@@ -407,7 +407,8 @@ def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
         return []
     told = " ".join(only_there)
     return [
-        f"WARNING    {path} has {told}, which this command does not set; the file is not read: add it to the command"
+        f"WARNING    {path} has {told}, but this file is not read when the run resumes; to apply the change, add it to "
+        "the command"
     ]
 
 

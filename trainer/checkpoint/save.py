@@ -189,7 +189,7 @@ class HostCopies:
         except RuntimeError as error:
             smaller = "checkpoint.mode=sync, or " if self._mode == "async" else ""
             raise UserError(
-                f"rank {self._session.rank} cannot hold a copy of its {size(total)} of the state in host memory: "
+                f"rank {self._session.rank} cannot copy its {size(total)} of state to host memory: "
                 f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
             ) from None
         return staged
@@ -417,7 +417,9 @@ class Checkpointer:
             (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", "utf-8")
             for name in files:
                 if not self._session.appears(partial / name):
-                    return f"{partial / name} was written by another node and is not here; " + NOT_SHARED
+                    return (
+                        f"{partial / name} was written by another node and is not visible on this node; "
+                    ) + NOT_SHARED
             for name in sorted({path.name for path in partial.iterdir()} - files.keys()):
                 with (partial / name).open("rb") as file:
                     os.fsync(file.fileno())
@@ -438,7 +440,10 @@ def lack_of_space(folder: Path, nbytes: int) -> str | None:
     free = shutil.disk_usage(folder).free
     if free >= nbytes + _SPARE_BYTES:
         return None
-    return f"a checkpoint takes {size(nbytes)}, plus {size(_SPARE_BYTES)} kept free, and {folder} has {size(free)} free"
+    return (
+        f"a checkpoint needs {size(nbytes)}, plus {size(_SPARE_BYTES)} kept free, but {folder} has only {size(free)} "
+        "free"
+    )
 
 
 def _names_and_shapes(parts: Iterable[tuple[str, Part]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

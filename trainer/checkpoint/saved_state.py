@@ -33,14 +33,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, NotPlainData) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if (version := state.get("version")) != VERSION:
-        raise UserError(f"{path} is of version {version}; this serried reads version {VERSION}")
+        raise UserError(f"{path} has version {version}, but this version of serried reads version {VERSION}")
     wrong = [key for key in _REQUIRED if key not in state]
     wrong += [key for key, fits in _KINDS.items() if key in state and not fits(state[key])]
     last = value_at("config.trainer.steps", state)
     if not wrong and is_count(last) and state["step"] > last:
-        wrong.append(f"step {state['step']} beyond trainer.steps={last} of its config")
+        wrong.append(f"step {state['step']} exceeds trainer.steps={last} of its config")
     if wrong:
-        raise UserError(f"{path} differs from what a run writes: {', '.join(wrong)}; use another checkpoint")
+        raise UserError(f"{path} has invalid values: {', '.join(wrong)}; use another checkpoint")
     return state | {"config": with_new_names(state["config"])}
 
 
@@ -55,6 +55,5 @@ def taking_from(checkpoint: Path | None) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"{checkpoint}/{STATE} differs from what a run writes ({type(error).__name__}: {what}); use "
-            "another checkpoint"
+            f"{checkpoint}/{STATE} has invalid values ({type(error).__name__}: {what}); use another checkpoint"
         ) from error

@@ -132,9 +132,9 @@ def load_state(
     has_average = any(name.endswith(f".{_TRAINED}") for name in saved)
     if has_average != (averages is not None):
         raise UserError(
-            f"{checkpoint} holds the average of the weights; add the trainer.ema_decay it was trained with"
+            f"{checkpoint} has averaged weights; use the trainer.ema_decay that it was trained with"
             if has_average
-            else f"{checkpoint} holds no average of the weights; use trainer.ema_decay=0"
+            else f"{checkpoint} has no averaged weights; use trainer.ema_decay=0"
         )
     averages = averages or _NO_AVERAGES
     load_weights(checkpoint, parallel, exported, stem, averages=averages)
@@ -145,8 +145,8 @@ def load_state(
     mine = {name for name in saved if name.rpartition(".")[0] not in of_others}
     if differing := mine ^ {fragment.name for part in states for fragment in part.fragments}:
         raise UserError(
-            f"{checkpoint} holds the state of another optimizer ({_some(sorted(differing))}); "
-            f"use the optim it was trained with, or {weights_alone(checkpoint)}"
+            f"{checkpoint} has the state of a different optimizer ({_some(sorted(differing))}); use the optim that it "
+            f"was trained with, or {weights_alone(checkpoint)}"
         )
     if folder is not None:
         fragments = {fragment.name: fragment for part in states for fragment in part.fragments}
@@ -278,8 +278,8 @@ def _refuse_differing(folder: TensorFolder, further: Mapping[str, str]) -> None:
     for name, first in further.items():
         if name in folder.specs and first in folder.specs and not _are_equal(folder, first, name):
             raise UserError(
-                f"{folder.folder} holds {first} and {name} with different values, and this model has one parameter for "
-                "both, as its config.json says; use model.tie_embeddings=false if that is a key of the model, or "
+                f"{folder.folder} has different values for {first} and {name}, but its config.json ties them to one "
+                "parameter; use model.tie_embeddings=false if the model has this key, set "
                 f'"tie_word_embeddings": false in config.json, or remove {name} from the weights'
             )
 
@@ -311,9 +311,9 @@ class _Differences(NamedTuple):
     def __str__(self) -> str:
         shapes = [*self.of_other_shape.values()]
         problems = [
-            f"{len(self.missing)} tensors are not in it ({_some(self.missing)})" if self.missing else "",
-            f"{len(self.extra)} are not in the model ({_some(self.extra)})" if self.extra else "",
-            f"{len(shapes)} of other shape ({_some(shapes)})" if shapes else "",
+            f"{len(self.missing)} tensors of the model are missing ({_some(self.missing)})" if self.missing else "",
+            f"{len(self.extra)} tensors are not in the model ({_some(self.extra)})" if self.extra else "",
+            f"{len(shapes)} tensors have other shapes ({_some(shapes)})" if shapes else "",
         ]
         return "; ".join(filter(None, problems))
 
@@ -329,7 +329,7 @@ def _differences(
     extra = [name for name in extra if folder.specs[name].numel]  # ignore empty tensors, such as absent shared experts
     extra = [name for name in extra if not name.startswith(drafts) and not any(re.search(key, name) for key in unread)]
     shaped = {
-        name: f"{name} is {list(folder.specs[name].shape)} there and {list(fragment.shape)} here"
+        name: f"{name} has shape {list(folder.specs[name].shape)}, not {list(fragment.shape)}"
         for name, fragment in wanted.items()
         if name in folder.specs and folder.specs[name].shape != fragment.shape
     }
@@ -347,12 +347,15 @@ def _check(
     found = _differences(folder, wanted, aliases, unread)
     if found.are_any:
         raise UserError(
-            f"{folder.folder} holds a different model than this command describes: {found}; use the task and the "
-            f"model.* keys it was trained with (see its config.json{_class_in(folder.folder)}){otherwise}"
+            f"{folder.folder} has a different model than this command describes: {found}; use the task and the model.* "
+            f"keys that it was trained with (see its config.json{_class_in(folder.folder)}){otherwise}"
         )
     for name in floats:
         if not folder.specs[name].dtype.is_floating_point:
-            raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
+            raise UserError(
+                f"{folder.folder}: {name} has dtype {folder.specs[name].dtype}; only floating-point weights can be "
+                "trained"
+            )
 
 
 def _class_in(folder: Path) -> str:

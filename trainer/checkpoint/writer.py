@@ -44,9 +44,7 @@ class Writer:
                 for flat in (tensor.reshape(-1) for tensor in tensors):
                     for part in flat.split(_PIECE_BYTES // flat.element_size()):
                         if not _is_finite(part):
-                            self._problem = (
-                                f"{window.spec.name} is not finite, and no run could resume from such a state"
-                            )
+                            self._problem = f"{window.spec.name} is not finite, so no run could resume from this state"
                             return
                         self._count(tensor_bytes(part))
                     ready.append(tensor_bytes(flat))
@@ -69,7 +67,7 @@ class Writer:
 
     def _fail(self, error: OSError | MemoryError) -> None:
         path = self._folder / self._plan.files[max(self._file, 0)].name
-        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'no memory'}"
+        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'out of memory'}"
         self._problem = reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
 
     def _open(self, index: int) -> memoryview:

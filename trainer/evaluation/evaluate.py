@@ -193,12 +193,12 @@ def _finite(value: Any) -> Any:
 def describe(found: Evaluated, global_batch: int) -> str:
     """Return one line about the result, for the user."""
     if found.loss is None:
-        return f"{found.set:<10} no loss: its {found.sequences:,} sequences hold nothing to predict"
+        return f"{found.set:<10} no loss: its {found.sequences:,} sequences have nothing to predict"
     named = "".join(f"  {name} {value:.4f}" for name, value in found.metrics.items())
     if found.unit != "tokens":
         line = f"{found.set:<10} loss {found.loss:.4f}{named}  over {found.tokens:,} {found.unit}"
         return line + f" of {found.all_sequences:,}" * (found.sequences < found.all_sequences)
-    bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "not known"
+    bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "unknown"
     line = (
         f"{found.set:<10} loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  bits/byte {bits}  over "
         f"{found.tokens:,} tokens, {found.text_bytes:,} bytes"
@@ -236,8 +236,8 @@ def evaluate(
     read(partial(session.once, partial(check_weights, checkpoint)))
     if task.reference_numbers() is not None:
         raise UserError(
-            f"the loss of task.loss={getattr(task.config, 'loss', None)} compares with log-probabilities that only "
-            "training computes; its evaluations are in metrics.jsonl"
+            "the loss of this task needs log-probabilities of the reference model, and only training computes them; "
+            "the evaluations of the run are in metrics.jsonl"
         )
     layout = resolve_layout(config.parallel, session.world_size)
     parallel = read(partial(load_model, config, task, layout, session.device, checkpoint))

@@ -70,7 +70,7 @@ class Writer:
         assert model is not None
         tokens = min(sampling.tokens, longest - prompt_tokens)
         if prompt_tokens + tokens > trained and len(said) == 1:
-            self._note(f"note       it was trained on {trained:,} tokens at a time; text beyond that may be worse")
+            self._note(f"note       the model was trained on {trained:,} tokens at a time; longer text may be worse")
         started, made, text = time.perf_counter(), 0, ""
         if task.echoes_prompt():
             self._say(said[-1])
@@ -87,16 +87,17 @@ class Writer:
             ending = f"model.max_sequence_length={longest}"
         seconds = time.perf_counter() - started
         if is_timed or made == tokens:
-            self._note(f"ended      after {made:,} tokens, {made / seconds:.1f} a second: {ending}")
+            self._note(f"ended      after {made:,} tokens, {made / seconds:.1f} tokens/s: {ending}")
         return text
 
     def _count(self, said: Sequence[str]) -> int:
         """Return the number of tokens in ``said``. Raises ``UserError`` if the model does not support that many."""
         tokens, longest = len(self._task.prompt_ids(said)), self._task.lengths()[1]
         if tokens >= longest:
+            what = "prompt" if len(said) == 1 else "conversation"
             raise UserError(
-                f"the {'prompt' if len(said) == 1 else 'conversation'} has {tokens:,} tokens, and "
-                f"model.max_sequence_length={longest} is the limit of the model; use a shorter one"
+                f"the {what} has {tokens:,} tokens and leaves no room within model.max_sequence_length={longest}; use "
+                f"a shorter {what}"
             )
         return tokens
 

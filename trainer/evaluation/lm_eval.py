@@ -116,8 +116,8 @@ def _load(names: Sequence[str]) -> list[Any]:
         for task_name, task in found[-1]["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 raise UserError(
-                    f"trainer.evaluate={name}: {task_name} lets the model write text, and only log-likelihoods are "
-                    "computed while it is trained; leave it out, and use lm_eval on an exported model"
+                    f"trainer.evaluate={name}: {task_name} needs generated text, but only log-likelihoods are computed "
+                    "during training; remove it, and use lm_eval on an exported model"
                 )
     return found
 
@@ -177,7 +177,7 @@ class _Scorer(TemplateLM):
         return [*self._task.text_ids(string, begins=add_special_tokens is not False)]
 
     def generate_until(self, *_: Any, **__: Any) -> list[str]:
-        raise UserError("a model cannot generate text while it is trained")
+        raise UserError("text cannot be generated during training")
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
         windows = [

@@ -48,16 +48,16 @@ def chosen_mix(
     if kept is None:
         if not plan.blocks_in(module):
             raise UserError(
-                f"trainer.activation_memory_budget={budget:g}: the model has no repeated blocks that could be computed "
-                "again; return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_memory_budget=1"
+                f"trainer.activation_memory_budget={budget:g}: the model has no repeated blocks to recompute; return "
+                "ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_memory_budget=1"
             )
         kept = _measured(config, task, layout, plan, module)
     mix = mix_within(budget, kept)
     if mix is None:
         least = ceil(100 * min(kept.values()) / kept["none"]) / 100
         raise UserError(
-            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks take more, and "
-            f"recomputation needs them; use trainer.activation_memory_budget={least:g}"
+            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks take more, and recomputation needs "
+            f"these inputs; use trainer.activation_memory_budget={least:g}"
         )
     return mix
 
@@ -71,8 +71,8 @@ def _measured(
     for axis in ("tensor", "context", "expert"):
         if getattr(layout, axis) > 1:
             raise UserError(
-                f"{given} with parallel.{axis}={getattr(layout, axis)}: this model's activations have no "
-                f"formula, and are measured on whole sequences and matrices alone; {other}"
+                f"{given} is not supported with parallel.{axis}={getattr(layout, axis)}, as the activations of this "
+                f"model can be measured only without sharding; {other}"
             )
     try:
         kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in MODES}
@@ -80,11 +80,11 @@ def _measured(
         raise
     except Exception as error:  # a user's module may raise any error on fake tensors
         raise UserError(
-            f"{given}: what blocks keep cannot be measured without data ({reason_of(error)}); {other}"
+            f"{given}: the activations of the blocks cannot be measured on fake tensors ({reason_of(error)}); {other}"
         ) from error
     if not kept["none"]:
         blocks = ", ".join(plan.blocks_in(module)[:2])
-        raise UserError(f"{given}: the loss computes no block ({blocks}, ...) that keeps anything; {other}")
+        raise UserError(f"{given}: the loss keeps no activations of the blocks ({blocks}, ...); {other}")
     return kept
 
 

@@ -63,13 +63,13 @@ def check_host_memory(config: RunConfig, needed: int, copied: int, session: Sess
         return
     if not config.offloads_state:
         raise UserError(
-            f"a save needs {size(copied)} of host memory for the copy of each rank, and {size(usable)} are available; "
-            "use optim=adamw8bit, or more nodes with parallel=fsdp"
+            f"a save needs {size(copied)} of host memory per rank to copy the state, but only {size(usable)} are "
+            "available; use optim=adamw8bit, or more nodes with parallel=fsdp"
         )
     key = "parallel.offload" if config.parallel.offload else "optim.offload"
-    copy = f" and {size(copied)} for the copy that a save writes" if copied > 0 else ""
+    copy = f" and {size(copied)} to copy the state in a save" if copied > 0 else ""
     smaller = "checkpoint.mode=sync, " if config.checkpoint.mode == "async" else ""
     raise UserError(
-        f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
-        f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
+        f"{key}=true needs {size(needed)} of host memory per rank{copy}, but only {size(usable)} are available; use "
+        f"{smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
     )

@@ -47,7 +47,7 @@ def remember_allocations(config: RunConfig, device: torch.device, console: Conso
         record_history()
     elif config.profile.memory and config.profile.steps is None:
         console.say(
-            "WARNING    profile.memory=true alone keeps nothing on a CPU, whose allocator has no history; add "
+            "WARNING    profile.memory=true alone records nothing on CPUs, whose allocator has no history; add "
             "'profile.steps=[FIRST,LAST]' for a trace with the allocations of these steps"
         )
 
@@ -193,7 +193,7 @@ class StepProfiler:
             self._console.say(line)
         self._console.say(
             f"           {self._folder}: {trace.name} ({size(trace.stat().st_size)}; opens in ui.perfetto.dev), "
-            f"{name}.txt{', one pair a rank' if self._session.world_size > 1 else ''}"
+            f"{name}.txt{', one pair per rank' if self._session.world_size > 1 else ''}"
         )
         if self._with_memory and on_device:
             snapshot = self._folder / f"memory-step-{last}-rank-{rank}.json.gz"

@@ -125,8 +125,8 @@ class RunLog:
         if metric not in {"loss", *metrics} and trainer.evaluates_every and not trainer.evaluate:
             known = ", ".join(["loss", *metrics])
             self._console.say(
-                f"WARNING    checkpoint.best_metric={metric} is not a metric of training, which has {known}; if "
-                "evaluations have none of that name either, the first one ends the run"
+                f"WARNING    checkpoint.best_metric={metric} is not a training metric ({known}); if it is not an "
+                "evaluation metric either, the first evaluation ends the run"
             )
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:
@@ -140,8 +140,8 @@ class RunLog:
     def slow(self, rank: int, host: str, share: float) -> None:
         """Report a rank whose device is slower than the others and delays all ranks."""
         self._console.say(
-            f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
-            "there, and all wait for it. Is its device hot, or shared?"
+            f"WARNING    rank {rank} on {host} is slow: the same computation takes {share:.2f}x the median of all "
+            "ranks, and all ranks wait for it. Its device may be hot, or shared"
         )
 
     def rolled_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
@@ -153,7 +153,7 @@ class RunLog:
             "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
         )
         self._console.say(
-            f"WARNING    {reason}. Returned to {start.checkpoint}; the {left_out} samples since are left out"
+            f"WARNING    {reason}. Rolled back to {start.checkpoint}; the {left_out} samples since then are skipped"
         )
 
     def running(self, step: int) -> None:
@@ -186,8 +186,8 @@ class RunLog:
         """Report an evaluation on the dataset ``name`` that has no loss, because there were no targets."""
         self._record("eval", step=step, set=name, loss=None, tokens=0)
         self._console.say(
-            f"WARNING    the evaluation on {name} found nothing to predict in its sequences, so it has no loss; "
-            "give it more documents, longer sequences (data.sequence_length), or more of them "
+            f"WARNING    the evaluation on {name} has no loss, as its sequences have nothing to predict; use more "
+            "documents, longer sequences (data.sequence_length) or more sequences "
             f"(trainer.eval_batches={self._config.trainer.eval_batches})"
         )
 
@@ -212,8 +212,8 @@ class RunLog:
     def interrupted(self, step: int, saved_step: int) -> None:
         """Report that an error ended the run at ``step``, and that the newest checkpoint is at ``saved_step``."""
         self._console.say(
-            f"ended      at step {step}; the newest checkpoint is that of step {saved_step}; run the "
-            "same command to resume from there"
+            f"ended      at step {step}; the newest checkpoint is from step {saved_step}; run the same command to "
+            "resume from it"
         )
 
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> None:
@@ -259,8 +259,9 @@ class RunLog:
         self._console.say(f"next       {self._next(step, request)}")
         if is_finished and counts.skipped >= MANY_SKIPPED * step:
             self._console.say(
-                f"WARNING    {counts.skipped:,} of {step:,} steps ({counts.skipped / step:.0%}) were skipped and "
-                "trained nothing: the lines with SKIPPED say why, and name the samples of those that were not finite"
+                f"WARNING    {counts.skipped:,} of {step:,} steps ({counts.skipped / step:.0%}) were skipped and did "
+                "not change the weights; the lines with SKIPPED give the reasons, and the samples of steps that were "
+                "not finite"
             )
         if self._folder is not None:  # before on_end, during which the process may be killed
             self._folder.status(state, step=step, reason=reason, exit_code=code)
@@ -279,7 +280,9 @@ class RunLog:
         if step < config.trainer.steps and request is not None:
             return f"{same} to resume ({step} of {config.trainer.steps} steps done)"
         if step < config.trainer.steps:
-            return f"{same} without trainer.stop_at, or with a higher one, to resume; up to step {config.trainer.steps}"
+            return (
+                f"{same} without trainer.stop_at, or with a higher value, to resume; up to step {config.trainer.steps}"
+            )
         return self._task.next_command(self._session.command())
 
     def _record(self, event: str, **values: Any) -> None:

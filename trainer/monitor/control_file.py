@@ -75,7 +75,7 @@ class Control:
             path.unlink()  # last, so that a missing file shows the user that the command takes effect
             self._seen = None
         except OSError as error:
-            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request is followed once")
+            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request takes effect only once")
 
 
 def _word_in(path: Path) -> str | None:

@@ -154,9 +154,9 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
     if hung := _hung(beats):
         culprits, others = _beside(hung, beats)
         whose = "its GPU has" if len(hung) == 1 else "their GPUs have"
-        return culprits, f"{others}, which {whose} not begun: a kernel before it hangs"
+        return culprits, f"{others}, which {whose} not started: an earlier kernel hangs"
     if is_any_pending:
-        return beats, f"all {_waiting(beats).removeprefix('the others ')}: none is missing, so look at the network"
+        return beats, f"all {_waiting(beats).removeprefix('the others ')}: no rank is missing, so check the network"
     return None
 
 
@@ -177,7 +177,7 @@ def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
         return None
     culprits = _ends_of_chains(waiting, beats)
     if not culprits:
-        return waiting, "each awaits a message of another: look at the network"
+        return waiting, "each waits for a message from another: check the network"
     return _beside(culprits, beats)
 
 
@@ -222,7 +222,7 @@ def _waiting(beats: list[Beat]) -> str:
     kinds = Counter(
         next((f"wait in {operation}" for *_, operation, done in beat.collectives if not done), None)
         or (f"wait for {beat.waits_for}" if beat.waits_for else None)
-        or ("await messages of the pipeline" if beat.peers else f"are in {beat.phase}")
+        or ("wait for messages of the pipeline" if beat.peers else f"are in {beat.phase}")
         for beat in beats
     )
     steps = Counter(beat.step for beat in beats)

@@ -124,7 +124,7 @@ def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, An
     is_callback, key = moment.phase.startswith(CALLBACK), (moment.phase, moment.step)
     what = f"{moment.phase}, step {moment.step}" if is_callback else _WORDS[moment.phase].format(step=moment.step)
     if moment.is_first:
-        more = ", the first of this start, which takes longer than others" if moment.phase == TRAIN else ""
+        more = ", the first step of this start, which takes longer" if moment.phase == TRAIN else ""
         return Doing(what + more, key)
     return Doing(what, key, _line(moment.step, steps, last) if moment.phase in (DATA, TRAIN, LOG) else "")
 

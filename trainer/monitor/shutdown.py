@@ -180,8 +180,8 @@ class Shutdown:
     def _leave_lost_folder(self) -> None:
         if self._control is not None and self._control.has_lost_folder:
             raise TrainingStopped(
-                f"the run folder {self._config.run.dir} was removed, renamed or replaced during training; what was "
-                "not saved before is lost"
+                f"the run folder {self._config.run.dir} was removed, renamed or replaced during training; the progress "
+                "since the last checkpoint is lost"
             )
 
     def count(self, votes: Tensor) -> None:

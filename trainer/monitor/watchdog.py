@@ -84,7 +84,7 @@ class Watchdog:
             except Exception as error:  # a failure of the watchdog must not end the run
                 if type(error) not in self._failed_by:
                     self._failed_by.add(type(error))
-                    self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
+                    self._console.say(f"WARNING    the watchdog of rank {self._session.rank} failed: {error!r}")
                     self._console.log(traceback.format_exc())
             is_closing = self._closing.wait(self._interval)
         if self._store is not None:
@@ -147,7 +147,7 @@ class _Judge:
         stands = min(beat.stands_seconds for beat in beats)
         if stands < _WARN_AT * self._timeout_seconds:
             if self._warned is not None:
-                self._say(f"resumed    after standing still for {seconds_text(self._warned.stands_seconds)}")
+                self._say(f"resumed    after {seconds_text(self._warned.stands_seconds)} without progress")
                 self._warned = None
             return None
         verdict = diagnose(beats)
@@ -155,7 +155,7 @@ class _Judge:
         if limit is None or stands < verdict.warn_seconds:
             return None
         if self._warned is None:
-            ends = f"The run ends, resumably, when it has stood still for {seconds_text(limit)}"
+            ends = f"The run ends, and can be resumed, after {seconds_text(limit)} without progress"
             self._say(f"WARNING    no progress: {verdict}. {ends}")
             self._say("\n".join(details(verdict.culprits)))
         self._warned = verdict
@@ -181,7 +181,7 @@ class _Judge:
             is_starved = beat.phase == DATA and beat.age_seconds > threshold and not beat.silent_seconds
             if is_starved and beat.rank not in self._starved:
                 self._starved.add(beat.rank)
-                self._say(f"WARNING    {beat.where()} waits for data. Is its disk slow, or data.workers too small?")
+                self._say(f"WARNING    {beat.where()} waits for data. Its disk may be slow, or data.workers too small")
 
 
 def _key(rank: int) -> str:

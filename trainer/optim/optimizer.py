@@ -92,8 +92,8 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
     """
     if section.offload and not can_offload(section):
         raise UserError(
-            f"optim.offload=true updates one parameter after the other, and with optim={section.name} ranks exchange "
-            "something of all of them at once; use optim.offload=false, or optim=adamw8bit optim.offload=true"
+            f"optim.offload=true updates one parameter at a time, but optim={section.name} needs all parameters at "
+            "once; use optim.offload=false, or optim=adamw8bit optim.offload=true"
         )
     # Imported here, so that importing this module does not change the order in which optimizers are registered.
     from serried.trainer.optim.algorithms.quantized_adamw_config import QuantizedAdamSection
@@ -104,15 +104,15 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
         check_columns(section.name, [specs[name] for name in trained], layout)
     if takes(section, "rounding") and not plan.units:
         raise UserError(
-            f"optim={section.name} holds weights in bf16, and {type(model).__name__} may compute in other types: its "
-            "parallel_plan() names no units; use optim=adamw"
+            f"optim={section.name} stores weights in bf16, but {type(model).__name__} may compute in other dtypes, as "
+            "its parallel_plan() has no units; use optim=adamw"
         )
     if not takes(section, "matrices"):
         return ""
     names = matrix_names({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
     if not names:
         raise UserError(
-            f"optim={section.name} is for the matrices of repeated blocks, and the model has none; return "
+            f"optim={section.name} updates the matrices of repeated blocks, but the model has none; return "
             "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
         )
     inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))

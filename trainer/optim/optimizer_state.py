@@ -41,7 +41,7 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
         if value.ndim and key not in _whole_state(optimizer) and not _is_sharded_like(parameter, value):
             raise UserError(
                 f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a sharded parameter of shape "
-                f"{list(parameter.shape)}, from which no other layout could resume; use parallel=ddp, or another optim"
+                f"{list(parameter.shape)}, so no other layout could resume from it; use parallel=ddp, or another optim"
             )
     return tensors
 
@@ -116,8 +116,8 @@ def plain_state(
                 states.setdefault(name, {})[key] = value
                 if not _is_plain(value):
                     raise UserError(
-                        f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key} of {name}), and a "
-                        "checkpoint holds tensors, numbers and text; use another optim"
+                        f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key} of {name}), but checkpoints "
+                        "can store only tensors, numbers and text; use another optim"
                     )
     groups = {
         name: {key: value for key, value in values.items() if value != configured[name].get(key)}

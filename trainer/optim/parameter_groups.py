@@ -30,7 +30,7 @@ def freeze(model: nn.Module, section: OptimSection) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         groups = " and ".join(f"optim.groups.{name}.frozen=true" for name in section.groups) or "requires_grad=False"
-        raise UserError(f"{groups} leaves no parameter to train; freeze fewer")
+        raise UserError(f"{groups} leaves no parameter to train; freeze fewer parameters")
 
 
 def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection) -> list[dict[str, Any]]:
@@ -83,8 +83,9 @@ def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, Param
             first = group_of[matched[0]]
             raise UserError(
                 f"optim.groups.{group}.parameters={section.parameters} matches only parameters of earlier groups, and "
-                f"a parameter belongs to the first group that matches (optim.groups.{first}.parameters="
-                f"{groups[first].parameters}); put optim.groups.{group} before it"
+                "a parameter belongs to the first group that matches "
+                f"(optim.groups.{first}.parameters={groups[first].parameters}); put optim.groups.{group} before "
+                f"optim.groups.{first}"
             )
         if not matched or not (section.frozen or any(is_trained[name] for name in matched)):
             names = list(is_trained) if section.frozen else trained
@@ -93,6 +94,6 @@ def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, Param
             kind = "parameters that are trained" if matched else "parameters"
             raise UserError(
                 f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} {kind}; "
-                f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters="
+                f"similar names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters="
                 f"{guess or ''.join(near[0].rpartition('.')[:2]) + '*'}'"
             )

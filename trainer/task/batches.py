@@ -25,7 +25,7 @@ def default_batch(samples: Sequence[Any], task_name: str) -> Any:
 def no_batch(reason: str, task_name: str) -> UserError:
     """Return the error for a task whose samples cannot be collated."""
     return UserError(
-        f"samples make no batch: {reason}; return samples with the same keys and shapes, or define "
+        f"samples cannot be collated into a batch: {reason}; return samples with the same keys and shapes, or define "
         f"{task_name}.collate(samples)"
     )
 
@@ -63,7 +63,7 @@ def difference(values: Sequence[Any], ids: Sequence[int], where: str = "sample")
     forms = [_form(value) for value in values]
     for form, sample_id in zip(forms, ids, strict=True):
         if form != forms[0]:
-            return f"{where} is {forms[0]} in dataset[{ids[0]}], {form} in dataset[{sample_id}]"
+            return f"{where} is {forms[0]} in dataset[{ids[0]}], but {form} in dataset[{sample_id}]"
     parts: dict[str, list[Any]] = {}
     if isinstance(values[0], Mapping):
         for key in dict.fromkeys(key for value in values for key in value):

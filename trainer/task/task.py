@@ -117,8 +117,8 @@ class Task:
         del batch
         defined = type(self).loss is not Task.loss
         raise UserError(
-            f"{type(self).__name__} defines loss() alone, so a pipeline cannot run it; define inputs(batch) and "
-            "terms(output, batch) in its place, or use parallel.pipeline=1"
+            f"{type(self).__name__} defines only loss(), but a pipeline needs inputs(batch) and terms(output, batch); "
+            "define these instead, or use parallel.pipeline=1"
             if defined
             else f"{type(self).__name__} must define loss(model, batch)"
         )
@@ -126,7 +126,7 @@ class Task:
     def terms(self, output: Any, batch: Any) -> LossTerms:
         """Return the loss for ``output``, the model's output for ``inputs(batch)``. Same format as in ``loss``."""
         del output, batch
-        raise UserError(f"{type(self).__name__} must define terms(output, batch) beside inputs(batch)")
+        raise UserError(f"{type(self).__name__} must define terms(output, batch) in addition to inputs(batch)")
 
     # data ------------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Task:
         ``part(tensor, dim)``."""
         del batch, part
         raise UserError(
-            f"{type(self).__name__} does not say which tensors of a batch contain the sequence; define "
+            f"{type(self).__name__} does not define which tensors of a batch contain the sequence; define "
             "slice_sequence(batch, part), or use parallel.context=1"
         )
 
@@ -188,8 +188,8 @@ class Task:
         None initializes the parameter to ones.
         """
         raise UserError(
-            f"{type(self).__name__}.build_model() returns a model on the meta device, so its values must be chosen: "
-            f"define initial_std(name), or build it on the CPU (parameter {name})"
+            f"{type(self).__name__}.build_model() returns a model on the meta device without initial values; define "
+            f"initial_std(name), or build the model on the CPU (parameter {name})"
         )
 
     def flops_per_sample(self, parameters: int) -> float | None:

@@ -153,7 +153,7 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
     """Raise ``UserError`` if a label is neither a string nor an integer, or is not one of the ``named`` classes."""
     for value in set(values):
         if not isinstance(value, str | int) or (named and value not in range(len(named))):
-            raise UserError(f"{where} has the label {value}, which is not a class; remove such rows")
+            raise UserError(f"{where} has the unknown label {value}; remove such rows")
 
 
 def check_columns(columns: Mapping[str, str], names: Sequence[str], where: str) -> None:

@@ -165,7 +165,7 @@ class Column:
             )
         if not self.has_template:
             raise UserError(
-                f"{where} has no columns 'prompt' and 'completion', which data.chat_template=none needs; {there}; set "
+                f"{where} has no columns 'prompt' and 'completion' for data.chat_template=none; {there}; set "
                 "data.columns.prompt=NAME data.columns.completion=NAME, or remove data.chat_template"
             )
         use = f"use {self.key}={names[0] if names else 'NAME'}"

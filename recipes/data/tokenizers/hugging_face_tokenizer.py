@@ -194,8 +194,8 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
     usual = next((token for token in _USUAL_ENDS if token in ids), None)
     if usual is None:
         raise ValueError(
-            "the token that ends a document is not known: add a tokenizer_config.json with an eos_token next to "
-            f"tokenizer.json, which has none of {', '.join(_USUAL_ENDS)}"
+            "the token that ends a document is unknown: add a tokenizer_config.json with an eos_token next to "
+            f"tokenizer.json (it has none of {', '.join(_USUAL_ENDS)})"
         )
     return usual
 

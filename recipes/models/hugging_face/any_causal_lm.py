@@ -92,8 +92,8 @@ class HuggingFaceModel(LossFamily):
             is_masked = architecture_of(found).endswith("ForMaskedLM")
             instead = f"task=masked_lm task.model={path}" if is_masked else f"a folder with a {type(model).__name__}"
             raise UserError(
-                f"model.path={path} has a {architecture_of(found)}, but model=hf would train a {type(model).__name__}, "
-                f"whose weights or attention differ; use {instead}"
+                f"model.path={path} has a {architecture_of(found)}, but model=hf would train a {type(model).__name__} "
+                f"with different weights or attention; use {instead}"
             )
         head = model.get_output_embeddings()
         is_tied = head is not None and head.weight is model.get_input_embeddings().weight

@@ -47,8 +47,8 @@ def build_classifier(
     kind = found.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise UserError(
-            f"task.model={section.model} has model_type {kind}, which transformers {transformers.__version__} does not "
-            "support; use another model"
+            f"task.model={section.model} has model_type {kind}, but transformers {transformers.__version__} does not "
+            "support it; use another model"
         )
     if found.get(QUANTIZED):
         raise UserError(

@@ -47,8 +47,8 @@ def _check_width(model: Any, instead: str) -> None:
     width = getattr(model, "attention_head_dim", model.dim // model.heads)
     if width < _LEAST_WIDTH:
         raise UserError(
-            f"head dim {width} (model.dim={model.dim}, model.heads={model.heads}) is too small for {FLEX}, which this "
-            f"run needs on GPUs and which supports {_LEAST_WIDTH} or more; use fewer model.heads, or {instead}"
+            f"head dim {width} (model.dim={model.dim}, model.heads={model.heads}) is too small for {FLEX} "
+            f"({_LEAST_WIDTH} or more), and this run needs it on GPUs; use fewer model.heads, or {instead}"
         )
 
 

@@ -139,7 +139,7 @@ MISTAKES = [
         "Hugging Face model",
         stage="run",
     ),
-    _mistake("must resume", "checkpoint.resume=must", "holds no checkpoint", "=auto", stage="run"),
+    _mistake("must resume", "checkpoint.resume=must", "has no checkpoint", "=auto", stage="run"),
     _mistake("capital never", "checkpoint.resume=Never", "checkpoint.resume=never"),
     _mistake("best of nothing", "checkpoint.keep_best=true|trainer.eval_every=0", "trainer.eval_every="),
     _mistake("keep none", "checkpoint.keep=0", "checkpoint.keep", "1"),

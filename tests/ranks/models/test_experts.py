@@ -111,17 +111,21 @@ def test_a_checkpoint_of_divided_experts_is_read_on_other_ranks_and_by_transform
         (
             4,
             ["parallel.expert=8"],
-            "parallel.expert=8 does not divide 4 = shard 4 x context 1 x tensor 1; experts use these ranks, and "
-            "the degree is not a factor of the processes; use parallel.expert=2 or parallel.expert=4",
+            "parallel.expert=8 does not divide the number of ranks that share experts, 4 = shard 4 x context 1 x "
+            "tensor 1; use parallel.expert=2 or parallel.expert=4",
         ),
         (4, ["model=tiny", "parallel.expert=2"], "the model has no experts; use parallel.expert=1"),
-        (2, ["parallel=ddp", "parallel.expert=2"], "parallel.expert=2 with parallel=ddp; use parallel=fsdp"),
+        (
+            2,
+            ["parallel=ddp", "parallel.expert=2"],
+            "parallel.expert=2 is not supported with parallel=ddp; use parallel=fsdp",
+        ),
         (2, ["parallel.tensor=2", "parallel.sequence=false"], "use parallel.sequence=true"),
         (
             12,
             ["parallel.expert=2"],
-            "parallel.expert=2 leaves 4 experts on 6 ranks that shard them, and 6 divides neither them nor "
-            "model.dim=128; use parallel.expert=1",
+            "parallel.expert=2 leaves 4 experts sharded over 6 ranks, but 6 divides neither the number of these "
+            "experts nor model.dim=128; use parallel.expert=1",
         ),
     ],
 )

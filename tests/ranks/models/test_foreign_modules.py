@@ -294,8 +294,8 @@ def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
     ("part", "more", "told"),
     [
         (lambda: nn.LazyLinear(2), "", "parameter 0.weight has no shape yet: give the lazy module its sizes"),
-        (lambda: nn.Linear(2, 2).to(torch.complex64), "", "parameter 0.weight is complex64, and complex parameters"),
-        (lambda: nn.Embedding(3, 2, sparse=True), "", "0 has sparse gradients: they cannot be summed over ranks"),
+        (lambda: nn.Linear(2, 2).to(torch.complex64), "", "parameter 0.weight is complex64, but complex parameters"),
+        (lambda: nn.Embedding(3, 2, sparse=True), "", "0 has sparse gradients, but these cannot be summed over ranks"),
         (lambda: nn.ReLU(), "", "the model, a Sequential, has no parameters to train"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "parallel=fsdp", "parallel=fsdp cannot shard 0, a torch.jit"),
     ],

@@ -99,7 +99,7 @@ def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
     ],
 )
 def test_no_blocks_or_blocks_without_matrices_are_one_line(model: nn.Module) -> None:
-    expected = "optim=muon is for the matrices of repeated blocks, and the model has none; return ParallelPlan"
+    expected = "optim=muon updates the matrices of repeated blocks, but the model has none; return ParallelPlan"
     with pytest.raises(UserError, match=expected):
         check_optimizer(compose(["optim=muon"]).optim, model, ParallelPlan(), Layout("single"))
 

@@ -222,16 +222,16 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_refused(
     optim: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([f"optim={optim}", OFFLOAD, "dry_run=true"]) == 78
-    assert f"one parameter after the other, and with optim={optim}" in capsys.readouterr().err
+    assert f"one parameter at a time, but optim={optim} needs all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["parallel=ddp", "launch.processes=2"], "with parallel=ddp: FSDP2 offloads what it shards"),
-        (["launch.processes=1"], "with one process: FSDP2 offloads what it shards; use parallel=fsdp on more"),
-        (["parallel=fsdp", "launch.processes=2", OFFLOAD], "with optim.offload=true: the optimizer's state is in host"),
-        (["parallel=fsdp", "launch.processes=2", "optim=muon"], "with optim=muon ranks exchange something"),
+        (["parallel=ddp", "launch.processes=2"], "with parallel=ddp: FSDP2 offloads only sharded parameters"),
+        (["launch.processes=1"], "with one process: FSDP2 offloads only sharded parameters; use parallel=fsdp on more"),
+        (["parallel=fsdp", "launch.processes=2", OFFLOAD], "with optim.offload=true: parallel.offload already keeps"),
+        (["parallel=fsdp", "launch.processes=2", "optim=muon"], "but optim=muon exchanges data of all parameters"),
     ],
 )
 def test_parameters_that_cannot_be_offloaded_are_refused(
@@ -255,7 +255,7 @@ def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
         config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
     task = task_for_run(Scaled())
     task.configure(config)
-    with pytest.raises(UserError, match="cannot shard scale: it has no dims"):
+    with pytest.raises(UserError, match="cannot shard scale because it has no dims"):
         dry_run(config, task, resolve_layout(config.parallel, 2), 1)
 
 
@@ -285,9 +285,7 @@ def session_with_a_gibibyte(device: str) -> Any:
 def test_a_copy_that_a_gpu_cannot_pin_in_host_memory_is_refused_when_nothing_is_offloaded(mode: str) -> None:
     config = compose([f"checkpoint.mode={mode}"])
     check_host_memory(config, 0, 2**30, session_with_a_gibibyte("cuda"))
-    told = (
-        r"a save needs 1\.1GiB of host memory for the copy of each rank, and 1\.0GiB are available; use optim=adamw8bit"
-    )
+    told = r"a save needs 1\.1GiB of host memory per rank to copy the state, but only 1\.0GiB are available; use optim="
     with pytest.raises(UserError, match=told):
         check_host_memory(config, 0, 11 * 2**30 // 10, session_with_a_gibibyte("cuda"))
     check_host_memory(config, 0, 11 * 2**30 // 10, session_with_a_gibibyte("cpu"))
@@ -297,10 +295,10 @@ def test_too_little_host_memory_is_one_line() -> None:
     session = session_with_a_gibibyte("cpu")
     beside, waiting = (compose(["optim.offload=true", f"checkpoint.mode={mode}"]) for mode in ("async", "sync"))
     check_host_memory(waiting, 2**20, 0, session)
-    with pytest.raises(UserError, match=r"1.1GiB of host memory for each rank, and 1.0GiB are available; use optim="):
+    with pytest.raises(UserError, match=r"1.1GiB of host memory per rank, but only 1.0GiB are available; use optim="):
         check_host_memory(waiting, 11 * 2**30 // 10, 0, session)
     check_host_memory(beside, 2**29, 2**29, session)
-    copy = r"optim.offload=true needs 512.0MiB .* and 768.0MiB for the copy that a save writes, .*; use {}optim="
+    copy = r"optim.offload=true needs 512.0MiB .* and 768.0MiB to copy the state in a save, .*; use {}optim="
     for config, sync in ((beside, "checkpoint.mode=sync, "), (waiting, "")):
         with pytest.raises(UserError, match=copy.format(sync)):
             check_host_memory(config, 2**29, 2**29 + 2**28, session)
@@ -344,7 +342,7 @@ def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
     mode: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)
-    with pytest.raises(UserError, match=f"cannot hold a copy of its .*; use {advice} with parallel=fsdp$"):
+    with pytest.raises(UserError, match=f"cannot copy its .* to host memory: .*; use {advice} with parallel=fsdp$"):
         saver_for_a_gpu(tmp_path, "meta", f"checkpoint.mode={mode}", "optim=rmsprop")
 
 

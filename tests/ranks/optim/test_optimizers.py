@@ -351,13 +351,13 @@ def test_frozen_group_is_not_trained_and_has_no_state() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"slow": {"parameters": "decodr.weight"}}, "matches none of the 5 parameters; near names: decoder.weight"),
+        ({"slow": {"parameters": "decodr.weight"}}, "matches none of the 5 parameters; similar names: decoder.weight"),
         ({"slow": {"parameters": "*codr.weihgt"}}, r"e.g. 'optim.groups.slow.parameters=\*oder.weight'"),
         ({"slow": {"parameters": "12345.*"}}, r"e.g. 'optim.groups.slow.parameters=[\w.]*\w\.\*'"),
         ({"all": {"parameters": "*", "frozen": True}}, "optim.groups.all.frozen=true leaves no parameter to train"),
         (
             {"all": {"parameters": "decoder.*"}, "slow": {"parameters": "decoder.weight"}},
-            "matches only parameters of earlier groups, .*; put optim.groups.slow before it",
+            "matches only parameters of earlier groups, .*; put optim.groups.slow before optim.groups",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_layouts_have_the_loss_of_one_process(
             "launch.processes=2 parallel=fsdp parallel.tensor=2",
             "with parallel.tensor=2, which would shard weights that share a scale; use parallel.tensor=1, or",
         ),
-        ("model.dim=48", "would be that of 0 of 7 linear layers of the blocks (not layers.0.self_attn.q_proj"),
+        ("model.dim=48", "applies to 0 of 7 linear layers of the blocks (not layers.0.self_attn.q_proj"),
     ],
 )
 def test_settings_that_cannot_be_quantized_are_refused_in_one_line(

@@ -269,8 +269,12 @@ def test_rows_that_adapters_leave_untrained_are_warned_about_and_merged_at_their
 @pytest.mark.parametrize(
     ("model", "value", "message"),
     [
-        ("tied", "[embed_tokens,lm_head]", "the weight of lm_head is that of embed_tokens, which is trained for both"),
-        ("untied", "[embed_token]", "matches no module that can be trained in full; near names: embed_tokens"),
+        (
+            "tied",
+            "[embed_tokens,lm_head]",
+            "lm_head and embed_tokens share a weight, and training embed_tokens covers both",
+        ),
+        ("untied", "[embed_token]", "matches no module that can be trained in full; similar names: embed_tokens"),
     ],
 )
 def test_modules_that_cannot_be_saved_are_refused(

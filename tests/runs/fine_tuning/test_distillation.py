@@ -115,7 +115,7 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
             code=code,
         )
     train(distill(models, tmp_path / "fsdp", f"task.teacher={models / 'student'}"), 78)
-    assert "has other content; put that one back" in capsys.readouterr().err
+    assert "has different content; restore the original" in capsys.readouterr().err
     moved = shutil.copytree(models / "teacher", tmp_path / "moved")
     train(distill(models, tmp_path / "fsdp", f"task.teacher={moved}"))  # resumed on one process
     for name in ("fsdp", "tensor"):
@@ -152,7 +152,10 @@ def test_a_student_of_adapters_learns_in_bf16(models: Path, tmp_path: Path, caps
             ["parallel=fsdp", "parallel.tensor=4", "launch.processes=4", "model.path={}/wide"],
             "parallel.tensor=4 does not divide kv_heads=2 of task.teacher={}/teacher; use parallel.tensor=2",
         ),
-        (["optim.groups.a.parameters=teacher.*"], "matches none of the 21 parameters that are trained; near names: "),
+        (
+            ["optim.groups.a.parameters=teacher.*"],
+            "matches none of the 21 parameters that are trained; similar names: ",
+        ),
         (
             ["optim.groups.a.parameters=*", "optim.groups.a.frozen=true"],
             "frozen=true is not supported with task.name=distillation",
@@ -186,7 +189,7 @@ def test_teacher_that_is_read_in_another_way_since_the_checkpoint_is_one_line(
     train(argv)
     warning = next(line for line in capsys.readouterr().out.splitlines() if "WARNING" in line)
     assert f"task.teacher={teacher} has changed since {folder}: sliding_window null -> 4096" in warning
-    assert warning.endswith('to keep what it had, set "sliding_window": null there')
+    assert warning.endswith('to keep the earlier values, set "sliding_window": null in config.json')
 
 
 def test_the_folder_found_by_one_process_of_a_node_is_kept_by_all(models: Path, tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ def test_stopped_run_resumes_on_other_ranks_and_bitwise_on_the_same(
     (tmp_path / "base").rename(tmp_path / "moved")
     ended = runs.run_here(argv("run", "base"))
     assert ended.code == 78
-    assert "does not exist; if it has moved: train.py ... model.path=FOLDER" in ended.printed.splitlines()[-1]
+    assert (
+        "does not exist; if the folder was moved, use train.py ... model.path=FOLDER" in ended.printed.splitlines()[-1]
+    )
     assert losses(cluster, 1, argv("run", "moved"), tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
     assert runs.run_here(argv("same", "moved", *one)).code == 0
     assert not runs.different_tensors(single[0], tmp_path / "same", "adapter_model", "optimizer")
@@ -230,8 +232,8 @@ def test_another_base_model_is_refused(models: Path, tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(tmp_path / "other")
     ended = runs.run_here(lora(models, tmp_path / "run", f"model.path={tmp_path / 'other'}"))
     assert ended.code == 78
-    assert "is not the base model that" in ended.printed.splitlines()[-1]
-    assert "model.safetensors has other content" in ended.printed.splitlines()[-1]
+    assert "is not the base model of" in ended.printed.splitlines()[-1]
+    assert "model.safetensors has different content" in ended.printed.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +375,7 @@ def test_initial_values_that_leave_the_base_model_alone_are_computed_as_by_peft(
         ),
         (
             {"target_modules": ["q_proj", "lm_head"]},
-            "has an adapter of lm_head, which cannot have one here; merge them",
+            "has an adapter for lm_head, which is not supported; merge",
         ),
     ],
 )
@@ -403,7 +405,7 @@ def meta_model(*words: str) -> Any:
     [
         (["adapter.modules=[*.mlp.*_prjo]"], "e.g. 'adapter.modules=...mlp.._proj.'"),
         (["adapter.modules=[q_prj]"], "matches none of the .* e.g. 'adapter.modules=.q_proj.'"),
-        (["model=moe_tiny", "adapter.modules=['*.gate_proj']"], "names the experts of a mixture"),
+        (["model=moe_tiny", "adapter.modules=['*.gate_proj']"], "matches stacked experts"),
     ],
 )
 def test_pattern_that_cannot_be_followed_is_refused(words: list[str], message: str) -> None:

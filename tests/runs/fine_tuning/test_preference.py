@@ -222,7 +222,7 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(
     resumed = [*argv, f"model.path={tmp_path / 'llama'}", f"run.dir={tmp_path / '2'}", "trainer.steps=2"]
     capsys.readouterr()
     train(resumed, 78)
-    assert "model.safetensors has other content; put that one back, or use run." in capsys.readouterr().err
+    assert "model.safetensors has different content; restore the original files, or use run." in capsys.readouterr().err
     train([*resumed, "checkpoint.allow_changes=[model.path]"])
 
 
@@ -249,7 +249,7 @@ def test_damaged_reference_is_reported_and_computed_again(
 
     damaged = bytearray(content)
     damaged[next(place for place in range(6, len(numbers), 8) if numbers[place : place + 2] != b"\xf8\x7f")] ^= 8
-    said = f"WARNING    {path} is damaged; the reference is computed again\n"
+    said = f"WARNING    {path} is damaged; the reference is recomputed\n"
     assert said in resumed("flipped", bytes(damaged))
     assert said in resumed("cut", content[:-9])
     assert said not in resumed("without-checksum", numbers)

@@ -198,7 +198,7 @@ def test_folder_without_usable_adapters_is_refused_with_what_it_is(
         ("rank_pattern", {"q_proj": "4"}, "has rank_pattern.q_proj 4: must be a number"),
         ("rank_pattern", [4], "has rank_pattern [4]: must be a mapping of names to numbers"),
         ("alpha_pattern", {"(": 4}, "has alpha_pattern (, which cannot be read"),
-        ("base_model_name_or_path", None, "names no base model"),
+        ("base_model_name_or_path", None, "does not name the base model"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | {key: value}))
         weights = made_by_peft["plain"] / "adapter_model.safetensors"
@@ -246,7 +246,7 @@ def test_checkpoint_of_adapters_that_is_damaged_or_of_another_base_is_refused(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert "is not the base model that" in runs.run_here(argv).error
+    assert "is not the base model of" in runs.run_here(argv).error
     adapters = runs.checkpoint(tmp_path / "run") / "adapter_model.safetensors"
     adapters.write_bytes(adapters.read_bytes()[:-4])
     assert "bytes instead of" in runs.run_here(argv).error

@@ -335,7 +335,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
             "have the same class, 'pos', but a classifier needs at least two; add samples",
         ),
         ([f"task.path={tmp_path / 'classes'}"], "has the class b, but the training data has only a, c"),
-        ([f"task.path={tmp_path / 'null'}"], "has the label None, which is not a class"),
+        ([f"task.path={tmp_path / 'null'}"], "has the unknown label None"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "task.sequence_length=64 exceeds the 32 tokens that task.model="),
         (

@@ -155,5 +155,5 @@ def test_a_parameter_without_a_gradient_on_ddps_layout_is_one_line() -> None:
 
 def test_a_model_that_may_compute_in_other_types_is_one_line() -> None:
     chosen = compose(["optim=adamw_bf16", "precision=bf16"]).optim
-    with pytest.raises(UserError, match=r"holds weights in bf16, and Linear may compute in other types.*optim=adamw"):
+    with pytest.raises(UserError, match=r"stores weights in bf16, but Linear may compute in other dtypes.*optim=adamw"):
         check_optimizer(chosen, nn.Linear(2, 2), ParallelPlan(), Layout("single"))

@@ -85,6 +85,8 @@ def test_a_step_after_one_of_fake_tensors_moves_the_weights() -> None:
 def test_tensor_ranks_that_divide_blocks_are_one_line() -> None:
     spec = ShardSpec("down.weight", (8, 48), (Slice(1, ("tensor",)),))
     layout = Layout("fsdp", tensor=2)
-    with pytest.raises(UserError, match=r"tensor=2 divides down.weight into parts of 24 columns.*blocks of 16; use"):
+    with pytest.raises(
+        UserError, match=r"tensor=2 divides down.weight into shards of 24 columns.*a multiple of 16; use"
+    ):
         check_columns("adamw8bit", [spec], layout)
     check_columns("adamw8bit", [replace(spec, shape=(8, 64)), replace(spec, shape=(8, 40))], layout)

@@ -140,7 +140,7 @@ def test_an_average_that_is_not_in_the_checkpoint_is_refused(
     assert run_here([*argv, f"trainer.ema_decay={first}", "trainer.stop_at=2"]).code == 75
     assert main([*argv, f"trainer.ema_decay={then}"]) == 78
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    expected = "no average of the weights; use trainer.ema_decay=0" if first == "0" else "add the trainer.ema_decay it"
+    expected = "no averaged weights; use trainer.ema_decay=0" if first == "0" else "use the trainer.ema_decay that it"
     assert expected in line
 
 

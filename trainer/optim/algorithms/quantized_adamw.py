@@ -105,8 +105,8 @@ def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> Non
         odd = [count for count in columns if (count % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
         if odd:
             raise UserError(
-                f"parallel.tensor={layout.tensor} divides {spec.name} into parts of {odd[0]} columns, and "
-                f"optim={optim} holds blocks of {_BLOCK}; use parallel.tensor=1 or optim=adamw"
+                f"parallel.tensor={layout.tensor} divides {spec.name} into shards of {odd[0]} columns, but "
+                f"optim={optim} needs a multiple of {_BLOCK}; use parallel.tensor=1 or optim=adamw"
             )
 
 

@@ -26,7 +26,7 @@ class SGDSection(OptimSection):
     def _nesterov_fits(self) -> "SGDSection":
         if self.nesterov and (self.dampening or not self.momentum):
             raise ValueError(
-                f"optim.nesterov=true needs momentum and no dampening, and optim.momentum={self.momentum:g} "
+                f"optim.nesterov=true needs momentum and no dampening, but optim.momentum={self.momentum:g} "
                 f"optim.dampening={self.dampening:g}; use optim.momentum=0.9 optim.dampening=0"
             )
         return self

@@ -16,10 +16,13 @@ from serried.runtime.signals import end_with_sweep
 _RUNS_DESCRIBED = 20
 
 
-def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], object]) -> int | None:
+def start_elsewhere(
+    argv: Sequence[str], config: RunConfig, load: Callable[[], object], stop_seconds: Callable[[], float | None]
+) -> int | None:
     """Start the run with the launcher ``launch`` and return the exit code; None if this process must train.
 
-    ``load`` imports training's modules once for all ranks that are forked from this process.
+    ``load`` imports training's modules once for all ranks that are forked from this process. ``stop_seconds`` returns
+    the planned time from a request to stop until the run is saved on a cluster; None if unknown.
 
     Raises ``UserError`` if the launcher cannot be used here, or a library that the run needs is not installed.
     """
@@ -34,6 +37,10 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], o
         from serried.launch.local.launcher import run_local
 
         return run_local(config, argv, load)
+    if config.launch.name == "kubernetes":
+        from serried.launch.kubernetes.submit import submit as create
+
+        return create(argv, config, stop_seconds)
     from serried.launch.slurm.batch_script import submit
 
     return submit({tuple(argv): config})
@@ -45,12 +52,19 @@ def _refuse_idle_dry_run(config: RunConfig) -> None:
             "slurm.dry_run=true prints the script that launch=slurm would submit, but this is "
             f"launch={config.launch.name}; use launch=slurm, or dry_run=true to print the plan of the run"
         )
+    if config.kubernetes.dry_run and config.launch.name != "kubernetes":
+        raise UserError(
+            "kubernetes.dry_run=true prints the YAML that launch=kubernetes would create, but this is "
+            f"launch={config.launch.name}; use launch=kubernetes, or dry_run=true to print the plan of the run"
+        )
 
 
 def _check_libraries(config: RunConfig) -> None:
     # Checked before anything starts: otherwise each process would import torch first and then fail in the same way.
     check_trackers(config.track)
-    has_others_there = config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
+    has_others_there = config.launch.name == "kubernetes" or (
+        config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
+    )
     if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
         check_data_libraries(config.data)
 
@@ -64,6 +78,11 @@ def planned_sweep(argv: Sequence[str]) -> Sweep:
             f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
     sweep = read_sweep(argv)
+    if sweep.points[0].config.launch.name == "kubernetes":
+        raise UserError(
+            "-m cannot be used with launch=kubernetes, which creates one run; run the command once for each value, "
+            "with another run.name"
+        )
     is_submitted = sweep.points[0].config.launch.name == "slurm"
     if is_submitted and sweep.search is not None:
         raise UserError(

@@ -81,6 +81,17 @@ def with_time_to_stop(config: RunConfig, sweep: Sweep | None) -> tuple[RunConfig
     return config.model_copy(update=changed), sweep
 
 
+def grace_seconds(config: RunConfig) -> float | None:
+    """Return the planned seconds from a request to stop until a run on Kubernetes is saved; None if unknown."""
+    with suppress(Exception), importing():  # this machine may lack requirements of a plan
+        from serried.planner.overview import planned_stop_seconds
+
+        return planned_stop_seconds(
+            *_step(config)[:4], node_bytes_per_second=config.kubernetes.bandwidth_bytes_per_second
+        )
+    return None
+
+
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     """Return the shapes of the matrix products in a step of ``config``, sorted by FLOPs, largest first."""
     from serried.planner.trace.traced_step import CannotTrace, products_of, trace_step

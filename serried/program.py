@@ -19,7 +19,7 @@ from serried.configs.schema.run_config import config_yaml
 from serried.configs.schema.sections import RunConfig
 from serried.configs.unused_keys import Run
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from serried.planning import plan_text, planned_layout, with_time_to_stop
+from serried.planning import grace_seconds, plan_text, planned_layout, with_time_to_stop
 from serried.records.report import write_report
 from serried.runtime.exit import leave, note_idle, note_repeated, report_mistake
 from serried.runtime.import_signals import LAUNCHER, importing, is_program
@@ -91,7 +91,11 @@ def _do(action: Action, overrides: list[str]) -> int | RunConfig:
             config, sweep = with_time_to_stop(config, sweep)
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
-        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
+        code = (
+            start_sweep(sweep, write_report)
+            if sweep
+            else start_elsewhere(overrides, config, partial(_load, config), partial(grace_seconds, config))
+        )
     except UserError as error:
         return report_mistake(error)
     return config if code is None else code
@@ -111,7 +115,7 @@ def note_unread(overrides: Sequence[str], configs: Sequence[RunConfig], *, is_sw
 def _is_on_cpu(config: RunConfig) -> bool:
     """Return whether the run certainly computes on a CPU, or is planned for a CPU."""
     is_for_gpus = config.dry_run and (config.plan.model_fields_set or config.parallel.strategy in ("fsdp", "hsdp"))
-    is_elsewhere = config.launch.name == "slurm" or is_for_gpus
+    is_elsewhere = config.launch.submits or is_for_gpus
     return config.launch.device == "cpu" or not (is_elsewhere or may_use_gpus(config.launch))
 
 

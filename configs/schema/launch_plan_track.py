@@ -44,9 +44,9 @@ class ProfileSection(Section):
 class LaunchSection(Section):
     """Processes, how they are started, and timeouts."""
 
-    name: Literal["torchrun", "local", "slurm"] = "torchrun"
-    """``torchrun`` (you start the processes), ``local`` (this command starts them here) or ``slurm`` (it submits a
-    job)."""
+    name: Literal["torchrun", "local", "slurm", "kubernetes"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command starts them here), ``slurm`` or ``kubernetes``
+    (it submits a job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
@@ -64,6 +64,11 @@ class LaunchSection(Section):
     allowed twice that time."""
     stop_timeout_seconds: Seconds = 600.0
     """With ``launch=local``: seconds that stopping may take, including the checkpoint, before processes are killed."""
+
+    @property
+    def submits(self) -> bool:
+        """Whether the command submits a job, which trains on other machines."""
+        return self.name in ("slurm", "kubernetes")
 
     @property
     def names_gpu(self) -> bool:

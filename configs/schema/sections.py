@@ -28,6 +28,7 @@ from serried.configs.schema.fields import (
     Section,
     Size,
 )
+from serried.configs.schema.kubernetes import KubernetesSection
 from serried.configs.schema.launch_plan_track import LaunchSection, PlanSection, ProfileSection, TrackSection
 from serried.configs.schema.slurm import SlurmSection
 
@@ -497,8 +498,8 @@ class RunConfig(Section):
     """The configuration of a run."""
 
     free = (
-        "recipe", "dry_run", "run", "launch", "slurm", "checkpoint", "track", "profile", "health", "parallel",
-        "plan",
+        "recipe", "dry_run", "run", "launch", "slurm", "kubernetes", "checkpoint", "track", "profile", "health",
+        "parallel", "plan",
     )  # fmt: skip
 
     recipe: str
@@ -520,6 +521,7 @@ class RunConfig(Section):
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
+    kubernetes: KubernetesSection = Field(default_factory=KubernetesSection)
     data: LoadingSection = Field(default_factory=LoadingSection)
 
     @property

@@ -1,4 +1,4 @@
-"""Decision at the end of a Slurm job whether it is queued again.
+"""Decision at the end of a job, of Slurm or Kubernetes, whether it is started again.
 
 ``python -m serried.launch.slurm.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
 """
@@ -14,22 +14,24 @@ from serried.configs.plain_data import parse_json, read_bytes
 from serried.records.status import read_status
 
 ENDS = "ends.jsonl"
-"""File in ``run.dir/slurm`` that records how each start of the run under Slurm ended, as a line of JSON."""
+"""File next to the start files that records how each start of the run ended, as a line of JSON."""
 
 _WANTED = ("control", "trainer.stop_at")  # requested by the user
-_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # mostly preemption, not a fault of the run
+ANOTHER_POD = "another pod ended"
+_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP", ANOTHER_POD)  # mostly preemption, not a fault of the run
 _OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2
 
 
-def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
-    """Return the job's exit code, which is 75 if it should be queued again, and a line with the reason.
+def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_pod: bool = False) -> tuple[int, str]:
+    """Return the job's exit code, which is 75 if it should be started again, and a line with the reason.
 
     ``start`` is a file named after the job and created when this start began: a ``status.json`` older than it
     belongs to an earlier start. A run whose state is still ``running`` was killed, and resumes from its
     checkpoint. Ending twice in the same way at the same step, or two starts in a row without a checkpoint, count
-    as a crash loop.
+    as a crash loop. Without ``is_recorded``, this is not checked, since another process records the end.
+    With ``has_lost_pod``, another pod ended before the processes here, which explains their end.
     """
     status = read_status(run_dir)
     if status is not None and status.time >= start.stat().st_mtime:
@@ -37,8 +39,11 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         step = status.step
         where = f"at step {status.step}"
         reason = "killed without a message" if state == "running" else status.reason or ""
+        if has_lost_pod and state in ("running", "failed"):
+            state, reason = "stopped", ANOTHER_POD
         if state in ("finished", "failed"):
-            _note(run_dir, start, state, step, reason)
+            if is_recorded:
+                _note(run_dir, start, state, step, reason)
             return status.exit_code or 0, f"{state} {where}: {reason}"
     elif _was_stopped(start):
         state = "stopped"
@@ -47,16 +52,16 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
     else:
         return EXIT_FAILED, f"failed before training began; see the logs of the nodes in {start.parent}"
-    is_same, fruitless = _note(run_dir, start, state, step, reason)
+    is_same, fruitless = _note(run_dir, start, state, step, reason) if is_recorded else (False, 0)
     if reason.startswith(_WANTED):
-        return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; run the same command to resume"
+        return EXIT_FINISHED, f"stopped {where}: {reason}. Not started again; run the same command to resume"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
         what = f"ended {where}" if is_same else f"saved no checkpoint, and the last one ended {where}"
         is_out_of_time = reason.startswith(_OUT_OF_TIME)
         fix = "raise slurm.time_minutes, or lower checkpoint.every" if is_out_of_time else "fix the cause"
         return (
             EXIT_FAILED,
-            f"crash loop: two starts in a row {what} ({reason}). Not queued again; {fix}, and submit the same command",
+            f"crash loop: two starts in a row {what} ({reason}). Not started again; {fix}, and submit the same command",
         )
     return EXIT_STOPPED, f"stopped {where}: {reason}"
 
@@ -71,7 +76,7 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
     """Record how this start ended. Return whether the previous start of the same job ended in the same way, and the
     number of starts in a row that saved nothing. Starts that were asked to end are not counted: they may have had no
     time to save."""
-    before = _last_end(run_dir)
+    before = _last_end(start.parent)
     # Compared without numbers: ranks, seconds and times of day differ between starts.
     now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
     is_same = all(before.get(key) == value for key, value in now.items())
@@ -81,7 +86,7 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
         fruitless = 0
     elif not reason.startswith(_ASKED_FOR):
         fruitless += 1
-    with (run_dir / "slurm" / ENDS).open("a", encoding="utf-8") as file:
+    with (start.parent / ENDS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**now, "newest_checkpoint": newest, "fruitless": fruitless}) + "\n")
     return is_same, fruitless
 
@@ -93,9 +98,9 @@ def _newest_checkpoint(run_dir: Path) -> int | None:
     return max((int(name[1]) for name in names if name is not None), default=None)
 
 
-def _last_end(run_dir: Path) -> dict[str, Any]:
+def _last_end(folder: Path) -> dict[str, Any]:
     try:
-        return dict(parse_json(read_bytes(run_dir / "slurm" / ENDS).splitlines()[-1]))
+        return dict(parse_json(read_bytes(folder / ENDS).splitlines()[-1]))
     except (OSError, ValueError, IndexError, TypeError):
         return {}
 

@@ -117,7 +117,7 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
         # A login node may have no torch, or another one than the job.
-        if layout.schedule in ZERO_BUBBLE_SCHEDULES and (config.launch.name != "slurm" or is_started()):
+        if layout.schedule in ZERO_BUBBLE_SCHEDULES and (not config.launch.submits or is_started()):
             check_zero_bubble(layout.schedule, _version_of("torch"))
 
 

@@ -49,10 +49,10 @@ def checkpoints_bytes(config: RunConfig) -> int:
 
 
 def submit(words: list[str]) -> int:
-    """Submit a run to Slurm; same as python train.py launch=slurm."""
+    """Submit a run to Slurm; same as python train.py launch=slurm. With launch=kubernetes, create its pods."""
     from serried.program import main as train
 
-    return train([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+    return train([*words, *([] if any(word.startswith("launch=") for word in words) else ["launch=slurm"])])
 
 
 def status(words: list[str]) -> int:

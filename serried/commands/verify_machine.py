@@ -103,8 +103,8 @@ def _devices(section: LaunchSection) -> tuple[str, int]:
     Raises:
         UserError: There are fewer devices than requested.
     """
-    if section.name == "slurm" or (section.nodes or 1) > 1:
-        asked = "launch=slurm" if section.name == "slurm" else f"launch.nodes={section.nodes}"
+    if section.submits or (section.nodes or 1) > 1:
+        asked = f"launch={section.name}" if section.submits else f"launch.nodes={section.nodes}"
         raise UserError(f"{asked}: serried verify checks only its own node; use launch=local, in a job of one node")
     _, _, world, local_world = torchrun_says()
     if world != local_world:

@@ -624,7 +624,7 @@ def test_two_starts_without_a_checkpoint_are_a_crash_loop(tmp_path: Path) -> Non
 def test_run_stopped_by_its_user_is_not_queued_again(reason: str, tmp_path: Path) -> None:
     code, line = end_a_start(tmp_path, saved=5, state="stopped", step=5, reason=reason, exit_code=75)
     assert code == 0
-    assert "Not queued again; run the same command to resume" in line
+    assert "Not started again; run the same command to resume" in line
 
 
 def test_jobs_are_found_by_their_run(tmp_path: Path) -> None:

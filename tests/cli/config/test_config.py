@@ -656,7 +656,7 @@ PATHS = {
 """Keys that take a path, and what else makes them be read."""
 NO_PATHS = {
     "track.mlflow", "track.prometheus", "track.wandb", "trainer.evaluate", "model.family", "data.name",
-    "data.text_column", "slurm.srun_options",
+    "data.text_column", "kubernetes.claim", "slurm.srun_options",
 }  # fmt: skip
 """Keys whose description names a file or folder though they take addresses, names or options."""
 

@@ -72,6 +72,7 @@ SITUATIONS = {
     "track.entity=a": "track=mlflow",
     "profile.memory=true": "launch.device=cpu",
     "launch.stop_timeout_seconds=5": "",
+    "kubernetes.claim=runs": "trainer.micro_batch=4",
     "slurm.time_minutes=5": "",
     "slurm.requeue=true": "",
     "slurm.dependency=afterok:1": "",
@@ -113,6 +114,7 @@ REFUSED = {
     "adapter.modules", "adapter.modules_to_save", "parallel.offload", "trainer.activation_memory_budget",
     "trainer.evaluate", "task.margin", "trainer.compile_mode", "trainer.sample_tokens", "data.vocab_size",
     "data.add_tokens", "data.add_special_tokens", "data.chat_template", "slurm.dry_run",
+    "kubernetes.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 
@@ -126,7 +128,8 @@ READ_ALWAYS = {
         "compile", "max_grad_norm", "seed", "deterministic", "max_minutes",
     )),
     "checkpoint.every_minutes", "checkpoint.mode", "checkpoint.resume",
-    "track.wandb", "track.tensorboard", "track.mlflow", "profile.steps",
+    "track.wandb", "track.tensorboard", "track.mlflow", "track.prometheus", "track.webhook",
+    "profile.steps",
     *(f"launch.{name}" for name in (
         "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds",
     )),
@@ -169,7 +172,8 @@ def test_key_that_nothing_reads_gets_one_line_whose_cure_makes_it_read(typed: st
         return
     # A model, a server and more processes are needed too.
     again = [*with_it, typed, *cure] if verb == "; add " else [*with_it, *cure]
-    processes = [] if "=slurm" in " ".join(cure) else ["launch.processes=2"] * ("parallel=" in " ".join(again))
+    is_submitted = {"launch=slurm", "launch=kubernetes"} & {*cure}
+    processes = [] if is_submitted else ["launch.processes=2"] * ("parallel=" in " ".join(again))
     assert [each for each in noted(*again, *processes) if each.startswith(f"{key}=")] == []
 
 

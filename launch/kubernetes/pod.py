@@ -1,0 +1,292 @@
+"""Entry point of a pod: starts the ranks of this node, and exits with a code that says what should follow.
+
+``python -m serried.launch.kubernetes.pod PROGRAM... -- OVERRIDE...``; ``manifests.py`` sets the environment.
+
+===  ===============================================================================
+  0  the run finished, or its user asked it to stop
+ 70  the run failed, and would fail again
+ 75  it was stopped, or another pod ended: a new pod resumes it
+ 78  a mistake in the command or the environment
+===  ===============================================================================
+
+This replaces torchrun, which exits with 1 for every failure. Its agent on the first node also waits for the others for
+up to 300 s at its end, while a replaced pod talks to its old store. Here the pods of one attempt meet at the first pod,
+which then stops listening, so a pod that comes again waits for the next attempt.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
+from serried.launch.local.processes import NotedSignals, Started, killed_by, wait_for_all
+from serried.launch.slurm.requeue import ANOTHER_POD, verdict
+from serried.records.status import Status, read_status, record_kill
+
+NODES = "SERRIED_NODES"
+PROCESSES = "SERRIED_PROCESSES"
+RUN_DIR = "SERRIED_RUN_DIR"
+STOP_SECONDS = "SERRIED_STOP_SECONDS"
+GRACE_SECONDS = "SERRIED_GRACE_SECONDS"
+JOB = "SERRIED_JOB"
+"""Variable with the identity of the Job, which is the same for all its pods and their replacements."""
+MEETING_SECONDS = "SERRIED_MEETING_SECONDS"
+TERMINATION_LOG = "SERRIED_TERMINATION_LOG"
+PORT = 29500
+"""Port at which the pods meet. The ranks meet at the next one."""
+
+_PATIENCE_SECONDS = 1800.0
+_ANSWER_SECONDS = 10.0
+_RETRY_SECONDS = 0.5
+_ENDING_SECONDS = 10.0
+_MOST_MESSAGE = 4000
+_GO = b"go\n"
+
+
+class Attempt:
+    """The pods that start together. ``is_left`` is set when one of them ends."""
+
+    def __init__(self, index: int, nodes: int, address: str, port: int, patience_seconds: float) -> None:
+        """Wait for the other pods.
+
+        Raises:
+            TimeoutError: They were not there within ``patience_seconds``.
+        """
+        self.is_left = threading.Event()
+        self._deadline = time.monotonic() + patience_seconds
+        self._others = self._gathered(nodes, port) if index == 0 else [self._joined(index, address, port)]
+        for other in self._others:
+            other.settimeout(None)
+            threading.Thread(target=self._watch, args=(other,), name="other pod", daemon=True).start()
+
+    def _left_seconds(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("not all pods were there in time")
+        return left
+
+    def _gathered(self, nodes: int, port: int) -> list[socket.socket]:
+        """Accept all other pods, then let them go."""
+        waiting: dict[int, socket.socket] = {}
+        if nodes == 1:
+            return []
+        with socket.create_server(("", port), backlog=1024) as server:
+            while len(waiting) < nodes - 1:
+                server.settimeout(self._left_seconds())
+                other = server.accept()[0]
+                other.settimeout(_ANSWER_SECONDS)
+                _notice_lost_nodes(other)
+                try:
+                    index = int(other.makefile().readline(32))
+                except (OSError, ValueError):  # not a pod
+                    other.close()
+                    continue
+                if index in waiting:  # a pod that was replaced while it waited
+                    waiting[index].close()
+                waiting[index] = other
+        for other in waiting.values():
+            with suppress(OSError):  # it has ended, which its thread will notice
+                other.sendall(_GO)
+        return list(waiting.values())
+
+    def _joined(self, index: int, address: str, port: int) -> socket.socket:
+        """Wait at the first pod until it lets all pods go."""
+        while True:
+            left = self._left_seconds()
+            with suppress(OSError):  # the first pod, or its name, is not there yet, or it was replaced
+                first = socket.create_connection((address, port), timeout=min(left, _ANSWER_SECONDS))
+                _notice_lost_nodes(first)
+                first.sendall(f"{index}\n".encode())
+                first.settimeout(left)
+                if first.recv(len(_GO), socket.MSG_WAITALL) == _GO:
+                    return first
+                first.close()
+            time.sleep(_RETRY_SECONDS)
+
+    def _watch(self, other: socket.socket) -> None:
+        with suppress(OSError):
+            other.recv(1)
+        self.is_left.set()
+
+
+def _notice_lost_nodes(connection: socket.socket) -> None:
+    """Notice a node that vanished within 20 s."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _OtherPods:
+    """The other pods as a process for ``wait_for_all``: it fails when one of them ends before our ranks."""
+
+    def __init__(self, attempt: Attempt, ranks: Sequence[Started]) -> None:
+        self._attempt, self._ranks = attempt, ranks
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and all(rank.poll() is not None for rank in self._ranks):
+            self.returncode = EXIT_FINISHED
+        elif self.returncode is None and self._attempt.is_left.is_set():
+            self.returncode = EXIT_STOPPED
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        pass
+
+
+def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Train on this node, and return the exit code of the pod."""
+    split = list(words).index("--")
+    command = [sys.executable, *words[:split], *words[split + 1 :]]
+    node = _Node(environment)
+    with NotedSignals() as signals:
+        if node.is_finished():  # this pod was replaced after the other pods had finished
+            return node.end(EXIT_FINISHED, "finished")
+        node.begin()
+        try:
+            attempt = _unless_signaled(signals, node.meet)
+        except TimeoutError as error:
+            return node.end(EXIT_STOPPED, f"stopped before training began: {error}")
+        if attempt is None:
+            return node.end(EXIT_STOPPED, f"stopped before training began: {signals.received[0].name}")
+        ranks = [subprocess.Popen(command, env=variables) for variables in node.rank_variables()]
+        failed = wait_for_all([*ranks, _OtherPods(attempt, ranks)], signals, node.patience_seconds)
+        has_lost_pod = attempt.is_left.is_set() and not signals.received
+    asked = signals.received[0].name if signals.received else None
+    return node.end(*node.judge(failed, asked=asked, has_lost_pod=has_lost_pod))
+
+
+class _Node:
+    """This pod's place in the run."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._index = int(self._given("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "0"))
+        self._nodes = int(self._given("PET_NNODES", NODES, "1"))
+        self._processes = int(self._given("PET_NPROC_PER_NODE", PROCESSES, "1"))
+        self._address = self._given("PET_MASTER_ADDR", "MASTER_ADDR", "127.0.0.1")
+        self._port = int(self._given("PET_MASTER_PORT", "MASTER_PORT", str(PORT)))
+        self._run_dir = Path(environment[RUN_DIR])
+        self._start = self._run_dir / "kubernetes" / f"{environment.get(JOB, 'job')}.start"
+
+    def _given(self, *names: str) -> str:
+        """Return the first of the variables ``names`` that is set; the last of ``names`` is the default."""
+        *variables, default = names
+        return next((value for name in variables if (value := self._environment.get(name))), default)
+
+    @property
+    def patience_seconds(self) -> float:
+        """Time that the ranks get to stop."""
+        grace_seconds = float(self._environment.get(GRACE_SECONDS, "600")) - _ENDING_SECONDS
+        return max(1.0, min(grace_seconds, float(self._environment.get(STOP_SECONDS, "600"))))
+
+    def is_finished(self) -> bool:
+        """Return whether the last start of this job finished the run."""
+        status = read_status(self._run_dir)
+        if status is None or status.state != "finished" or not self._start.exists():
+            return False
+        return status.time >= self._start.stat().st_mtime
+
+    def begin(self) -> None:
+        """Mark the start of an attempt: a ``status.json`` from before belongs to an earlier one."""
+        if self._index == 0:
+            self._start.parent.mkdir(parents=True, exist_ok=True)
+            self._start.touch()
+            self._start.with_suffix(".stopped").unlink(missing_ok=True)
+
+    def meet(self) -> Attempt:
+        """Wait for the other pods. Raises ``TimeoutError`` if they do not come."""
+        seconds = float(self._environment.get(MEETING_SECONDS, _PATIENCE_SECONDS))
+        return Attempt(self._index, self._nodes, self._address, self._port, seconds)
+
+    def rank_variables(self) -> Iterator[dict[str, str]]:
+        """Yield the environment of each rank, as torchrun would set it."""
+        for number in range(self._processes):
+            rank = {
+                "RANK": self._index * self._processes + number, "LOCAL_RANK": number, "GROUP_RANK": self._index,
+                "WORLD_SIZE": self._nodes * self._processes, "LOCAL_WORLD_SIZE": self._processes,
+                "MASTER_ADDR": self._address, "MASTER_PORT": self._port + 1,
+            }  # fmt: skip
+            yield {**self._environment, **{name: str(value) for name, value in rank.items()}}
+
+    def judge(self, failed: Mapping[int, int], *, asked: str | None, has_lost_pod: bool) -> tuple[int, str]:
+        """Return the exit code and the reason.
+
+        Args:
+            failed: Exit codes, negative for a signal, of the ranks that failed first. The index after the last rank
+                stands for the other pods.
+            asked: Name of the signal that this pod received.
+            has_lost_pod: Whether another pod ended before the ranks here.
+        """
+        if not failed:
+            return EXIT_FINISHED, "finished"
+        killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0]
+        if killed and asked is None and not has_lost_pod:
+            rank, number = killed[0]
+            with suppress(OSError):
+                reason = f"rank {self._index * self._processes + rank} was {killed_by(number)}"
+                record_kill(self._run_dir, reason, since=self._start.stat().st_mtime)
+        status = self._final_status()
+        if status is None and EXIT_MISTAKE in failed.values():
+            return EXIT_MISTAKE, "a mistake in the command or the environment; see the log of the pod"
+        is_stopped = bool(asked) or has_lost_pod or EXIT_STOPPED in failed.values()
+        if status is None and is_stopped:
+            reason = asked or ANOTHER_POD
+            if self._index == 0:
+                self._start.with_suffix(".stopped").write_text(reason)
+            else:
+                return EXIT_STOPPED, f"stopped before training began: {reason}"
+        if status is None and not is_stopped:
+            return EXIT_FAILED, f"ranks ended with exit codes {sorted({*failed.values()})}; see the log of the pod"
+        return verdict(self._run_dir, self._start, is_recorded=self._index == 0, has_lost_pod=has_lost_pod)
+
+    def _final_status(self) -> Status | None:
+        """Return the status that this attempt left; None if it left none. Rank 0 may be in another pod, and still be
+        writing it."""
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while True:
+            status = read_status(self._run_dir)
+            if status is None or status.time < self._start.stat().st_mtime:
+                status = None
+            if (status is not None and status.state != "running") or time.monotonic() > deadline or self._index == 0:
+                return status
+            time.sleep(_RETRY_SECONDS)
+
+    def end(self, code: int, line: str) -> int:
+        """Print the reason for the end, show it in the status of the pod, and return ``code``."""
+        print(line, flush=True)
+        with suppress(OSError):
+            Path(self._environment.get(TERMINATION_LOG, "/dev/termination-log")).write_text(line[:_MOST_MESSAGE])
+        return code
+
+
+def _unless_signaled(signals: NotedSignals, meet: Callable[[], Attempt]) -> Attempt | None:
+    """Return the result of ``meet``, which is called in a thread; None as soon as a signal arrives."""
+    found: list[Attempt | Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(meet())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, name="meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if signals.received:
+            return None
+        thread.join(0.1)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,134 @@
+"""``launch=kubernetes``: create the pods of a run with kubectl."""
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+
+import yaml
+
+from serried.configs.errors import UserError
+from serried.configs.schema.sections import RunConfig
+from serried.launch.kubernetes.manifests import WORKSPACE, Manifest, manifests
+from serried.runtime.process import processes_per_node, say, training_command
+
+_PATIENCE_SECONDS = 120
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_MOST_NAME = 40
+"""Maximum length of the name of a run. Kubernetes appends to it for the names of pods, which have at most 63."""
+_NOT_IN_POD = re.compile(r"(launch=|launch\.(name|nodes|processes)=|kubernetes\.|run\.dir=)")
+_PROGRAM = ("-m", "serried.program")
+_END_SECONDS = 30
+_DEFAULT_GRACE_SECONDS = 300
+
+
+def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], float | None]) -> int:
+    """Create the pods of the run, or print their manifests. Return the exit code.
+
+    Args:
+        grace_seconds: Returns the planned time from a request to stop until the run is saved; None if unknown.
+
+    Raises:
+        UserError: The run cannot work in pods, or the cluster refuses it.
+    """
+    _check(config)
+    section = config.kubernetes
+    run_dir = PurePosixPath(WORKSPACE) / config.run.dir
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
+    planned = grace_seconds()
+    seconds = _DEFAULT_GRACE_SECONDS if planned is None else math.ceil(_END_SECONDS + planned)
+    words = [
+        *(word for word in argv if not _NOT_IN_POD.match(word)),
+        f"run.name={config.run.name}",
+        f"run.dir={run_dir}",
+    ]
+    found = manifests(config, _program(), list(dict.fromkeys(words)), seconds)
+    text = yaml.safe_dump_all(found, sort_keys=False)
+    if section.dry_run:
+        return say(text)
+    namespace = f" --namespace {section.namespace}" if section.namespace else ""
+    for manifest in found[:-1]:
+        _kubectl("apply", manifest, config)
+    _kubectl("create", found[-1], config)
+    name, nodes, processes = config.run.name, config.launch.nodes or 1, processes_per_node(config.launch)
+    kind = section.kind
+    lines = [
+        ("submitted", f"{kind} {name}: {nodes} pod{'s' * (nodes > 1)} x {processes} process{'es' * (processes > 1)}"),
+        ("grace", f"a pod that is asked to end gets {seconds} s to save"),
+        (
+            "watch",
+            f"kubectl logs{namespace} --follow --selector serried/run={name} --prefix --max-log-requests {nodes}",
+        ),
+        ("", f"kubectl get pods{namespace} --selector serried/run={name}"),
+        ("cancel", f"kubectl delete{namespace} {kind} {name}"),
+    ]
+    return say("\n".join(f"{label:<10} {line}" for label, line in lines))
+
+
+def _check(config: RunConfig) -> None:
+    """Raise ``UserError`` if the run cannot work in pods."""
+    section, name = config.kubernetes, config.run.name
+    if not _NAME.fullmatch(name) or len(name) > _MOST_NAME:
+        usable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")[:_MOST_NAME].strip("-") or "run"
+        raise UserError(
+            f"run.name={name} cannot be the name of a job: Kubernetes allows at most {_MOST_NAME} of a-z, 0-9 and -, "
+            f"beginning with a letter; use run.name={usable}"
+        )
+    if section.image is None:
+        raise UserError(
+            "launch=kubernetes needs a container image with serried; build one from the Dockerfile, push it to your "
+            "registry, and use kubernetes.image=REGISTRY/serried:TAG"
+        )
+    if section.claim is None:
+        raise UserError(
+            f"run.dir={config.run.dir} would be inside the pods and vanish with them; use kubernetes.claim=NAME, a "
+            "PersistentVolumeClaim that all pods can write (ReadWriteMany)"
+        )
+    if section.kind == "trainjob" and section.secret is not None:
+        raise UserError(
+            f"kubernetes.secret={section.secret} cannot be used with kubernetes.kind=trainjob, which cannot pass a "
+            "Secret to its pods; set it in the cluster's training runtime, or use kubernetes.kind=job"
+        )
+    if config.run.dir.is_absolute() and not config.run.dir.is_relative_to(WORKSPACE):
+        raise UserError(
+            f"run.dir={config.run.dir} is not on the volume kubernetes.claim={section.claim}, which the pods have at "
+            f"{WORKSPACE}; use run.dir=runs/{name}, relative to it"
+        )
+
+
+def _program() -> Sequence[str]:
+    """Return the arguments of the interpreter in a pod. A user's script is on the volume, at the same relative path."""
+    command = training_command()
+    script = PurePosixPath(command[0])
+    return _PROGRAM if script.name == "train.py" else command
+
+
+def _kubectl(verb: str, manifest: Manifest, config: RunConfig) -> None:
+    name = config.run.name
+    try:
+        done = subprocess.run(
+            ["kubectl", verb, "-f", "-"], input=yaml.safe_dump(manifest, sort_keys=False), capture_output=True,
+            encoding="utf-8", errors="replace", timeout=_PATIENCE_SECONDS, check=False, start_new_session=True,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise UserError(
+            "launch=kubernetes needs kubectl, which is not on the PATH of this machine; install it, or print the YAML "
+            "with kubernetes.dry_run=true"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"the cluster has not answered for {_PATIENCE_SECONDS} s; check `kubectl get nodes`, and run the same "
+            "command again"
+        ) from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        if "AlreadyExists" in said:
+            kind = config.kubernetes.kind
+            raise UserError(
+                f"a {kind} named {name} exists already; if it has ended, delete it (kubectl delete {kind} {name}) and "
+                f"run the same command to resume, or use {config.another_run}"
+            )
+        raise UserError(
+            f"Kubernetes refused the {manifest['kind']}: {said}; to print the YAML: kubernetes.dry_run=true"
+        )

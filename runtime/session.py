@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -255,6 +255,16 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
     return code
 
 
+def keep_report_of_hang(environment: MutableMapping[str, str]) -> None:
+    """Make NCCL end a process after a failure without cleanup, which may hang, unless the user chose otherwise.
+
+    With torchrun's default, 1, torch's own report of the hang is lost
+    (https://github.com/pytorch/pytorch/issues/121055).
+    """
+    if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in (None, "1"):
+        environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+
+
 @contextmanager
 def open_session(section: LaunchSection) -> Iterator[Session]:
     """Context manager that joins the processes that torchrun started. Without torchrun, there is only this process.
@@ -297,10 +307,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
         # Records let the watchdog report missing ranks; with timing, also collectives that a GPU has not started.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-        # After a failure, end without cleanup, which may hang. With torchrun's default, 1, torch's own report is lost
-        # (https://github.com/pytorch/pytorch/issues/121055).
-        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in (None, "1"):
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+        keep_report_of_hang(os.environ)
     allow_open_files()
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":

@@ -31,7 +31,7 @@ from serried.runtime.process import (
     usable_cores,
 )
 from serried.runtime.rendezvous import Exchange, address_towards, describe_interface, interface_of
-from serried.runtime.session import open_session, run_in_session
+from serried.runtime.session import keep_report_of_hang, open_session, run_in_session
 from serried.runtime.signals import Signals
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
@@ -491,3 +491,19 @@ def test_errors_of_gloo_and_nccl_at_the_end_of_another_rank_are_consequences(err
     found = Cause(0, range(1), LaunchSection(), Signals(), Exchange(0, 1, 1)).of(RuntimeError(error))
     assert found.reason.startswith(reason)
     assert is_consequence(found.reason) == (not reason.startswith("RuntimeError"))
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "3"), ("1", "3"), ("0", "0"), ("2", "2"), ("3", "3")])
+def test_torch_keeps_its_report_of_a_hang_unless_the_user_chose_otherwise(given: str | None, kept: str) -> None:
+    environment = {} if given is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": given}
+    keep_report_of_hang(environment)
+    assert environment == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": kept}
+
+
+def test_torchrun_sets_the_value_that_is_replaced() -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python", "printenv"]
+    done = subprocess.run(
+        [sys.executable, *command, "TORCH_NCCL_ASYNC_ERROR_HANDLING"], capture_output=True, text=True, timeout=60,
+        env={name: value for name, value in os.environ.items() if not name.startswith("TORCH_NCCL")}, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1"]

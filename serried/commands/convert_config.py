@@ -12,8 +12,8 @@ from serried.runtime.process import say, typed_command
 def convert(words: list[str]) -> int:
     """Print the command that trains as another framework's config does, and what has no counterpart.
 
-    FILE         YAML or JSON file of axolotl, LLaMA-Factory, torchtune, TRL, Unsloth, DeepSpeed or accelerate; several
-                 files of one run are joined, as in sft.yaml zero3.json
+    FILE         YAML or JSON file of axolotl, LLaMA-Factory, torchtune, TRL, Unsloth, DeepSpeed or accelerate, or a
+                 shell script (.sh) that starts one; several files of one run are joined, as in sft.yaml zero3.json
     gpus         GPUs of the run, if the file does not name them; the global batch is counted over them
     steps        optimizer steps of the run, to convert what the file counts in epochs
     recipe       recipe to use instead of the one that the file implies

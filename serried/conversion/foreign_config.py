@@ -12,6 +12,7 @@ from serried.configs.addresses import masked
 from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_bytes, read_yaml
+from serried.conversion.shell_command import read_command
 
 _SHARED = "hugging_face"
 """Part of ``formats.yaml`` that is not a format of its own."""
@@ -106,7 +107,7 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
 
     Raises ``UserError`` if a file cannot be read, or its format cannot be recognized.
     """
-    read_files = [(path, tree, _recognized(path, tree)) for path in paths for tree in [_tree(path)]]
+    read_files = [(path, tree, _recognized(path, tree)) for path, tree in _trees(paths)]
     read_files.sort(key=lambda item: item[2] in ("deepspeed", "accelerate"))
     path, tree, name = read_files[0]
     config = ForeignConfig(_formats()[name]["title"], path)
@@ -137,15 +138,35 @@ def titles() -> list[str]:
     return [each["title"] for name, each in _formats().items() if name != _SHARED]
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _trees(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the content of each file. The flags of a shell script replace values of the config that it names."""
+    for path in paths:
+        if path.suffix != ".sh":
+            yield path, _tree(path)
+            continue
+        command = read_command(path, _content(path).decode("utf-8", "replace"))
+        named = [path.parent / name if (path.parent / name).is_file() else Path(name) for name in command.configs]
+        trees = [(config, _tree(config)) for config in named]
+        launch = [pair for pair in trees if {"distributed_type", "zero_optimization"} & {*pair[1]}]
+        flags = command.flags
+        for _, tree in (pair for pair in trees if pair not in launch):
+            flags = {**tree, **flags}
+        yield path, flags
+        yield from launch
+
+
+def _content(path: Path) -> bytes:
+    what = "serried convert FILE takes a YAML or JSON file, or a shell script"
     try:
-        content = read_bytes(path)
+        return read_bytes(path)
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; serried convert FILE takes a YAML or JSON file"
-        ) from None
+        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
     except NotPlainData as error:
-        raise UserError(f"{error}; serried convert FILE takes a YAML or JSON file") from None
+        raise UserError(f"{error}; {what}") from None
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    content = _content(path)
     if path.suffix == ".py" or path.suffix == ".ipynb":
         raise UserError(
             f"{path} is code, which is not run; write its arguments to a YAML file, as in learning_rate: 2e-4, and "

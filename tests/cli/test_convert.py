@@ -298,6 +298,39 @@ def test_tokens_adapters_and_rope_are_kept(tmp_path: Path) -> None:
     assert special.lists["data.add_special_tokens"] == ["<|a|>", "<|b|>"]
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "trl dpo --model_name_or_path org/model --dataset_name org/pairs --learning_rate 5.0e-6 --use_peft",
+            {"recipe": "dpo", "adapter": "lora", "optim.lr": "5e-6", "trainer.global_batch": "8"},
+        ),
+        (
+            "accelerate launch --num_processes 4 --config_file launch.yaml scripts/sft.py --model_name_or_path "
+            "org/model "
+            "\\\n  --dataset_name org/data --lora_target_modules q_proj v_proj --use_peft",
+            {"recipe": "lora", "parallel": "fsdp", "trainer.global_batch": "32", "adapter.modules": "[q_proj,v_proj]"},
+        ),
+        (
+            "export X=1\nCUDA_VISIBLE_DEVICES=0,1 axolotl train axolotl.yml --num-epochs 3 --micro-batch-size=1",
+            {"recipe": "lora", "trainer.epochs": "3", "trainer.micro_batch": "1", "trainer.global_batch": "8"},
+        ),
+        (
+            "torchrun --nnodes 2 --nproc_per_node=8 sft.py --model_name_or_path o/m --dataset_name o/d --max_steps 5",
+            {"recipe": "sft", "trainer.steps": "5", "trainer.global_batch": "128"},
+        ),
+    ],
+)
+def test_shell_script_with_flags_is_converted(script: str, expected: dict[str, str], tmp_path: Path) -> None:
+    written(tmp_path / "axolotl.yml", BASES["axolotl"])
+    written(tmp_path / "launch.yaml", {"distributed_type": "FSDP", "num_processes": 2})
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\n# --not --read\n{script}\n")
+    result = converted(read([tmp_path / "run.sh"]), None, None, None)
+    composes(result)
+    assert {key: result.overrides.get(key) for key in expected} == expected
+    assert not [sentence for sentence in result.lacking if "serried has no key" in sentence]
+
+
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +379,7 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
         ("text.yaml", "just text", "has no keys with values"),
         ("other.yaml", "apiVersion: v1\nkind: Pod\n", "is in no known format"),
         ("train.py", "import torch", "is code, which is not run"),
+        ("empty.sh", "#!/bin/bash\necho hello\n", "has no line that starts training"),
         ("ppo.yaml", "model_name_or_path: a\nstage: ppo\ndo_train: true\n", "stage=ppo"),
         ("grpo.yaml", "model_name_or_path: a\nnum_generations: 8\n", "no reinforcement learning"),
         ("ebft.yaml", "base_model: a\nrl: ebft\n", "rl=ebft"),

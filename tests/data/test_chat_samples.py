@@ -25,7 +25,7 @@ from serried.recipes.data.readers.source import Row
 from serried.recipes.data.samples.token_dataset import PackedDataset, collate
 from serried.recipes.data.tokenizers.chat_template import Template
 from serried.recipes.data.tokenizers.encode_rows import Encoded
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, SampleOrder
@@ -341,6 +341,26 @@ def test_a_template_for_tools_is_chosen_for_rows_with_tools() -> None:
     assert [row.tokens.tolist() for row in both if isinstance(row, Encoded)] == [
         plain.tokens.tolist(), with_tools.tokens.tolist(),
     ]  # fmt: skip
+
+
+def test_template_for_tools_that_transformers_saved_in_a_folder_of_its_own_is_found(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name, text in tokenizer().spec()["files"].items():
+        (tmp_path / name).write_text(text)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs.chat_template = {"default": STYLES["chatml"].template, "tool_use": STYLES["hermes"].template}
+    theirs.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
+    found = find_tokenizer(str(tmp_path / "saved"))
+    assert isinstance(found, HuggingFaceTokenizer)
+    assert found.chat_templates == theirs.chat_template
+    again = HuggingFaceTokenizer(found.spec()["files"])
+    assert again.chat_templates == theirs.chat_template
+    for name, text in found.spec()["files"].items():  # one folder, which transformers reads in the same way
+        (tmp_path / "again").mkdir(exist_ok=True)
+        (tmp_path / "again" / name).write_text(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").chat_template == theirs.chat_template
 
 
 @pytest.mark.parametrize(

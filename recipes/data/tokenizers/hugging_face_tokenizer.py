@@ -29,6 +29,8 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 """Files of a tokenizer. Only the first is required."""
+_TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+"""Chat template for conversations with tools, where newer versions of transformers keep it."""
 
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
 """End-of-text tokens to try if no file names one."""
@@ -255,8 +257,22 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
 
 
 def _files_beside(path: Path) -> dict[str, str]:
-    others = {name: path.with_name(name) for name in _FILES[1:]}
-    return {"tokenizer.json": _read(path)} | {name: _read(other) for name, other in others.items() if other.exists()}
+    others = {name: path.parent / name for name in (*_FILES[1:], _TEMPLATE_FOR_TOOLS)}
+    found = {name: _read(other) for name, other in others.items() if other.exists()}
+    return _with_both_templates({"tokenizer.json": _read(path), **found})
+
+
+def _with_both_templates(files: dict[str, str]) -> dict[str, str]:
+    """Return ``files`` with the template for tools in ``tokenizer_config.json``, in the earlier format, so that all
+    files are in one folder."""
+    for_tools = files.pop(_TEMPLATE_FOR_TOOLS, None)
+    if for_tools is None:
+        return files
+    settings = _settings(files, "tokenizer_config.json")
+    usual = files.pop("chat_template.jinja", settings.get("chat_template"))
+    named = {"default": usual, "tool_use": for_tools}
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text is not None]
+    return files | {"tokenizer_config.json": json.dumps(settings, indent=2)}
 
 
 def _read(path: Path) -> str:
@@ -273,13 +289,13 @@ def _files_of_hub(name: str) -> dict[str, str]:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
             except errors.LocalEntryNotFoundError:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
-                for file in _FILES[1:]:
+                for file in (*_FILES[1:], _TEMPLATE_FOR_TOOLS):
                     with contextlib.suppress(errors.EntryNotFoundError):
                         _downloaded(name, file)
-            for file in _FILES[1:]:
+            for file in (*_FILES[1:], _TEMPLATE_FOR_TOOLS):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     files[file] = _downloaded(name, file, local_files_only=True)
-        return files
+        return _with_both_templates(files)
     except errors.GatedRepoError as error:
         raise UserError(
             f"data.tokenizer={name} is gated: request access at https://huggingface.co/{name}, then run `hf auth "

@@ -38,6 +38,10 @@ class Preference(PairTask):
 
     config: PreferenceSection
 
+    @property
+    def unit(self) -> str:  # type: ignore[override]
+        return "answers" if self.config.loss == "kto" else "pairs"
+
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
         if self.config.needs_reference and not (self._model.path and self._model.pretrained):

@@ -118,8 +118,9 @@ class Evaluated:
     sequences: int
     all_sequences: int
     """Number of sequences in the data set."""
-    tokens: int
-    """Total weight of the loss: the number of target tokens, or of the task's ``unit``."""
+    tokens: float
+    """Total weight of the loss: the number of target tokens, or of the task's ``unit``, an int unless rows have
+    weights."""
     text_bytes: int
     """Number of UTF-8 bytes in the text of the targets."""
     loss_sum: float
@@ -182,7 +183,7 @@ _TOLD = ("set", "loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "
 def _numbers(found: Evaluated) -> dict[str, Any]:
     if found.unit == "tokens":
         return {name: getattr(found, name) for name in _TOLD} | dict(found.metrics)
-    counts = {found.unit: found.tokens, f"all_{found.unit}": found.all_sequences}
+    counts = {found.unit: round(found.tokens, 6), f"all_{found.unit}": found.all_sequences}
     return {"set": found.set, "loss": found.loss, **found.metrics, **counts}
 
 
@@ -196,7 +197,7 @@ def describe(found: Evaluated, global_batch: int) -> str:
         return f"{found.set:<10} no loss: its {found.sequences:,} sequences have nothing to predict"
     named = "".join(f"  {name} {value:.4f}" for name, value in found.metrics.items())
     if found.unit != "tokens":
-        line = f"{found.set:<10} loss {found.loss:.4f}{named}  over {found.tokens:,} {found.unit}"
+        line = f"{found.set:<10} loss {found.loss:.4f}{named}  over {round(found.tokens, 6):,} {found.unit}"
         return line + f" of {found.all_sequences:,}" * (found.sequences < found.all_sequences)
     bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "unknown"
     line = (
@@ -248,6 +249,10 @@ def evaluate(
         wanted = len(dataset) if sequences is None else sequences
         found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)
     return found
+
+
+def _count(weight: float) -> float:
+    return int(weight) if weight.is_integer() else weight
 
 
 def _datasets(task: RunTask, names: Sequence[str]) -> dict[str, Dataset]:
@@ -303,7 +308,8 @@ def _evaluate_on(
         metrics = {key: total / weight for key, (total, weight) in sums.metrics.items() if weight}
         each.append(
             Evaluated(
-                of_source, sizes[source], len(dataset), int(sums.weight), all_bytes, sums.loss_sum, task.unit, metrics
+                of_source, sizes[source], len(dataset), _count(sums.weight), all_bytes, sums.loss_sum, task.unit,
+                metrics,
             )
         )  # fmt: skip
     if len(each) == 1:

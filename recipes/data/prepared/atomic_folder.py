@@ -19,7 +19,7 @@ from serried.records.files import machine
 _NAME = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}\.(?:(partial)|[0-9a-f]{12}\.tmp)")
 """Pattern for the names of temporary folders that this module creates. Names of the final folders end in a hash."""
 _CONTENTS = re.compile(
-    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|crc32)"
+    r"\.?(?:(?:done|train|validation)-[0-9]{5,}\.(?:json|bin|starts|supervised|weights|places|crc32)"
     r"|(?:tokenizer|summary|shared|held-out)\.json)(?:\..+\.tmp)?"
 )
 """Pattern for the names of files in such a folder."""

@@ -86,7 +86,8 @@ def _write(folder: Path, held: Prepared, stream: TokenStream, shared: np.ndarray
         for number, (start, stop) in enumerate(_documents(stream)):
             if not shared[number]:
                 supervised = stream.supervised(start, stop) if stream.is_supervised else None
-                writer.add(Encoded(stream.read(start, stop), supervised), begins=True)
+                weights = stream.weights(start, stop) if stream.is_weighted else None
+                writer.add(Encoded(stream.read(start, stop), supervised, weights=weights), begins=True)
                 counts.validation.documents += 1
         counts.validation.tokens = writer.tokens
     write_summary(folder, counts, {"validation": [writer.shard()]}, held.noun, held.tokenizer)

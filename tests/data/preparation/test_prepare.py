@@ -28,7 +28,9 @@ import serried.recipes.data.readers.source_files
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection
 from serried.recipes.data.prepared.prepare import cache_folder, open_prepared, prepare
+from serried.recipes.data.prepared.token_shards import Shard, ShardWriter, TokenStream
 from serried.recipes.data.readers.plain_text import TextFiles
+from serried.recipes.data.tokenizers.encode_rows import Encoded
 from serried.recipes.data.tokenizers.tokenizer import token_dtype
 from tests.support.texts import documents, everything, many_files, section, write
 
@@ -498,3 +500,23 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder(section("x")) == tmp_path / "xdg/serried"
     assert cache_folder(section("x", Path("~/mine"))) == tmp_path / "mine"
+
+
+def test_weights_of_tokens_are_read_over_shards_with_and_without_them(tmp_path: Path) -> None:
+    shards = []
+    for number, row_weights in enumerate(([None, None], [None, 0.25, None], [2.5])):
+        with ShardWriter(tmp_path, f"train-{number:05d}", np.dtype(np.uint16)) as writer:
+            for weight in row_weights:
+                weights = None if weight is None else np.full(3, weight, np.float32)
+                writer.add(Encoded(np.arange(3), np.ones(3, np.uint8), weights=weights), begins=True)
+        shards.append(Shard.from_json(tmp_path, writer.shard().as_json(tmp_path)))
+    assert [shard.weights is not None for shard in shards] == [False, True, True]
+    stream = TokenStream(shards)
+    want = np.repeat(np.array([1, 1, 1, 0.25, 1, 2.5], np.float32), 3)
+    for start in range(19):
+        for stop in range(start, 19):
+            assert np.array_equal(stream.weights(start, stop), want[start:stop])
+    path = tmp_path / "train-00001.weights"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 8, *path.read_bytes()[1:]]))
+    with pytest.raises(UserError, match=r"damaged: train-00001.weights"):
+        TokenStream(shards).weights(0, 18)

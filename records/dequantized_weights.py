@@ -58,7 +58,7 @@ def _from_fp8(stored: Mapping[str, Values], block: tuple[int, int] | None) -> di
         if values.dtype in _FP8 and len(values.shape) >= 2:
             scales = next((found.pop(f"{name}{end}") for end in _SCALES if f"{name}{end}" in found), None)
             if scales is None:
-                raise ValueError(f"{name} is {values.dtype} without {name}{_SCALES[0]}")
+                raise ValueError(f"{name} has dtype {values.dtype}, but its scales {name}{_SCALES[0]} are missing")
             found[name] = _ScaledBlocks(values, scales, _fitting_block(name, values.shape, scales.shape, block))
     return found
 
@@ -73,7 +73,7 @@ def _from_mxfp4(stored: Mapping[str, Values]) -> dict[str, Values]:
             is_known = len(values.shape) == 4 and values.shape[3] == _BYTES
             if not is_known or scales is None or scales.dtype != torch.uint8 or scales.shape != values.shape[:3]:
                 there = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-                raise ValueError(f"{name} is {list(values.shape)}, and {start}{scales_end} is {there}")
+                raise ValueError(f"{name} has shape {list(values.shape)}, but {start}{scales_end} is {there}")
             found[start] = _Groups(values, scales)
         elif not (name.endswith(scales_end) and f"{name.removesuffix(scales_end)}{blocks_end}" in stored):
             found[name] = values
@@ -92,7 +92,7 @@ def _fitting_block(
     if prod(scales) == prod(stack):  # one scale per matrix, as [] or [1]
         return matrix
     blocks = f" in blocks of {list(block)}" if block else ""
-    raise ValueError(f"{name} is {list(weight)}{blocks}, and its scales are {list(scales)}")
+    raise ValueError(f"{name} has shape {list(weight)}{blocks}, but its scales have shape {list(scales)}")
 
 
 class _ScaledBlocks:

@@ -72,7 +72,7 @@ def adapters_in(name: str, key: str = KEY) -> Path:
         raise UserError(f"{key}={name} does not exist; use a PEFT folder, or a run that trained adapters")
     if checkpoints or path_exists(folder / "config.json"):
         where = checkpoints[-1] if checkpoints else folder
-        raise UserError(f"{key}={name} holds a whole model and no adapters; use model.path={where}, or leave {key} out")
+        raise UserError(f"{key}={name} contains a full model, not adapters; use model.path={where}, or leave {key} out")
     raise UserError(f"{key}={name} has no {ADAPTER_CONFIG}; use a folder saved by PEFT, or a run that trained adapters")
 
 
@@ -101,7 +101,7 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
         tensors = tensor_names(folder, _STEM)
     except FileNotFoundError:
         pickle = f"; {_STEM}.bin is a pickle, which is never loaded: save it with PEFT as safetensors"
-        pickle = pickle if (folder / f"{_STEM}.bin").exists() else "; copy it too"
+        pickle = pickle if (folder / f"{_STEM}.bin").exists() else "; copy that file too"
         raise UserError(f"{key}={name}: {folder} has no {_STEM}.safetensors{pickle}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{key}={name}: the headers of {folder}/{_STEM}* cannot be read: {error}") from None

@@ -33,7 +33,7 @@ def quantization_of(found: Mapping[str, Any]) -> Quantization | None:
     if not settings:
         return None
     if not isinstance(settings, dict):
-        raise ValueError(f"has {KEY} {shown(settings)}; an object is needed")
+        raise ValueError(f"has {KEY} {shown(settings)}, which must be an object")
     method = settings.get("quant_method")
     if method == MXFP4:
         return Quantization(MXFP4)
@@ -47,8 +47,8 @@ def quantization_of(found: Mapping[str, Any]) -> Quantization | None:
             return Quantization(FP8, _block(of_fp8[0].get("block_structure")))
     named = f"quant_method {shown(method)}" if method else "no quant_method"
     raise ValueError(
-        f"has a {KEY} with {named}, and only {FP8}, {MXFP4} and {COMPRESSED} of FP8 are dequantized when weights are "
-        "read; use the model before its quantization, with recipe=qlora to train it in 4 bits"
+        f"has a {KEY} with {named}, but only {FP8}, {MXFP4} and {COMPRESSED} of FP8 can be dequantized; use the "
+        "unquantized model, with recipe=qlora to train it in 4 bits"
     )
 
 
@@ -72,7 +72,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
         rows, columns = sizes
         if all(type(size) is int and 0 < size < _MOST_ROWS for size in (rows, columns)):
             return rows, columns
-    raise ValueError(f"has a {KEY} with blocks of {shown(sizes)}; two positive integers are needed")
+    raise ValueError(f"has a {KEY} with blocks of {shown(sizes)}, which must be two positive integers")
 
 
 def _is_fp8(weights: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ class WebhookTracker:
         self._url = os.environ[self._variable]
         self._run = run
         self._step = 0
-        self.note = f"webhook: the address in {self._variable} is called when the run ends"
+        self.note = f"webhook: a message is posted to the address in {self._variable} when the run ends"
 
     def write(self, rows: Sequence[Row]) -> None:
         self._step = max([self._step, *(row.step for row in rows)])
@@ -54,4 +54,4 @@ class WebhookTracker:
             urllib.request.urlopen(request, timeout=_SECONDS).close()
         except OSError as error:  # its text may contain no address
             reason = getattr(error, "reason", None) or getattr(error, "code", None) or type(error).__name__
-            raise OSError(f"the address in {self._variable} could not be called: {reason}") from None
+            raise OSError(f"cannot post to the address in {self._variable}: {reason}") from None

@@ -114,8 +114,8 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
     needs = _formats()[name].get("trains_if", "*").split()
     if not any(fnmatchcase(key, pattern) for key in (*tree, *flatten(tree)) for pattern in needs):
         raise UserError(
-            f"{path} of {config.title} trains nothing; serried chat, generate and evaluate use a model, serried export "
-            "merges adapters and writes other formats"
+            f"{path} of {config.title} does not describe training; to use a model see serried chat, generate and "
+            "evaluate, to merge or convert one serried export"
         )
     for _, tree, name in read_files:
         _add(config, name, tree)
@@ -169,8 +169,8 @@ def _tree(path: Path) -> dict[str, Any]:
     content = _content(path)
     if path.suffix == ".py" or path.suffix == ".ipynb":
         raise UserError(
-            f"{path} is code, which is not run; write its arguments to a YAML file, as in learning_rate: 2e-4, and "
-            "convert that"
+            f"{path} is code, which is not run; write its arguments to a YAML file, such as learning_rate: 2e-4, and "
+            "convert that file"
         )
     try:
         is_json = path.suffix == ".json" or content.lstrip().startswith(b"{")
@@ -220,8 +220,8 @@ def _recognized(path: Path, tree: Mapping[str, Any]) -> str:
             f"{path} is a config of serried; train with it: python train.py --config-dir FOLDER recipe=NAME"
         )
     raise UserError(
-        f"{path} is in no known format; serried convert FILE takes {_listed_formats()}; a key of another framework "
-        "given to train.py is answered too, as in python train.py learning_rate=2e-4"
+        f"{path} has an unknown format; serried convert FILE takes {_listed_formats()}; to look up a single "
+        "key, type it: python train.py learning_rate=2e-4"
     )
 
 

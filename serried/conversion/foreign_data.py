@@ -141,15 +141,15 @@ def _axolotl_sources(config: ForeignConfig, entry: Mapping[str, Any], path: str,
         source.columns = {ours: theirs for ours, theirs in source.columns.items() if ours != theirs}
         source.trains_on_all = bool(fields.get("train_on_inputs"))
     if isinstance(kind, Mapping) and kind.get("format"):
-        data.lacking.append(f"type.format of {path}: rows are rendered by the chat template, not by a text with braces")
+        data.lacking.append(f"type.format of {path}: rows are rendered by the chat template, not by a format string")
     elif stem.startswith(("alpaca", "gpteacher", "reflection", "explainchoice", "oasst")):
         data.notes.append(
-            f"type={kind} of {path}: axolotl writes its own text around each row (### Instruction: ...); here rows are "
-            "rendered by the chat template; for another text use data.chat_template=FILE.jinja"
+            f"type={kind} of {path}: axolotl uses its own prompt format (### Instruction: ...), but serried uses the "
+            "chat template; for another format use data.chat_template=FILE.jinja"
         )
     elif stem == "input_output":
         data.lacking.append(
-            f"type=input_output of {path}: per-segment labels do not exist; messages may have train: false"
+            f"type=input_output of {path}: per-segment labels are not supported; set train: false in messages"
         )
     elif not plain and stem not in (
         "chat_template",
@@ -165,7 +165,7 @@ def _axolotl_sources(config: ForeignConfig, entry: Mapping[str, Any], path: str,
         "simpo",
     ):
         data.lacking.append(
-            f"type={kind} of {path}: there are no prompt strategies; columns are named with data.columns"
+            f"type={kind} of {path}: prompt strategies are not supported; name the columns with data.columns"
         )
     mapping = fields.get("message_property_mappings")
     known = {("role", "content"), ("from", "value")}
@@ -175,11 +175,11 @@ def _axolotl_sources(config: ForeignConfig, entry: Mapping[str, Any], path: str,
         )
     if (roles := fields.get("roles_to_train")) and roles not in (["assistant"], ["assistant", "gpt"], ["gpt"]):
         data.lacking.append(
-            f"roles_to_train={roles} of {path}: replies of the assistant are trained on (data.train_on)"
+            f"roles_to_train={roles} of {path}: only replies of the assistant are trained on (data.train_on)"
         )
     if fields.get("train_on_eos") in ("all", "last"):
         data.lacking.append(
-            f"train_on_eos={fields['train_on_eos']} of {path}: each reply ends with its mark, which is trained on"
+            f"train_on_eos={fields['train_on_eos']} of {path}: the end token of each reply is always trained on"
         )
     return sources
 
@@ -200,7 +200,7 @@ def _factory_source(config: ForeignConfig, folder: Path, name: str, entry: Any, 
     if not isinstance(entry, Mapping):
         place = folder / "dataset_info.json"
         data.notes.append(
-            f"dataset={name}: {place} does not describe it here; give data.path=FILE, or data=hf data.path=OWNER/NAME"
+            f"dataset={name}: {place} has no entry for it; add data.path=FILE, or data=hf data.path=OWNER/NAME"
         )
         return Source(str(folder / f"{name}.json"), "text")
     if hub := _text(entry, "hf_hub_url"):
@@ -229,7 +229,7 @@ def _factory_source(config: ForeignConfig, folder: Path, name: str, entry: Any, 
             ours.get(theirs, theirs): column for theirs, column in named.items() if ours.get(theirs, theirs) != column
         }
     if set(columns) & {"images", "videos", "audios"}:
-        data.lacking.append(f"images of {name}: models are trained on text alone")
+        data.lacking.append(f"images of {name}: models are trained on text only")
     return source
 
 
@@ -250,7 +250,7 @@ def _torchtune_sources(config: ForeignConfig, entry: Mapping[str, Any], data: Fo
     path = _text(entry, "source") or known.get("path")
     if not path:
         data.notes.append(
-            f"{component} is code, which names no data; add data.path=FILE, or data=hf data.path=OWNER/NAME"
+            f"{component} is code that does not name its data; add data.path=FILE, or data=hf data.path=OWNER/NAME"
         )
         return []
     is_text = component in ("text_completion_dataset", "wikitext_dataset", "cnn_dailymail_articles_dataset")
@@ -268,8 +268,8 @@ def _torchtune_sources(config: ForeignConfig, entry: Mapping[str, Any], data: Fo
         source.trains_on_all = bool(known.get("all") if trained is None else trained)
     if component.startswith("alpaca"):
         data.notes.append(
-            f"{component}: torchtune writes its own text around each row (### Instruction: ...); here rows are "
-            "rendered by the chat template; for another text use data.chat_template=FILE.jinja"
+            f"{component}: torchtune uses its own prompt format (### Instruction: ...), but serried uses the chat "
+            "template; for another format use data.chat_template=FILE.jinja"
         )
     return sources
 

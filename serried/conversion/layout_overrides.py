@@ -26,7 +26,7 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
     count = known or divisor
     if count % divisor:
         fitting = max(divisor, count // divisor * divisor)
-        raise UserError(f"gpus={count} is no multiple of {divisor} ({_groups(config)}); use gpus={fitting}")
+        raise UserError(f"gpus={count} is not a multiple of {divisor} ({_groups(config)}); use gpus={fitting}")
     out.nodes = config.count("nodes") if "nodes" in config and not gpus else 1
     out.processes = max(1, count // out.nodes)
     ranks = count // divisor
@@ -46,11 +46,11 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
     shares = f" / {divisor} ({_groups(config)})" if divisor > 1 else ""
     if whole is not None and product != whole:
         out.decide.append(
-            f"{config.said('global_batch')} is kept, although {factors}{shares} is {product}; add gpus=N for the "
-            "GPUs of that run"
+            f"{config.said('global_batch')} is kept, although {factors}{shares} equals {product}; add gpus=N, the "
+            "number of GPUs of that run"
         )
     else:
-        assumed = "" if known else "; the file does not name the GPUs, so add gpus=N for more"
+        assumed = "" if known else "; the file does not set the number of GPUs, so add gpus=N for more"
         out.explained.append(f"trainer.global_batch={product} {samples} per step: {factors}{shares}{assumed}")
 
 
@@ -82,7 +82,7 @@ def set_layout(config: ForeignConfig, out: Converted) -> None:
         out.set("parallel", "fsdp")
     offloads = [config.text(fact).lower() for fact in ("offload_params", "offload_optimizer") if config.flag(fact)]
     if "nvme" in offloads:
-        out.lack(config.said("offload_params", "offload_optimizer"), "state is offloaded to host memory, not to disks")
+        out.lack(config.said("offload_params", "offload_optimizer"), "state is offloaded to host memory, not to disk")
     if config.flag("offload_params") and layout != "ddp":
         out.set("parallel.offload", True)
     elif config.flag("offload_optimizer"):
@@ -104,7 +104,7 @@ def _strategy(config: ForeignConfig, out: Converted) -> tuple[str, bool, str]:
                 config.facts.setdefault("offload_params", config.facts["deepspeed"]._replace(value="cpu"))
         if found:
             return _of_stage(
-                config, int(found[1]), f"{config.said('deepspeed')} (not found here, so taken from its name)"
+                config, int(found[1]), f"{config.said('deepspeed')} (file not found; stage taken from its name)"
             )
         out.decide.append(
             f"{config.said('deepspeed')} was not found here; convert both files: serried convert {config.path} {name}"
@@ -122,7 +122,7 @@ def _strategy(config: ForeignConfig, out: Converted) -> tuple[str, bool, str]:
         if "offload" in strategy:
             config.facts.setdefault("offload_params", Setting(said, True))
         if "HYBRID" in sharding or sharding in ("4", "5") or "hybrid" in strategy:
-            out.decide.append(f"{config.said('sharding', 'fsdp')}: copies between nodes are parallel.replicate=NODES")
+            out.decide.append(f"{config.said('sharding', 'fsdp')}: set the replicas with parallel.replicate=NODES")
             return "hsdp", "ZERO2" not in sharding and sharding != "5", ""
         if sharding in ("NO_SHARD", "3"):
             return "ddp", True, ""
@@ -146,7 +146,7 @@ def _of_stage(config: ForeignConfig, stage: int, said: str) -> tuple[str, bool, 
         return (
             "fsdp",
             False,
-            f"{said}: parallel=fsdp {shards}; ZeRO-1 shards the optimizer state alone, with equal results",
+            f"{said}: parallel=fsdp {shards}; ZeRO-1 shards only the optimizer state, with the same results",
         )
     if stage == 2:
         return "fsdp", False, f"{said}: parallel=fsdp parallel.reshard_after_forward=false {shards}"
@@ -184,10 +184,10 @@ def set_precision(config: ForeignConfig, out: Converted, is_adapter: bool) -> No
         subject = config.said("pure_bf16", "bf16_all", "dtype")
         out.explained.append(
             f"{subject}: precision=bf16 keeps fp32 weights for the optimizer (16 bytes per parameter, sharded with "
-            "parallel=fsdp); optim=adamw_bf16 keeps bf16 weights alone, rounded stochastically"
+            "parallel=fsdp); optim=adamw_bf16 keeps only bf16 weights, rounded stochastically"
         )
     quantizer = config.text("quantizer").lower()
     if quantizer and is_adapter:
-        out.lack(config.said("quantizer"), "weights that are quantized must be trained themselves; not with adapters")
+        out.lack(config.said("quantizer"), "quantization-aware training is not supported with adapters")
     elif quantizer:
         out.set("precision.quantize_aware", "int4_weight_only" if "weightonly" in quantizer else "int8_dynamic_int4")

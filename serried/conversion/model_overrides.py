@@ -61,12 +61,10 @@ def choose_recipe(config: ForeignConfig, out: Converted, recipe: str | None) -> 
     if quantized and method == "lora" and out.overrides.get("recipe") != "qlora":
         out.set("adapter.quantize", "nf4")
     if quantized and method == "dora":
-        out.lack(
-            config.said("quantize", "adapter"), "frozen weights in 4 bits need LoRA, not DoRA; adapter=lora trains so"
-        )
+        out.lack(config.said("quantize", "adapter"), "4-bit frozen weights need LoRA, not DoRA; use adapter=lora")
     if quantized and method == "none":
         out.lack(
-            config.said("quantize", "adapter"), "weights in 4 bits are frozen, and the whole model is trained here"
+            config.said("quantize", "adapter"), "4-bit weights cannot be trained, and this config trains the full model"
         )
     if config.flag("load_in_8bit") or config.value("quantization_bit") == 8:
         subject = config.said("load_in_8bit", "quantization_bit")
@@ -79,7 +77,7 @@ def choose_recipe(config: ForeignConfig, out: Converted, recipe: str | None) -> 
         else:
             out.lack(
                 config.said("rl", "preference_loss", "stage", "loss"),
-                f"task.loss has no {loss}; it is {'|'.join(all_keys()['task.loss'].choices)}",
+                f"task.loss does not support {loss}, only {', '.join(all_keys()['task.loss'].choices)}",
             )
     return task
 
@@ -191,7 +189,7 @@ def set_model(config: ForeignConfig, out: Converted) -> None:
     if config.flag("train_from_scratch"):
         out.lack(
             config.said("train_from_scratch"),
-            "weights come from model.path; a model from scratch is a recipe such as llama1b",
+            "weights are read from model.path; to train from scratch, use a recipe such as llama1b",
         )
 
 
@@ -203,7 +201,7 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         out.decide.append("the file names no data; add data.path=FILE, or data=hf data.path=OWNER/NAME")
     if len(training) > 1 and task in ("preference", "reward"):
         paths = ", ".join(source.path for source in training[1:])
-        out.decide.append(f"pairs come from one data set, the first; join the others into one file: {paths}")
+        out.decide.append(f"pairs are read from the first data set only; join the others into one file: {paths}")
         training = training[:1]
     if len(training) == 1:
         if training[0].kind != "text":
@@ -218,14 +216,14 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
             if source.weight is not None:
                 out.set(f"data.sources.{name}.weight", source.weight)
         out.decide.append(
-            f"several data sets: {config.title} takes each row once per epoch, while a mixture draws by "
-            "data.sources.NAME.weight, a fraction of the tokens; set the weights to the numbers of tokens to match"
+            f"several data sets: {config.title} uses each row once per epoch, but a mixture samples by "
+            "data.sources.NAME.weight, a share of the tokens; to match, set the weights to the numbers of tokens"
         )
     formats = {source.format for source in training}
     if formats == {"text"} and task in ("sft", "text"):
         out.set("data.format", "text")
     elif len(formats) > 1:
-        out.lack("datasets of text and of conversations", "a mixture has one format; the conversations are chosen")
+        out.lack("datasets of text and of conversations", "a mixture has one format; only the conversations are used")
     if formats == {"text"}:
         pass
     elif any(source.trains_on_all for source in training) or config.flag("train_on_inputs"):
@@ -239,7 +237,7 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         _source(out, f"data.validation.{name}", source)
     _template(config, out, formats)
     if config.flag("streaming"):
-        out.lack(config.said("streaming"), "conversations are prepared before training, once, in data.cache_dir")
+        out.lack(config.said("streaming"), "conversations are not streamed, but prepared once in data.cache_dir")
     if "max_samples" in config:
         out.lack(
             config.said("max_samples"),
@@ -249,7 +247,7 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
 
 def _source(out: Converted, section: str, source: Source) -> None:
     if "://" in source.path:
-        out.lack(source.path, "only files and folders of this machine and names on the Hub are read; copy the data")
+        out.lack(source.path, "only local files and folders and names on the Hub are supported; copy the data")
     out.set(f"{section}.path", source.path)
     if source.kind == "hf":
         if source.subset:
@@ -259,7 +257,7 @@ def _source(out: Converted, section: str, source: Source) -> None:
         if source.revision:
             out.set(f"{section}.revision", source.revision)
     elif source.path.endswith((".csv", ".arrow")):
-        out.lack(source.path, "such a file is read as part of a folder: data=hf data.path=FOLDER")
+        out.lack(source.path, "CSV and Arrow files are read from a folder: data=hf data.path=FOLDER")
     if source.text and source.text != "text" and source.format == "text":
         out.set(f"{section}.text_column", source.text)
     if source.messages:
@@ -285,8 +283,8 @@ def _trained_tokens(config: ForeignConfig, out: Converted) -> None:
         return
     out.decide.append(
         f"data.train_on: {config.title} trains on all tokens of rows with messages, and on the completion of rows "
-        "with a prompt; here only replies are trained on; add data.train_on=all for the former, or data.format=text "
-        "for text"
+        "with a prompt, but serried trains only on replies; add data.train_on=all to train on all tokens, or "
+        "data.format=text for plain text"
     )
 
 
@@ -317,7 +315,7 @@ def set_sequences(config: ForeignConfig, out: Converted, task: str) -> None:
         out.set("data.sequence_length", config.count("sequence_length"))
     elif config.title == "torchtune":
         out.decide.append(
-            "max_seq_len=null has no limit; data.sequence_length is 1024 in this recipe, and longer rows are cut"
+            "max_seq_len=null has no limit; data.sequence_length is 1024 in this recipe, and longer rows are truncated"
         )
     if task in ("preference", "reward") or config.title in LAYOUTS:
         return
@@ -337,8 +335,8 @@ def set_sequences(config: ForeignConfig, out: Converted, task: str) -> None:
     else:
         out.set("data.packing", "none")
         out.explained.append(
-            "data.packing=none: one row per sequence, as there; data.packing=best_fit packs rows, with attention "
-            "masked between them: faster, and more rows per step"
+            "data.packing=none: one row per sequence, as in the file; data.packing=best_fit packs several rows, with "
+            "attention masked between them, which is faster and trains on more rows per step"
         )
 
 
@@ -356,13 +354,13 @@ def set_adapter(config: ForeignConfig, out: Converted) -> bool:
     ):
         out.lack(
             config.said("finetuning", "adapter"),
-            "methods are lora, dora and full fine-tuning; the whole model is trained",
+            "only lora, dora and full fine-tuning are supported; the full model is trained",
         )
     has_adapter = _method(config) != "none" or out.overrides.get("recipe") in ("lora", "qlora")
     if not has_adapter:
         return False
     if "adapter.path" in out.overrides:
-        out.explained.append(f"rank, alpha and layers are those of {config.said('adapter_path')}")
+        out.explained.append(f"rank, alpha and layers are taken from {config.said('adapter_path')}")
         return True
     if "rank" in config:
         out.set("adapter.rank", config.count("rank"))
@@ -388,21 +386,21 @@ def _targets(config: ForeignConfig, out: Converted) -> None:
     if config.title == "torchtune" and (given or "targets_mlp" in config):
         given = [*given, *(["gate_proj", "up_proj", "down_proj"] * config.flag("targets_mlp"))]
         if config.flag("targets_head"):
-            out.lack(config.said("targets_head"), "the head has no adapter")
+            out.lack(config.said("targets_head"), "adapters of the head are not supported")
     names = list(dict.fromkeys(_OF_TORCHTUNE.get(name, name) for name in given))
     if outside := [name for name in names if name in ("lm_head", "embed_tokens", "embedding")]:
-        out.lack(f"adapters of {', '.join(outside)}", "adapters are beside the linear layers of the blocks")
+        out.lack(f"adapters of {', '.join(outside)}", "only linear layers of the blocks can have adapters")
         names = [name for name in names if name not in outside]
     if not names and "targets_all" not in config and config.title in ("TRL", "axolotl"):
         out.set("adapter.modules", ["q_proj", "v_proj"])
         out.explained.append(
-            "adapter.modules=[q_proj,v_proj]: the file names no layers, and these are PEFT's default for Llama, "
+            "adapter.modules=[q_proj,v_proj]: the file does not name layers; these are PEFT's default for Llama, "
             "Mistral, Qwen and Gemma; leave it out to adapt all linear layers of the blocks"
         )
     if config.flag("targets_all") or {"all", "all-linear"} & {*names} or {*names} >= _LINEAR_LAYERS:
         return
     if any(not re.fullmatch(r"[\w.*]+", name) for name in names):
-        out.lack(config.said("targets"), "patterns are those of file names; write 'adapter.modules=[*.layers.3.*]'")
+        out.lack(config.said("targets"), "patterns must be glob patterns; write 'adapter.modules=[*.layers.3.*]'")
         return
     if names:
         out.set("adapter.modules", names)

@@ -66,8 +66,8 @@ def set_steps(config: ForeignConfig, out: Converted, steps: int | None) -> float
         total = config.count("steps_per_epoch") * config.number("epochs", 1)
         out.set("trainer.steps", int(total))
         out.explained.append(
-            f"trainer.steps={total:g}: {config.said('steps_per_epoch')} x {config.said('epochs')}, if an epoch has as "
-            "many steps; else use trainer.epochs"
+            f"trainer.steps={total:g}: {config.said('steps_per_epoch')} x {config.said('epochs')}, if an epoch has "
+            "this many steps; otherwise use trainer.epochs"
         )
         return total
     if "epochs" in config:
@@ -98,8 +98,8 @@ def set_schedule(config: ForeignConfig, out: Converted, total: float | None) -> 
             out.set("schedule.decay_fraction", config.number("decay_steps") / total)
         else:
             out.decide.append(
-                f"{config.said('decay_steps')} of an unknown number of steps; add schedule.decay_fraction=0.1, or "
-                "steps=N"
+                f"{config.said('decay_steps')}: the number of steps of the run is unknown; add "
+                "schedule.decay_fraction=0.1, or convert with steps=N"
             )
     if given == "warmuplr":
         out.explained.append(
@@ -138,7 +138,7 @@ def set_preference(config: ForeignConfig, out: Converted, task: str) -> None:
     if loss in ("dpo", "cpo", "simpo"):
         out.set("task.nll_weight", weight)
     elif weight:
-        out.lack(config.said("nll_weight"), f"a loss of {loss} adds no cross entropy")
+        out.lack(config.said("nll_weight"), f"task.loss={loss} does not support an added cross entropy")
 
 
 def set_memory(config: ForeignConfig, out: Converted) -> None:
@@ -176,8 +176,8 @@ def set_intervals(config: ForeignConfig, out: Converted, data: ForeignData, tota
             out.set("checkpoint.every", max(1, math.ceil(per_epoch / times)))
         else:
             out.decide.append(
-                f"{said}: checkpoint.every counts steps, 100 in this recipe; add checkpoint.every=N, or convert with "
-                "steps=N, the steps of the run"
+                f"{said}: checkpoint.every is set in steps, 100 in this recipe; add checkpoint.every=N, or convert "
+                "with steps=N, the number of steps of the run"
             )
     if save == "best" or config.flag("keep_best"):
         out.set("checkpoint.keep_best", True)
@@ -201,7 +201,7 @@ def _evaluation(
         split = splits[0] if out.overrides.get("data") == "hf" else ""
     if not is_off and fraction > 1:
         out.decide.append(
-            f"{config.said('validation_fraction')} rows: give a fraction instead, as in data.validation_fraction=0.05"
+            f"{config.said('validation_fraction')} rows: use a fraction instead, such as data.validation_fraction=0.05"
         )
         fraction = 0.05
     if is_off or not (fraction or split or data.validation):
@@ -223,8 +223,8 @@ def _evaluation(
         out.set("trainer.eval_every", None)
         said = config.said("evals_per_epoch", "eval_every", "eval_strategy", "validation_fraction")
         out.explained.append(
-            f"trainer.eval_every=null: an evaluation every tenth of the run; {said} counts in epochs; to keep it, "
-            "convert with steps=N, the steps of the run"
+            f"trainer.eval_every=null: evaluates every tenth of the run, because {said} is set in epochs; to keep the "
+            "interval, convert with steps=N, the number of steps of the run"
         )
 
 
@@ -246,14 +246,14 @@ def set_tracking(config: ForeignConfig, out: Converted) -> None:
         address = config.text("mlflow") or "sqlite:///runs/mlflow.db"
         if str(config.facts.get("mlflow", "")).find("***") >= 0:
             out.decide.append(
-                "the address of MLflow holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+                "the address of MLflow contains a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
                 "and add track.mlflow=ADDRESS"
             )
         else:
             out.set("track.mlflow", address)
     others = wanted - {"", "none", "disk", "stdout", "wandb", "tensorboard", "mlflow", "all"}
     if others:
-        out.lack(config.said("report_to", "tracker"), "trackers are track=wandb, tensorboard and mlflow")
+        out.lack(config.said("report_to", "tracker"), "supported trackers are track=wandb, tensorboard and mlflow")
     if wanted & {"wandb", "mlflow"} and {"track.wandb", "track.mlflow"} & {*out.overrides}:
         if config.flag("project"):
             out.set("track.project", config.text("project"))
@@ -282,10 +282,10 @@ def set_rest(config: ForeignConfig, out: Converted) -> None:
     if config.flag("profile"):
         out.set("profile.steps", [10, 9 + config.count("profile")])
     reasons: dict[str, str] = {
-        "neftune": "noise is not added to embeddings",
-        "group_by_length": "rows are not sorted by length; packing (data.packing=best_fit) avoids the padding",
-        "upload": "a run uploads nothing; upload what serried export RUN out=FOLDER writes",
-        "code": "code of a model's folder is never run; families are built in, others are model=hf",
+        "neftune": "noise on embeddings is not supported",
+        "group_by_length": "rows are not grouped by length; data.packing=best_fit avoids padding",
+        "upload": "a run uploads nothing; upload the folder that serried export RUN out=FOLDER writes",
+        "code": "code in a model folder is never run; use a built-in family, or model=hf",
         "restart": "the same command resumes; checkpoint.resume=never starts again",
     }
     for fact, reason in reasons.items():

@@ -222,7 +222,7 @@ def test_webhook_that_refuses_is_one_warning_without_its_address(
     records.steps(1, 1)
     records.end()
     (warning,) = records.warnings()
-    assert warning.startswith("WARNING    webhook: the address in OUR_HOOK could not be called: ")
+    assert warning.startswith("WARNING    webhook: cannot post to the address in OUR_HOOK: ")
     assert "secret-path" not in "".join(records.printed)
 
 

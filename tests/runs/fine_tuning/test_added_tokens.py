@@ -333,7 +333,7 @@ def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: P
 
     assert "weights=1 must be 2 numbers" in refused(f"adapters={tmp_path / 'b'}", "weights=1")
     assert "names" in refused(f"adapters={tmp_path / 'a'}")
-    assert "holds a whole model and no adapters" in refused(f"adapters={models / 'tied'}")
+    assert "contains a full model, not adapters" in refused(f"adapters={models / 'tied'}")
     assert "has no effect without adapters=FOLDERS" in refused("weights=1")
 
 

@@ -175,7 +175,7 @@ def test_weights_in_another_format_are_refused_in_one_line(
     with pytest.raises(UserError) as error:
         compose([f"model={choice}", f"model.path={tmp_path}", "data.tokenizer=bytes"])
     assert str(error.value) == (
-        f"{tmp_path / 'config.json'} has a quantization_config with quant_method {found['quant_method']}, and only "
-        "fp8, mxfp4 and compressed-tensors of FP8 are dequantized when weights are read; use the model before its "
-        "quantization, with recipe=qlora to train it in 4 bits"
+        f"{tmp_path / 'config.json'} has a quantization_config with quant_method {found['quant_method']}, but only "
+        "fp8, mxfp4 and compressed-tensors of FP8 can be dequantized; use the unquantized model, "
+        "with recipe=qlora to train it in 4 bits"
     )

@@ -184,11 +184,11 @@ def test_folder_without_usable_adapters_is_refused_with_what_it_is(
         return line
 
     assert "does not exist; use a PEFT folder, or a run" in refused(tmp_path / "none")
-    assert "holds a whole model and no adapters; use model.path=" in refused(models / "llama")
+    assert "contains a full model, not adapters; use model.path=" in refused(models / "llama")
     assert "has no adapter_config.json" in refused(tmp_path)
     config = json.loads((made_by_peft["plain"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert "has no adapter_model.safetensors; copy it too" in refused(tmp_path)
+    assert "has no adapter_model.safetensors; copy that file too" in refused(tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x02")
     assert "adapter_model.bin is a pickle, which is never loaded" in refused(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678 not a header")

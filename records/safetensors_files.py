@@ -25,6 +25,7 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.quantization import quantization_in
+from serried.configs.hugging_face.text_part import has_other_parts, name_in_text_part
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.records.dequantized_weights import Values, dequantized
 
@@ -130,7 +131,8 @@ class TensorFolder:
     a ``UserError``. Several threads may use it at once.
 
     If the ``config.json`` of a model says that weights are quantized, in a format that is known here, the folder
-    contains the dequantized weights instead.
+    contains the dequantized weights instead. If it says that the model reads images too, the folder contains the
+    tensors of its text part, by their names in a model of text.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -156,6 +158,9 @@ class TensorFolder:
                 self._values[name] = found[file][name]
         else:
             raise UserError(_nothing_to_read(folder, single, index))
+        if stem == "model" and has_other_parts(folder):
+            named = {name_in_text_part(name): values for name, values in self._values.items()}
+            self._values = {name: values for name, values in named.items() if name is not None}
         quantization = quantization_in(folder) if stem == "model" else None
         self.is_dequantized = quantization is not None
         """Whether weights in the files are quantized, and dequantized while they are read."""

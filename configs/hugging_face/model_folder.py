@@ -15,6 +15,7 @@ from serried.configs.context_extension import with_extended_context
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
 from serried.configs.hugging_face.quantization import quantization_of
+from serried.configs.hugging_face.text_part import text_part
 from serried.configs.hugging_face.weight_files import HEAD, has_head_of_its_own
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
@@ -171,7 +172,7 @@ def keys_of_teacher(name: str, *, is_read_earlier: bool = False) -> dict[str, An
     section = teacher_section(name)
     keys: dict[str, Any] = section.model_dump(mode="json", exclude={*section.free, *_FREE, "padding_token"})
     if is_read_earlier:
-        found = read_json(model_folder(name, CONFIG, key=_TEACHER) / CONFIG)
+        found = text_part(read_json(model_folder(name, CONFIG, key=_TEACHER) / CONFIG))
         earlier = type(section).keys_from({**READ_EARLIER.get(section.family, {}), **found})
         keys |= {key: value for key, value in earlier.items() if key in keys and key != "tie_embeddings"}
     return keys
@@ -187,6 +188,8 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
     any_other = _ANY_OTHER if key == _MODEL else ""
     try:
         found = read_json(file)
+        if family != ANY_FAMILY:
+            found = text_part(found)
         # As in transformers 5: tied weights have equal values.
         if found.get("tie_word_embeddings", True) and has_head_of_its_own(_with_weights(name, file.parent, key)):
             found["tie_word_embeddings"] = False
@@ -254,7 +257,7 @@ def refuse_adapters(name: str, folder: Path, key: str = _MODEL) -> None:
 def family_of_any(name: str) -> str | None:
     """Return ``ANY_FAMILY`` if no family here supports the ``model_type`` of the model ``name``; else None."""
     try:
-        kind = read_json(model_folder(name, CONFIG) / CONFIG).get("model_type")
+        kind = text_part(read_json(model_folder(name, CONFIG) / CONFIG)).get("model_type")
     except (OSError, ValueError):
         return None  # keys_of_model reports it
     return None if kind in models.names() else ANY_FAMILY

@@ -301,7 +301,7 @@ class Llama(PublishedFamily):
         which = "all" if len(windows) == model.layers else f"{len(windows)} of them"
         windowed = f", {which} with a window of {windows[0]:,}" if windows else ""
         scaling, longest = model.rope_scaling, model.max_sequence_length
-        scaled = f", {scaling.rope_type} rope x{scaling.factor:g} for up to {longest:,} tokens" if scaling else ""
+        scaled = f", rope scaled by {scaling.rope_type} x{scaling.factor:g} to {longest:,} tokens" if scaling else ""
         return (
             f"{model.layers} layers{windowed}, dim {model.dim}, feed-forward {model.hidden_dim}, "
             f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"

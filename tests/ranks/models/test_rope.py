@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.parity import CUTS, TOLERANCES, compare, run
 from serried.configs.compose import compose
@@ -217,6 +217,38 @@ def test_override_of_rope_scaling_extends_a_preset() -> None:
     # A mapping replaces the preset's own scaling, whose keys another type does not have.
     longer = compose(["model=llama8b", "data.tokenizer=bytes", YARN.replace("4", "32")]).model
     assert (longer.rope_scaling.original_max_sequence_length, longer.max_sequence_length) == (8192, 262144)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_part_of_gemma3_with_images_is_read_and_saved_alone(prefix: str, tmp_path: Path) -> None:
+    """Whether tensors have the names of the published files or those in the module of transformers 5."""
+    import transformers
+
+    text = {**SIZES, **FAMILIES["gemma3_text"], **rope_of("gemma3_text", "linear"), "tie_word_embeddings": True}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = small | {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/model.safetensors"
+    found = {name.replace("language_model.model.", prefix): tensor for name, tensor in load_file(file).items()}
+    save_file(found, file, {"format": "pt"})
+
+    model, ours = opened(tmp_path / "theirs")
+    (note,) = model.notes()
+    assert "only its text part (language_model) is trained, and saved as Gemma3ForCausalLM" in note
+    back = written(model, ours, tmp_path / "back")
+    of_text = [name for name in found if "language_model." in name]
+    assert len(back) == len(of_text)
+    assert all(found[name].equal(back["model." + name.split("model.")[-1]]) for name in of_text)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    assert type(again) is transformers.Gemma3ForCausalLM
+    tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours(tokens), again(tokens).logits, rtol=0, atol=1e-5)
+    assert opened(tmp_path / "back")[0].notes() == []
 
 
 FACTORS = "short_factor: [1.0,1.2], long_factor: [2.0,5.0]"

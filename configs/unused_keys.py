@@ -172,8 +172,13 @@ READERS: tuple[Reader, ...] = (
         f"{_NO_EFFECT} with precision={{config.precision.name}}", "precision=fp16",
     ),
     Reader(
-        "adapter.[!m]*", lambda run: run.config.adapter.method != "none",  # adapter.modules is refused
+        "adapter.[!m]*",  # adapter.modules is refused
+        lambda run: run.config.adapter.method != "none" or run.config.adapter.merge,
         f"{_NO_EFFECT} without adapters", "adapter=lora",
+    ),
+    Reader(
+        "checkpoint.strict", lambda run: run.config.adapter.method == "none",
+        f"{_NO_EFFECT} with adapters, whose base model must fit", "adapter=none",
     ),
     Reader(
         "optim.groups.*.lr_scale optim.groups.*.weight_decay",

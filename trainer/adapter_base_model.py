@@ -6,22 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import base_of_adapters
+from serried.configs.hugging_face.adapter_folder import adapter_config, base_of_adapters
+from serried.configs.hugging_face.adapter_settings import adapters_in
 from serried.configs.hugging_face.model_folder import CONFIG, keys_of_teacher, model_folder, teacher_section
 from serried.configs.messages.invalid_values import shown
+from serried.configs.schema.sections import RunConfig
 from serried.records.safetensors_files import TensorFolder
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.export import write_merged
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files, record_of
+from serried.trainer.checkpoint.merge_tensors import Built
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.retention import OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.replica_check import digest
 from serried.trainer.run_context import Context
+from serried.trainer.task import RunTask
 
 _MOVED = "if the folder was moved, use train.py ... model.path=FOLDER, or put a link in its place"
+
+
+_MERGED = "base"
+"""Name of the folder in a run folder with the merged model that the run starts from."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,35 @@ def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, s
     if checkpoint is not None:
         _compare(base.record, checkpoint)
     return base
+
+
+def initial_weights(config: RunConfig, task: RunTask, *, is_new: bool = False) -> Path | None:
+    """Return the folder of the weights that a new run starts from, or None if the task builds them.
+
+    It is the task's folder, or with ``adapter.merge`` the folder ``base`` of the run, in which the adapters are merged.
+    ``is_new``: write that folder again. Called on one rank. Raises ``UserError`` if the adapters cannot be merged.
+    """
+    folder = task.pretrained()
+    if not config.adapter.merge:
+        return folder
+    assert config.adapter.path is not None
+    merged = config.run.dir / _MERGED
+    if is_new or not merged.is_dir():
+        adapters = adapters_in(config.adapter.path)
+        base: TensorFolder | Built
+        record: dict[str, Any] | None
+        if folder is None:
+            torch.manual_seed(config.trainer.seed)
+            module = task.build_model().requires_grad_(False)
+            base, record = Built(module, task.exported), {"path": None, "digest": _digest(module)}
+            if adapter_config(adapters).get("modules_to_save"):
+                record = None  # the recorded digest leaves these modules out
+        else:
+            base = TensorFolder(folder)
+            record = {"path": str(folder), "files": _checksums(folder, _weight_files(folder, None))}
+        check_adapters(adapters, record)
+        write_merged(adapters, base, merged)
+    return merged
 
 
 def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[str, list[int]]:
@@ -131,19 +170,20 @@ def check_base(checkpoint: Path) -> Path | None:
 def check_same_base(adapters: Path, checkpoint: Path) -> None:
     """Raise ``UserError`` if ``adapters`` is damaged, or adapts another model than ``checkpoint``; see
     ``check_adapters``."""
-    check_adapters(adapters, Base(None, _recorded(checkpoint)))
+    check_adapters(adapters, _recorded(checkpoint))
 
 
-def check_adapters(folder: Path, base: Base) -> None:
+def check_adapters(folder: Path, base: dict[str, Any] | None) -> None:
     """Raise ``UserError`` if ``folder`` is a checkpoint of adapters that is damaged, or that adapts another model than
-    ``base``. Folders written by PEFT or an export have no checksums."""
+    the one with the record ``base``. Folders written by PEFT or an export have no checksums."""
     if not (folder / MANIFEST).exists():
         return
     try:
         check_files(folder, lambda name: not name.startswith(OPTIMIZER))
     except Damaged as error:
         raise UserError(f"{error}; use another checkpoint") from None
-    _compare(base.record, folder)
+    if base is not None:
+        _compare(base, folder)
 
 
 def _recorded(checkpoint: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
 from serried.runtime.console import Console
-from serried.trainer.adapter_base_model import same_files
+from serried.trainer.adapter_base_model import initial_weights, same_files
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data.loader import Reader, evaluation_batches
 from serried.trainer.data.sampler import BatchShare, evaluation_samples, sample_order
@@ -52,7 +52,7 @@ class ReferencePass:
         """
         self._context, self._reference = context, reference
         session = context.session
-        folder = session.once(lambda: str(context.task.pretrained() or ""))
+        folder = session.once(lambda: str(initial_weights(context.config, context.task) or ""))
         if not folder:
             raise UserError("the reference needs a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)

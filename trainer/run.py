@@ -23,6 +23,7 @@ from serried.runtime.console import Console, Doing
 from serried.runtime.exit import Failure
 from serried.runtime.session import Session
 from serried.trainer import compilation
+from serried.trainer.adapter_base_model import initial_weights
 from serried.trainer.callbacks import Callback, Callbacks
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
@@ -124,7 +125,8 @@ class _Run:
             self._choose_compile()
         context = self.context
         context.console.doing("looking for a checkpoint")
-        self.start = find_start(context.config, context.session, context.task.pretrained)
+        weights = partial(initial_weights, context.config, context.task, is_new=True)
+        self.start = find_start(context.config, context.session, weights)
         for note in self.start.notes:
             context.console.say(note)
 

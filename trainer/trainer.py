@@ -20,7 +20,14 @@ from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.tracker_processes import choose_run_id
 from serried.runtime.accelerator import device_name
-from serried.trainer.adapter_base_model import Base, check_adapters, find_base, same_files, teacher_keys
+from serried.trainer.adapter_base_model import (
+    Base,
+    check_adapters,
+    find_base,
+    initial_weights,
+    same_files,
+    teacher_keys,
+)
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
@@ -234,7 +241,7 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
         session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
     weights, base = start.weights, None
     if model.adapters is not None:
-        folder = session.once(lambda: str(task.pretrained() or ""))
+        folder = session.once(lambda: str(initial_weights(config, task) or ""))
         if is_meta and not folder:
             raise UserError(
                 f"adapter.method={config.adapter.method} needs a base model, since only the adapters are trained: "
@@ -267,13 +274,13 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
     """
     given = start.weights if start.origin is not None else None
     is_peft = given is not None and (given / ADAPTER_CONFIG).is_file()
-    if config.adapter.path is not None:
+    if config.adapter.path is not None and not config.adapter.merge:
         if is_peft:
             raise UserError(
                 f"adapter.path={config.adapter.path} and checkpoint.resume={given} both name adapters; keep one"
             )
         found = adapters_in(config.adapter.path)
-        check_adapters(found, base)
+        check_adapters(found, base.record)
         adapters.check_folder(found)
         return str(found)
     if given is None or (base.folder and given.is_dir() and given.samefile(base.folder)):
@@ -293,7 +300,8 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
 def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
     """Return the base model's name for ``adapter_config.json``: its name on the Hub if it has one, else its folder."""
     path = getattr(getattr(config, "model", None), "path", None)
-    if base is None or (path is not None and not expanded(path).exists()):
+    is_on_hub = path is not None and not expanded(path).exists()
+    if base is None or (is_on_hub and not config.adapter.merge):
         return path
     return base.record["path"]
 

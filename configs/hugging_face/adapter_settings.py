@@ -45,6 +45,10 @@ def with_adapters(plain: Mapping[str, Any], given: Collection[str]) -> dict[str,
         return _with_base({**plain, "adapter": section | recorded["adapter"]}, value_at("model.path", recorded))
     folder = adapters_in(name, key)
     found = _settings(folder, key, name)
+    has_base = value_at("model.path", plain) is not None or "model" not in plain
+    base = None if has_base else base_of_adapters(folder)
+    if str(section.get("merge")).lower() == "true":
+        return _with_base(dict(plain), base)
     typed = {word.split(".")[1] for word in given if word.startswith("adapter.")}
     typed |= {"method"} if "adapter" in given else set()
     checked = typed & {*_TAKEN} - {*_FREE}
@@ -53,8 +57,7 @@ def with_adapters(plain: Mapping[str, Any], given: Collection[str]) -> dict[str,
         extra = " ".join(f"adapter.{own}={shown(section.get(own))}" for own in wrong)
         raise UserError(f"{key}={name} has {there}, so its weights do not fit {extra}; leave {extra} out")
     found = {own: value for own, value in found.items() if own not in typed}
-    has_base = value_at("model.path", plain) is not None or "model" not in plain
-    return _with_base({**plain, "adapter": section | found}, None if has_base else base_of_adapters(folder))
+    return _with_base({**plain, "adapter": section | found}, base)
 
 
 def adapters_in(name: str, key: str = KEY) -> Path:

@@ -205,6 +205,9 @@ class AdapterSection(Section):
     path: PathText | None = Field(default=None, min_length=1, max_length=4096)
     """Adapters to start from: a PEFT folder, a run or a checkpoint with adapters, or a name on the Hub. All other keys
     of ``adapter`` except ``quantize`` are taken from there."""
+    merge: bool = False
+    """Merge the adapters of ``path`` into the base model first, and start from the result: with new adapters, whose
+    settings are those of this command, or with ``adapter=none`` with the model itself."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.quantize != "none" and self.method != "lora":
@@ -212,6 +215,8 @@ class AdapterSection(Section):
                 f"adapter.quantize={self.quantize} is not supported with adapter.method={self.method}: quantized "
                 "weights can only be trained with LoRA adapters; use adapter=lora, or adapter.quantize=none"
             )
+        if self.merge and self.path is None:
+            yield "adapter.merge=true names no adapters to merge; use adapter.path=FOLDER, or adapter.merge=false"
         names = ("rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern")
         for name in names if self.method == "none" else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
@@ -546,6 +551,11 @@ class RunConfig(Section):
             yield (
                 f"precision={self.precision.name} has no effect with adapter.method={self.adapter.method}: it applies "
                 "to the weights of linear layers that are trained, but adapters freeze them; use precision=bf16"
+            )
+        if self.adapter.merge and self.checkpoint.resume not in ("auto", "must", "never"):
+            yield (
+                f"adapter.merge=true with checkpoint.resume={self.checkpoint.resume}: a run starts from the merged "
+                "model or from that folder; leave one of them out"
             )
         yield from self._quantizing_mistakes()
         if self.plan.model_fields_set and not self.dry_run:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +34,9 @@ from serried.trainer.checkpoint.saved_state import STATE
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE_BYTES = 64 * 2**20
+_MERGED_SHARD_BYTES = 5 * 10**9
+_CONFIG_SUFFIXES = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of the configs and the tokenizer of a model."""
 _SPARE_BYTES = 2**20  # headers, the index, the configs
 
 
@@ -96,20 +100,49 @@ def export(
     specs = [_converted(spec, dtype) for spec in weights.specs.values()]
     _check_space(out, sum(spec.nbytes for spec in specs) + sum(records[name].size for name in others))
 
+    is_model = not is_adapter or base is not None
+    files = _shards(specs, shard_bytes) if is_model else {f"{ADAPTER}.safetensors": specs}
+    _write_folder(out, weights, files, [checkpoint / name for name in others], is_model=is_model)
+    return sorted(out.iterdir())
+
+
+def write_merged(adapters: Path, base: TensorFolder | Built, out: Path) -> None:
+    """Write the model folder ``out``: ``base`` with ``adapters`` merged into it, whose matrices are in fp32.
+
+    The other files are those of the checkpoint ``adapters``, or of ``base`` if ``adapters`` was saved by PEFT. An
+    earlier folder ``out`` is replaced. Raises ``UserError`` if the adapters do not fit ``base``, or if the disk is too
+    full or fails.
+    """
+    weights = _with_adapters(base, adapters, {adapters: 1.0})
+    merged = {f"{name}.weight" for name in weights.adapted}
+    specs = [replace(spec, dtype=torch.float32) if spec.name in merged else spec for spec in weights.specs.values()]
+    folder = adapters if (adapters / CONFIG).is_file() or isinstance(base, Built) else base.folder
+    others = [path for path in sorted(folder.iterdir()) if path.suffix in _CONFIG_SUFFIXES]
+    others = [path for path in others if path.name not in (ADAPTER_CONFIG, MANIFEST, STATE)]
+    others = [path for path in others if not path.name.endswith(".safetensors.index.json")]
+    _check_space(out.absolute(), sum(spec.nbytes for spec in specs))
+    shutil.rmtree(out, ignore_errors=True)
+    _write_folder(out, weights, _shards(specs, _MERGED_SHARD_BYTES), others, is_model=True)
+
+
+def _write_folder(
+    out: Path, weights: TensorFolder | Merged | Mean, files: Mapping[str, list[TensorSpec]], others: Sequence[Path],
+    *, is_model: bool,
+) -> None:  # fmt: skip
+    """Write ``weights`` to ``files`` in the folder ``out``, with copies of the files ``others``, all or nothing."""
+    specs = [spec for part in files.values() for spec in part]
     temporary = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # left over from a killed export
         temporary.mkdir()
-        is_model = not is_adapter or base is not None
-        files = _shards(specs, shard_bytes) if is_model else {f"{ADAPTER}.safetensors": specs}
         for name, part in files.items():
             _write_weights(temporary / name, weights, part)
         if len(files) > 1:
             (temporary / _INDEX).write_text(index_json(files), "utf-8")
-        for name in others:
-            shutil.copyfile(checkpoint / name, temporary / name)
-        if is_model:
+        for path in others:
+            shutil.copyfile(path, temporary / path.name)
+        if is_model and (temporary / CONFIG).is_file():
             _write_configs(temporary, specs)
         _commit(temporary, out)
     except OSError as error:
@@ -119,7 +152,6 @@ def export(
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only if something failed
-    return sorted(out.iterdir())
 
 
 def _with_adapters(base: TensorFolder | Built, checkpoint: Path, factors: Mapping[Path, float]) -> Merged:
@@ -231,6 +263,7 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
 
 def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
     config = read_json(folder / CONFIG)
+    config.pop("quantization_config", None)  # weights are written dequantized
     floating = [spec for spec in specs if spec.dtype.is_floating_point]
     if floating:
         largest = max(floating, key=lambda spec: spec.nbytes)

@@ -101,6 +101,8 @@ class Merged:
         self._refuse_unfit(adapted)
         self.specs: Mapping[str, TensorSpec] = kept | self._heads
         self._scales = {name: factor * scale for name, scale in scales_in(adapters.folder, adapted).items()}
+        self.adapted = adapted
+        """Names of the layers whose weights are merged."""
         self._is_transposed = bool(config["fan_in_fan_out"])
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
 

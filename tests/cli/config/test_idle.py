@@ -30,6 +30,7 @@ SITUATIONS = {
     "adapter.rank=16": "",
     "adapter.alpha=32": "",
     "adapter.scale=standard": "",
+    "checkpoint.strict=false": "adapter=lora",
     "optim.groups.a.lr_scale=2": "optim.groups.a.parameters=*norm* optim.groups.a.frozen=true",
     "optim.groups.a.weight_decay=0.2": "optim.groups.a.parameters=*norm* optim.groups.a.frozen=true",
     "optim.groups.a.lr_scale=0": "optim.groups.a.parameters=*norm*",
@@ -111,10 +112,10 @@ SITUATIONS = {
 """Overrides that nothing reads -> the other overrides of such a command."""
 
 REFUSED = {
-    "adapter.modules", "adapter.modules_to_save", "parallel.offload", "trainer.activation_memory_budget",
-    "trainer.evaluate", "task.margin", "trainer.compile_mode", "trainer.sample_tokens", "data.vocab_size",
-    "data.add_tokens", "data.add_special_tokens", "data.chat_template", "slurm.dry_run",
-    "kubernetes.dry_run",
+    "adapter.modules", "adapter.modules_to_save", "adapter.merge", "checkpoint.weights_only", "parallel.offload",
+    "trainer.activation_memory_budget", "trainer.evaluate", "task.margin", "trainer.compile_mode",
+    "trainer.sample_tokens", "data.vocab_size", "data.add_tokens", "data.add_special_tokens", "data.chat_template",
+    "slurm.dry_run", "kubernetes.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 

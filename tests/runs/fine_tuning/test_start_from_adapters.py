@@ -145,7 +145,7 @@ def test_export_of_a_continued_run_opens_in_peft_and_starts_another_run(
 def test_settings_are_those_of_the_adapters(models: Path, made_by_peft: dict[str, Path]) -> None:
     words = [f"adapter.path={made_by_peft['patterns']}", "data.tokenizer=bytes", "adapter.dropout=0.1"]
     config = compose(["recipe=sft", *words])
-    assert config.adapter.model_dump(exclude={"path", "modules"}) == {
+    assert config.adapter.model_dump(exclude={"path", "modules", "merge"}) == {
         "method": "lora", "rank": 4, "alpha": 8, "dropout": 0.1, "scale": "rslora", "quantize": "none",
         "modules_to_save": (),
         "rank_pattern": {"down_proj": 2, "model.layers.1.self_attn.q_proj": 5},
@@ -262,3 +262,122 @@ def test_plan_counts_the_adapters_of_the_folder(
     trained = 2 * 4 * (32 + 16) + (4 + 5) * (32 + 32) + 2 * (48 + 32)  # v of two layers, q of rank 4 and 5, down
     assert f"of which {trained:,} " in plan
     assert "lora of ranks 2 to 5, alpha 8, in 5 layers" in plan
+
+
+# adapter.merge --------------------------------------------------------------------------------------------------------
+
+
+def merged_by_peft(models: Path, adapters: Path) -> Any:
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(base, adapters).merge_and_unload()
+
+
+def test_full_fine_tuning_starts_from_the_merged_model(
+    models: Path, made_by_peft: dict[str, Path], tmp_path: Path
+) -> None:
+    argv = continued(models, tmp_path / "run", made_by_peft["patterns"], "adapter.merge=true", "optim.lr=0")
+    argv = [word.replace("recipe=lora", "recipe=sft") for word in argv]
+    ended = runs.run_here([*argv, "trainer.steps=1"])
+    assert ended.code == 0, ended.printed
+    assert f"step 0 with the weights of {tmp_path / 'run/base'}" in ended.printed
+    want, found = merged_by_peft(models, made_by_peft["patterns"]).state_dict(), runs.weights(tmp_path / "run")
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, want[name], atol=1e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def new_adapters(
+    models: Path, made_by_peft: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float]]:
+    """A run of one process that trains new adapters of the merged model, stopped and resumed."""
+    run_dir = tmp_path_factory.mktemp("merged") / "run"
+    argv = continued(models, run_dir, made_by_peft["patterns"], *NEW)
+    assert runs.run_here([*argv, "trainer.stop_at=2"]).code == 75
+    ended = runs.run_here(argv)
+    assert ended.code == 0, ended.printed
+    assert "lora of rank 3, alpha 5" in ended.printed
+    return run_dir, runs.losses(run_dir)
+
+
+NEW = ["adapter.merge=true", "adapter.rank=3", "adapter.alpha=5"]
+
+
+def test_new_adapters_of_the_merged_model_open_in_peft(
+    models: Path, made_by_peft: dict[str, Path], new_adapters: tuple[Path, list[float]], single: Any, tmp_path: Path
+) -> None:
+    """The first loss is that of the old adapters, since new ones add zero."""
+    import peft
+    import transformers
+
+    run_dir, found = new_adapters
+    assert found[0] == pytest.approx(single[2], abs=1e-5)
+    assert found[-1] < found[0] - 0.01
+    assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'adapters'}"]) == 0
+    assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(run_dir / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "base", dtype=torch.float32)
+    with torch.no_grad():
+        assert_close(base(TOKENS).logits, merged_by_peft(models, made_by_peft["patterns"])(TOKENS).logits)
+        want = serried.load_model(run_dir)(TOKENS)
+        assert_close(peft.PeftModel.from_pretrained(base, tmp_path / "adapters")(TOKENS).logits, want)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert_close(merged(TOKENS).logits, want)
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tensor", "pipeline"))]
+)
+def test_new_adapters_of_the_merged_model_are_the_same_on_two_ranks(
+    cluster: Cluster,
+    models: Path,
+    made_by_peft: dict[str, Path],
+    tmp_path: Path,
+    new_adapters: tuple[Path, list[float]],
+    layout: str,
+) -> None:
+    argv = continued(models, tmp_path / "run", made_by_peft["patterns"], *NEW, *LAYOUTS[layout])
+    assert losses(cluster, 2, argv, tmp_path / "run") == pytest.approx(new_adapters[1], abs=1e-5)
+
+
+def test_run_that_starts_again_merges_the_adapters_that_are_named_now(
+    models: Path, made_by_peft: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ["trainer.steps=1", "optim.lr=0", *NEW]
+    assert runs.run_here(continued(models, tmp_path / "run", made_by_peft["patterns"], *words)).code == 0
+    before = runs.losses(tmp_path / "run")
+    again = continued(models, tmp_path / "run", made_by_peft["plain"], *words, "checkpoint.resume=never")
+    assert runs.run_here(again).code == 0
+    assert abs(runs.losses(tmp_path / "run")[0] - before[0]) > 1e-3
+
+
+def test_own_module_starts_from_its_merged_adapters(tmp_path: Path) -> None:
+    trained = ["adapter=lora", "trainer.steps=2", f"run.dir={tmp_path / 'run'}"]
+    assert serried.fit(Points, trained).state == "finished"
+    merged = [f"adapter.path={tmp_path / 'run'}", "adapter.merge=true", "optim.lr=0", "trainer.steps=1"]
+    assert serried.fit(Points, [*merged, f"run.dir={tmp_path / 'whole'}"]).state == "finished"
+    x = torch.randn(5, 4)
+    models = [serried.load_model(tmp_path / name, Points) for name in ("run", "whole")]
+    assert not any("lora" in name for name, _ in models[1].named_parameters())
+    assert_close(models[1](x), models[0](x))
+    with pytest.raises(UserError, match=r"for a different base model than build_model\(\) returns now"):
+        serried.fit(Points, [*merged, f"run.dir={tmp_path / 'other'}", "trainer.seed=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapter.merge=true"], "names no adapters to merge; use adapter.path=FOLDER, or adapter.merge=false"),
+        (["adapter.merge=true", "adapter.path={peft}", "checkpoint.resume=model"], "leave one of them out"),
+    ],
+)
+def test_merging_without_adapters_or_with_another_start_is_refused(
+    made_by_peft: dict[str, Path], words: list[str], message: str
+) -> None:
+    given = [word.format(peft=made_by_peft["plain"]) for word in words]
+    with pytest.raises(UserError) as refused:
+        compose(["recipe=lora", "data.tokenizer=bytes", *given])
+    assert message in str(refused.value)

@@ -28,7 +28,7 @@ MODEL = ["model.dim=64", "model.layers=4", "model.heads=4", "model.kv_heads=2", 
 
 @pytest.mark.parametrize("frees", [True, False])
 @pytest.mark.parametrize(("dtype", "width"), [(None, 4), (torch.bfloat16, 2)])
-def test_fsdp_gathers_what_it_needs_and_reduces_in_fp32_once(
+def test_fsdp_gathers_units_as_often_as_needed_and_reduces_once_in_fp32(
     frees: bool, dtype: torch.dtype | None, width: int
 ) -> None:
     """ZeRO-3 gathers every unit twice, but the last, where backward starts, once; ZeRO-2 each once."""
@@ -136,7 +136,7 @@ def bytes_of_messages(argv: list[str]) -> int:
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["parallel.tensor=2"], marks=pytest.mark.slow)])
-def test_a_pipeline_sends_each_border_forth_and_back_for_each_micro_batch(
+def test_pipeline_sends_activations_and_gradients_once_per_micro_batch(
     more: list[str], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     tensor = 2 if more else 1

@@ -307,7 +307,9 @@ def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer)
         ([*PLAIN, {"role": "user", "content": "\ud800"}], "contains an unpaired surrogate"),
     ],
 )
-def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokenizer: HuggingFaceTokenizer) -> None:
+def test_row_that_is_not_a_conversation_is_refused_with_its_reason(
+    messages: Any, said: str, tokenizer: HuggingFaceTokenizer
+) -> None:
     for each in (BytesTokenizer(), tokenizer):
         with pytest.raises(UserError) as caught:
             encode(each, CHATML, messages)
@@ -350,7 +352,7 @@ def test_empty_reply_is_refused() -> None:
         ("{{ 9 ** 99 }}", "the template computes ** with too large a result; use"),
     ],
 )
-def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: str) -> None:
+def test_failing_or_unsafe_template_is_refused_in_one_line(template: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         encode(BytesTokenizer(), template, WITH_SYSTEM)
     assert said in str(caught.value)
@@ -384,7 +386,7 @@ def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
         chat_encoder(section("x", format="chat", chat_template="{% for x %}"), own[0])
 
 
-def test_the_day_in_a_template_does_not_change_the_tokens() -> None:
+def test_date_in_a_template_does_not_change_the_tokens() -> None:
     template = "{{ strftime_now('%d %b %Y') }} " + CHATML
     assert (
         BytesTokenizer().decode(encode(BytesTokenizer(), template, PLAIN).tokens).startswith("26 Jul 2024 <|im_start|>")
@@ -590,7 +592,7 @@ def test_a_message_that_a_template_leaves_out_is_refused(tokenizer: HuggingFaceT
     ],
     ids=["reasoning", "image", "count", "named", "empty"],
 )
-def test_a_replacement_is_bounded_by_the_length_it_makes(content: str, expression: str, expected: str) -> None:
+def test_replacement_is_bounded_by_its_resulting_length(content: str, expression: str, expected: str) -> None:
     message = {"role": "user", "content": content, "reasoning_content": "R" * 12_000}
     given = "{% set message = messages[0] %}{% set content = message.content %}"
     template = Template(given + "{{ " + expression + " }}", "it", {})
@@ -633,7 +635,7 @@ def test_a_replacement_that_fills_the_memory_is_refused(expression: str) -> None
         ("{{ 'a' | center(99999999999) }}", "makes a text or list of more than"),
     ],
 )
-def test_a_template_that_does_not_end_is_one_line(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_refused_in_one_line(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from serried.recipes.data.tokenizers import chat_template as module
 
     monkeypatch.setattr(module, "_MOST_STEPS", 20_000)
@@ -658,7 +660,7 @@ def test_a_template_that_does_not_end_is_one_line(template: str, said: str, monk
     ],
     ids=["parentheses", "if", "sum", "filters", "for", "elif"],
 )
-def test_a_template_nested_or_chained_too_deeply_is_one_line(template: str) -> None:
+def test_too_deeply_nested_template_is_refused_in_one_line(template: str) -> None:
     with pytest.raises(
         UserError, match=r"^the template cannot be compiled as a Jinja template: it is nested or"
     ) as caught:

@@ -214,7 +214,7 @@ def trained(documents: Sequence[Encoded]) -> int:
 @pytest.mark.parametrize("name", STYLES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_trained_tokens_are_those_that_a_model_must_write_when_asked(name: str, data: st.DataObject) -> None:
+def test_trained_tokens_are_the_tokens_generated_after_the_prompt(name: str, data: st.DataObject) -> None:
     style = STYLES[name]
     messages, has_tools = data.draw(conversations(style))
     is_old = data.draw(st.booleans())

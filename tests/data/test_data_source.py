@@ -66,7 +66,7 @@ def test_a_source_in_a_users_file_is_part_of_a_mixture(folder: Path) -> None:
     assert set(metrics(folder / "run")[-1]["source_tokens"]) == {"mine", "library"}
 
 
-def test_a_mistake_in_its_keys_is_one_line(folder: Path) -> None:
+def test_mistake_in_the_keys_of_a_source_is_refused_in_one_line(folder: Path) -> None:
     ended = run(folder, "data=csv", "data.colunm=body", "dry_run=true")
     assert (ended.returncode, ended.stdout) == (78, "")
     assert "did you mean data.column=body or data.columns=body?" in ended.stderr

@@ -37,7 +37,7 @@ def test_samples_are_the_windows_of_the_stream(prepared: Prepared, name: str, le
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 500, 10**6])
-def test_to_the_end_every_token_but_the_first_is_a_target_once(prepared: Prepared, length: int, isolate: bool) -> None:
+def test_every_token_but_the_first_is_a_target_once(prepared: Prepared, length: int, isolate: bool) -> None:
     stream = everything(prepared.whole(), "validation")
     dataset = TokenDataset(prepared.whole(), "validation", length, isolate_documents=isolate, to_end=True)
     samples = [dataset[i] for i in range(len(dataset))]
@@ -57,7 +57,7 @@ def test_no_validation_window_is_in_the_training_text(prepared: Prepared) -> Non
     assert not any(dataset[i].tokens.astype("<u2").tobytes() in training for i in range(len(dataset)))
 
 
-def test_fingerprints_tell_samples_apart(prepared: Prepared) -> None:
+def test_different_samples_have_different_fingerprints(prepared: Prepared) -> None:
     asked = [("train", 16), ("train", 17), ("validation", 16)]
     prints = [TokenDataset(prepared, name, length).fingerprint for name, length in asked]
     assert len(set(prints)) == 3
@@ -84,7 +84,7 @@ def test_collate_stacks_and_padding_has_no_targets(prepared: Prepared) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
-def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
+def test_text_shorter_than_a_sequence_is_refused_with_a_length_that_fits(tmp_path: Path, name: str) -> None:
     data = prepare(section(write(tmp_path, {"a.txt": "word " * 200}), tmp_path / "cache", validation_fraction=0.1))
     has = data.splits[name].tokens
     with pytest.raises(
@@ -107,7 +107,9 @@ def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
         ("ten bytes.", "2 (1 byte of 1 file)", "only data.sequence_length=1, too short for training"),
     ],
 )
-def test_text_too_short_for_any_useful_sequence(tmp_path: Path, text: str, has: str, enough_for: str) -> None:
+def test_text_too_short_for_any_useful_sequence_is_refused(
+    tmp_path: Path, text: str, has: str, enough_for: str
+) -> None:
     data = prepare(section(write(tmp_path, {"a.txt": text}), tmp_path / "cache"))
     with pytest.raises(UserError) as caught:
         TokenDataset(data, "validation", 16)

@@ -385,7 +385,7 @@ def test_image_outside_of_a_class_folder_is_reported(
     ]
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused_in_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hollow = ("hollow/train/red", "hollow/train/none", "hollow/train/void")
     colours = {
         "colours/text": "[]",

@@ -56,7 +56,7 @@ def test_a_token_changes_no_bit_of_another_documents_logits(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_document_in_company_computes_what_it_does_alone(dtype: torch.dtype) -> None:
+def test_isolated_document_has_the_same_outputs_as_alone(dtype: torch.dtype) -> None:
     """Its logits, its loss and the gradient of it, to rounding: so positions restart, too."""
     model = build(section())
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
@@ -95,7 +95,7 @@ def test_no_gradient_reaches_another_documents_tokens() -> None:
     assert reached[documents == 3].sum() >= 70 + 40 - 2
 
 
-def test_one_document_is_computed_as_without_positions() -> None:
+def test_single_document_has_the_same_outputs_as_without_positions() -> None:
     model = build(section())
     positions = torch.arange(200).expand(2, -1)
     with torch.no_grad():

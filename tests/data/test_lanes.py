@@ -180,7 +180,7 @@ def test_validation_samples_are_not_trained_on() -> None:
     assert tokens_of(dataset, 0, 1, 12) == [1, 2, END, 4, 5, END] * 2
 
 
-def test_threads_that_come_early_wait_for_their_turn() -> None:
+def test_threads_that_ask_early_wait_for_their_sample() -> None:
     units = numbered([[20] * 5] * 4)
     expected = [stream(units)[lane].tokens.tolist() for lane in range(4)]
     dataset, taken = stream(units), {}
@@ -200,7 +200,7 @@ def test_threads_that_come_early_wait_for_their_turn() -> None:
         dataset[4]
 
 
-def test_a_network_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_network_reads_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_FIRST_PAUSE_SECONDS", 0.001)
     documents = ["1 2", "3 4", "5 6"]
     wrapped = UserError("part.parquet cannot be read")
@@ -224,7 +224,7 @@ def test_permanent_errors_of_a_source_are_raised_at_once() -> None:
             dataset[2]
 
 
-def test_nobody_waits_for_a_network_once_the_run_has_ended() -> None:
+def test_ended_run_does_not_wait_for_network_retries() -> None:
     dataset = stream([Rows("unit", ["1 2"], [ConnectionError("gone")] * 9)], lanes=1)
     dataset.close()
     with pytest.raises(UserError, match="after 1 attempt:"):
@@ -272,7 +272,7 @@ def test_none_of_a_validation_split_is_trained_on_however_much_of_it_is_evaluate
     assert all((text in seen) == (number < 40) for number, text in enumerate(texts))
 
 
-def test_a_run_from_before_pieces_were_joined_goes_on_after_a_line(text: Path, tmp_path: Path) -> None:
+def test_run_from_before_pieces_were_joined_resumes_with_a_warning(text: Path, tmp_path: Path) -> None:
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -62,13 +62,13 @@ def threads() -> list[threading.Thread]:
 
 @settings(max_examples=25)
 @given(workers=st.integers(0, 4), accumulation=st.integers(1, 3), first=st.integers(0, 2**40), steps=st.integers(0, 80))
-def test_threads_change_nothing(workers: int, accumulation: int, first: int, steps: int) -> None:
+def test_number_of_threads_changes_no_batch(workers: int, accumulation: int, first: int, steps: int) -> None:
     asked = {"accumulation": accumulation, "steps": range(first, first + steps)}
     assert ids_by_step(Squares(100), workers=workers, **asked) == ids_by_step(Squares(100), workers=0, **asked)
 
 
 @pytest.mark.parametrize(("ranks", "accumulation", "micro_batch"), [(1, 1, 12), (2, 3, 2), (4, 1, 3), (3, 4, 1)])
-def test_ranks_and_accumulation_change_nothing(ranks: int, accumulation: int, micro_batch: int) -> None:
+def test_ranks_and_accumulation_change_no_sample(ranks: int, accumulation: int, micro_batch: int) -> None:
     dealt = [
         ids_by_step(Squares(50), data_ranks=ranks, data_rank=rank, accumulation=accumulation, micro_batch=micro_batch)
         for rank in range(ranks)
@@ -79,7 +79,7 @@ def test_ranks_and_accumulation_change_nothing(ranks: int, accumulation: int, mi
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_starting_late_gives_what_starting_early_gives_then(workers: int) -> None:
+def test_loader_started_at_a_later_step_reads_the_same_samples(workers: int) -> None:
     whole = ids_by_step(Squares(10), steps=range(100), workers=workers)
     assert ids_by_step(Squares(10), steps=range(37, 100), workers=workers) == whole[37:]
 
@@ -115,7 +115,7 @@ def test_a_failure_comes_at_its_step_with_the_sample(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_users_mistake_stays_one(workers: int) -> None:
+def test_user_error_in_a_dataset_stays_a_user_error(workers: int) -> None:
     bad = int(SampleOrder(60, 1)(np.array([0]))[0])
     with (
         loader(Squares(60, {bad: UserError("row 7 is empty")}), workers=workers) as batches,
@@ -136,14 +136,14 @@ def test_closing_early_leaves_no_thread() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_end_is_the_end(workers: int) -> None:
+def test_exhausted_loader_yields_no_further_batches(workers: int) -> None:
     with loader(Squares(60), workers=workers, steps=range(1)) as batches:
         assert len(list(batches)) == 1
         assert list(batches) == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_waiting_is_measured_and_taken_once(workers: int) -> None:
+def test_waiting_time_is_measured_and_returned_once(workers: int) -> None:
     with loader(Squares(60, pause_seconds=0.01), workers=workers, steps=range(1)) as batches:
         next(batches)
         assert 0.03 < batches.take_waited_seconds() < 10
@@ -152,7 +152,7 @@ def test_waiting_is_measured_and_taken_once(workers: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinning needs a GPU")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_pinned(workers: int) -> None:
+def test_batches_are_in_pinned_memory(workers: int) -> None:
     with loader(Squares(60), workers=workers, pin_memory=True) as batches:
         assert all(tensor.is_pinned() for step in batches for batch in step for tensor in batch)
 
@@ -161,7 +161,7 @@ def test_batches_are_pinned(workers: int) -> None:
 
 
 @given(size=st.integers(1, 60), first=st.integers(0, 60), micro_batch=st.integers(1, 7), ranks=st.integers(1, 5))
-def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: int, ranks: int) -> None:
+def test_evaluation_assigns_each_sample_to_one_rank(size: int, first: int, micro_batch: int, ranks: int) -> None:
     samples = np.arange(first, first + size)
     dealt = [evaluation_ids(samples, BatchShare(micro_batch, ranks, rank)) for rank in range(ranks)]
     assert len({len(batches) for batches in dealt}) == 1
@@ -171,7 +171,7 @@ def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: i
     assert (ids == PADDING_ID).sum() < micro_batch * ranks
 
 
-def test_evaluation_reads_what_it_deals() -> None:
+def test_evaluation_reads_only_the_assigned_samples() -> None:
     samples = np.arange(5)
     last = list(evaluation_batches(Reader(Squares(9), collate), samples, BatchShare(2, 2, 1)))
     assert [(batch.ids.tolist(), counts) for batch, counts in last] == [([2, 3], True), ([PADDING_ID] * 2, False)]

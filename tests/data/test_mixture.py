@@ -79,7 +79,7 @@ def test_shares_and_counters_are_exact_on_every_layout(
         assert state["progress"]["source_tokens"] == counts
 
 
-def test_the_plan_says_how_often_each_source_is_gone_through(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_plan_reports_epochs_of_each_source(sources: dict[str, Path], tmp_path: Path) -> None:
     long = run_here(mixed(sources, tmp_path / "long", "trainer.steps=1k", "trainer.stop_at=1"))
     assert f"web (text {sources['web']}) 70 %, code (text {sources['code']}) 30 % of the tokens" in long.printed
     assert re.search(r"; web [\d.]+, code 2[\d.]+ epochs in 1,000 steps\n", long.printed), long.printed
@@ -154,7 +154,7 @@ def test_a_tokenizer_that_is_learned_from_a_source_is_refused(sources: dict[str,
     assert "data.tokenizer=chars is built from a single source" in ended.printed
 
 
-def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_mistake_in_a_source_is_reported_with_its_name(sources: dict[str, Path], tmp_path: Path) -> None:
     missing = run_here(mixed(sources, tmp_path / "run", "data.sources.code.path=nowhere"))
     assert (missing.code, missing.printed.count("error:")) == (78, 1)
     assert "error: data.sources.code: data.sources.code.path=nowhere does not exist" in missing.printed

@@ -35,7 +35,7 @@ def learned(sample: Sample) -> list[tuple[int, int]]:
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=200), capacity=st.integers(20, 50))
-def test_best_fit_is_that_of_the_textbook(lengths: list[int], capacity: int) -> None:
+def test_best_fit_packing_equals_the_textbook_algorithm(lengths: list[int], capacity: int) -> None:
     packing = best_fit(np.array(lengths, np.int64), capacity)
     assert sorted(packing.order.tolist()) == list(range(len(lengths)))
     sequences = [packing.order[a:b].tolist() for a, b in zip(packing.bounds[:-1], packing.bounds[1:], strict=True)]
@@ -96,7 +96,7 @@ def test_positions_restart_with_each_document(lengths: list[int], sequence: int,
 
 
 @given(lengths=DOCUMENTS, sequence=st.integers(1, 24), isolate=st.booleans(), data=st.data())
-def test_windows_learn_what_is_supervised(
+def test_windows_train_on_supervised_tokens_only(
     lengths: list[int], sequence: int, isolate: bool, data: st.DataObject
 ) -> None:
     documents = numbered(lengths)
@@ -125,7 +125,7 @@ def test_isolation_changes_no_input_of_a_window(tmp_path: Path) -> None:
     assert isolated[0].positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
-def test_the_rest_of_a_sequence_is_padding_that_stands_alone(tmp_path: Path) -> None:
+def test_padding_of_a_sequence_is_isolated(tmp_path: Path) -> None:
     data: Any = write_documents(tmp_path, [[7, 8, 9], [1, 2, 3, 4]])
     sample = PackedDataset(data, "train", 9, isolate_documents=True)[0]
     assert sample.tokens.tolist() == [7, 8, 9, 1, 2, 3, 4, 0, 0]
@@ -145,7 +145,7 @@ def test_conversations_are_cut_off_and_counted(tmp_path: Path) -> None:
     )
 
 
-def test_a_conversation_that_loses_all_its_answers_is_refused(tmp_path: Path) -> None:
+def test_conversation_truncated_before_its_replies_is_refused(tmp_path: Path) -> None:
     text = list(b"user: a long question, much too long")
     flags = [[0, 1, 1], [0] * len(text) + [1] * 4, [1, 1]]
     data: Any = write_documents(tmp_path, [[1, 2, 3], [*text, 5, 6, 7, 8], [9, 9]], supervised=flags)

@@ -55,7 +55,7 @@ def test_huge_sizes_stay_in_range_and_apart(size: int, seed: int, indices: set[i
     size=sizes,
     seed=seeds,
 )
-def test_a_step_has_the_same_samples_however_it_is_dealt(
+def test_step_has_the_same_samples_on_any_layout(
     accumulation: int, ranks: int, micro_batch: int, step: int, size: int, seed: int
 ) -> None:
     order, batch = SampleOrder(size, seed), accumulation * ranks * micro_batch
@@ -67,14 +67,14 @@ def test_a_step_has_the_same_samples_however_it_is_dealt(
 
 
 @given(seed=seeds, number=st.integers(0, 2**40))
-def test_seeds_and_epochs_differ(seed: int, number: int) -> None:
+def test_orders_of_seeds_and_epochs_differ(seed: int, number: int) -> None:
     here = epoch(200, seed, number)
     assert not np.array_equal(here, epoch(200, seed, number + 1))
     assert not np.array_equal(here, epoch(200, seed + 1, number))
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 10, 16, 33, 100])
-def test_each_place_gets_each_sample_equally_often(size: int) -> None:
+def test_each_position_gets_each_sample_equally_often(size: int) -> None:
     """Chi-square over many epochs: [place, sample] counts against uniform, ten standard deviations wide."""
     epochs = 1000
     places = SampleOrder(size, 7)(np.arange(size * epochs)).reshape(epochs, size)
@@ -85,7 +85,7 @@ def test_each_place_gets_each_sample_equally_often(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 2**14, 100_003])
-def test_places_and_neighbours_do_not_correlate(size: int) -> None:
+def test_positions_of_neighbouring_samples_do_not_correlate(size: int) -> None:
     samples = epoch(size, 3, 0).astype(float)
     limit = 6 / np.sqrt(size)
     assert abs(np.corrcoef(np.arange(size), samples)[0, 1]) < limit
@@ -94,7 +94,7 @@ def test_places_and_neighbours_do_not_correlate(size: int) -> None:
     assert abs(np.corrcoef(samples, epoch(size, 4, 0))[0, 1]) < limit
 
 
-def test_the_order_is_fixed_for_ever() -> None:
+def test_order_never_changes_between_versions() -> None:
     """A run that stops under one version goes on under another: these numbers may never change."""
     assert SampleOrder(1000, 1)(np.arange(998, 1004)).tolist() == [619, 720, 977, 692, 412, 698]
     assert SampleOrder(2**40, 2**63 - 1)(np.array([0, 1, 2**62])).tolist() == [830927769921, 815319962868, 883409514353]
@@ -124,7 +124,7 @@ mixtures = st.lists(st.tuples(st.integers(1, 60), few_decimals), min_size=2, max
 
 @settings(max_examples=60)
 @given(parts=mixtures)
-def test_every_source_has_its_share_at_any_sample(parts: dict[str, Part]) -> None:
+def test_source_has_its_share_at_any_sample(parts: dict[str, Part]) -> None:
     """The counts after n samples are within 1 - 1/(2m - 2) of the shares, whatever n, and exact after a block."""
     order, counts = MixtureOrder(parts, 1), np.array(block_counts([part.weight for part in parts.values()]))
     block = counts.sum()
@@ -136,14 +136,14 @@ def test_every_source_has_its_share_at_any_sample(parts: dict[str, Part]) -> Non
     assert (after[np.arange(len(after)), sources] - 1 == earlier).all(), "how many of the source came before"
 
 
-def test_a_mixture_of_one_is_that_source() -> None:
+def test_mixture_of_one_source_equals_that_source() -> None:
     order = MixtureOrder({"web": Part(7, 0.3)}, 1)
     assert sorted(order(np.arange(7, 14)).tolist()) == list(range(7))
 
 
 @settings(max_examples=60)
 @given(parts=mixtures, seed=seeds, start=st.integers(0, 2**40))
-def test_a_mixture_goes_through_each_source_epoch_by_epoch(parts: dict[str, Part], seed: int, start: int) -> None:
+def test_mixture_reads_each_source_epoch_by_epoch(parts: dict[str, Part], seed: int, start: int) -> None:
     order = MixtureOrder(parts, seed)
     indices = np.arange(start, start + 400)
     samples = order(indices)
@@ -186,7 +186,7 @@ def test_another_source_or_weight_does_not_reorder_the_others() -> None:
         ([1e-9, 1.0], [1, 65535]),
     ],
 )
-def test_weights_become_counts(weights: list[float], counts: list[int]) -> None:
+def test_mixture_weights_become_sample_counts(weights: list[float], counts: list[int]) -> None:
     assert block_counts(weights) == counts
 
 
@@ -204,6 +204,6 @@ def test_passes_are_counted_for_each_source() -> None:
     assert passes(range(50), 20) == {"": 0.4}
 
 
-def test_the_order_of_a_mixture_is_fixed_for_ever() -> None:
+def test_order_of_a_mixture_never_changes_between_versions() -> None:
     order = MixtureOrder({"web": Part(1000, 0.7), "code": Part(100, 0.2), "books": Part(10, 0.1)}, 1)
     assert order(np.array([0, 1, 2, 3, 4, 5, 6, 10**12])).tolist() == [370, 337, 1072, 288, 915, 1105, 880, 127]

@@ -129,7 +129,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_own_blocks_compute_again_from_the_buffers_that_they_found_and_change_none(mode: str) -> None:
+def test_own_blocks_recompute_from_the_same_buffers_and_change_none(mode: str) -> None:
     found = []
     for each in ("none", mode):
         torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_own_blocks_compute_again_from_the_buffers_that_they_found_and_change_no
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def test_a_model_without_blocks_is_one_line() -> None:
+def test_model_without_blocks_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"trainer\.activation_checkpoint=full: the model has no repeated blocks"):
         checkpoint_blocks(nn.Linear(2, 2), ParallelPlan(), "full")
 
@@ -161,7 +161,7 @@ KEPT = {"none": 100.0, "selective": 40.0, "full": 10.0}
         (0.5, KEPT | {"selective": 80.0}, "full", "none", 5),  # which saves too little for what it computes again
     ],
 )
-def test_blocks_keep_at_most_the_budget_and_compute_the_least_again(
+def test_blocks_keep_at_most_the_budget_with_the_least_recomputation(
     budget: float, kept: dict[str, float], first: str, rest: str, firsts: int
 ) -> None:
     mix = mix_within(budget, kept)
@@ -170,7 +170,7 @@ def test_blocks_keep_at_most_the_budget_and_compute_the_least_again(
     assert firsts * kept[first] + (8 - firsts) * kept[rest] <= 8 * budget * kept["none"]
 
 
-def test_no_blocks_keep_less_than_what_enters_them() -> None:
+def test_blocks_keep_at_least_their_inputs() -> None:
     assert mix_within(0.09, KEPT) is None
 
 
@@ -239,7 +239,7 @@ class OfUnused(RunTask):
         return torch.zeros(samples, 2)
 
 
-def test_blocks_that_keep_nothing_are_one_line() -> None:
+def test_blocks_that_keep_nothing_are_refused_in_one_line() -> None:
     config = compose(["trainer.activation_memory_budget=0.5"])
     with pytest.raises(UserError, match=r"trainer\.activation_memory_budget=0\.5: the loss keeps no activations"):
         chosen_mix(config, OfUnused(), Layout("single"), ParallelPlan(blocks=("layers.0", "layers.1")), Unused())
@@ -279,7 +279,7 @@ def test_activation_budget_that_cannot_be_met_is_refused_in_one_line(
     )
 
 
-def test_a_plan_says_how_many_blocks_do_what(text: Path, tmp_path: Path) -> None:
+def test_plan_reports_the_number_of_blocks_per_mode(text: Path, tmp_path: Path) -> None:
     argv = ["launch.processes=4", "parallel=fsdp", "parallel.pipeline=2", "model.layers=6", "trainer.micro_batch=1"]
     argv += ["trainer.activation_memory_budget=0.6", "dry_run=true"]
     ended = run_here(tiny_overrides(text, tmp_path / "run", *argv))

@@ -92,7 +92,7 @@ def whole(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*LAYOUTS, *EXPERTS)]
 )
-def test_a_checkpoint_is_read_with_the_same_bits_and_training_continues_alike(
+def test_checkpoint_is_read_bitwise_on_any_layout_and_training_continues(
     layout: str,
     saved: Callable[[str], Path],
     whole: Callable[[str], Steps],
@@ -226,7 +226,7 @@ def train_flipping(argv: list[str], rank: int, name: str) -> int:
         ),
     ],
 )  # fmt: skip
-def test_a_flipped_bit_in_a_copy_is_named(
+def test_rank_with_a_flipped_bit_is_named(
     rank: int, name: str, expected: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     argv = argv_of(SAVED[0], text, tmp_path / "run", "health.replica_check_every=1", "trainer.steps=2")

@@ -131,7 +131,7 @@ def test_own_blocks_have_the_same_bits_with_selective_checkpointing_too(
 
 
 @pytest.mark.slow
-def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: Path, tmp_path: Path) -> None:
+def test_resumed_run_may_switch_to_compiled_blocks(text: Path, tmp_path: Path) -> None:
     more = ["model.layers=2", "trainer.eval_every=2", "trainer.sample_tokens=6"]
     plain = run_here(tiny_overrides(text, tmp_path / "plain", *more))
     run_here(tiny_overrides(text, tmp_path / "run", *more, "trainer.stop_at=2"))
@@ -146,7 +146,7 @@ def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: 
 
 
 @pytest.mark.parametrize("chosen", ["/tmp/mine", None])
-def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
+def test_compiled_code_is_cached_in_the_given_or_default_folder(
     chosen: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -156,7 +156,7 @@ def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
 
 
 @pytest.mark.parametrize("why", ["several nodes", "a home on a network"])
-def test_programs_are_kept_on_a_disk_of_the_machine_where_many_would_use_one_of_the_network(
+def test_compiled_code_is_cached_on_a_local_disk_instead_of_a_network_disk(
     why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     home, temporary = tmp_path / "home of all", tmp_path / "tmp"
@@ -200,7 +200,7 @@ def test_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.MonkeyPa
     assert inductor.compile_threads == 1, "the user's choice is not ours to change"
 
 
-def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_shape_is_recompiled_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     compilation = Compilation(Console(True, 0))
     compilation.blocks = compile_blocks(model, ParallelPlan(blocks=("0", "1")))
@@ -216,7 +216,7 @@ def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFi
     assert "size mismatch at index 0. expected 8, actual 6" in lines[1]
 
 
-def test_what_an_evaluation_compiles_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compilation_in_an_evaluation_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     compilation, compiled = Compilation(Console(True, 0)), torch.compile(torch.relu, dynamic=False)
     compiled(torch.ones(3))
     compilation.report(1)
@@ -253,18 +253,18 @@ def test_settings_that_cannot_be_compiled_are_refused_in_one_line(
     assert told in run_here([*argv, *more.split()]).error
 
 
-def test_a_model_without_blocks_is_one_line() -> None:
+def test_model_without_blocks_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"trainer\.compile=true: the model has no repeated blocks to compile"):
         check_blocks(nn.Linear(2, 2), ParallelPlan())
 
 
-def test_blocks_with_buffers_are_not_compiled_and_computed_again() -> None:
+def test_blocks_with_buffers_are_not_both_compiled_and_recomputed() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
     with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\): a forward may"):
         check_blocks(model, ParallelPlan(blocks=("0",)), ("trainer.activation_checkpoint=full", "none"))
 
 
-def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no no-such-compiler; install one"):
         check_compiler(torch.device("cpu"))
@@ -282,7 +282,7 @@ def test_a_gpu_needs_a_c_compiler_of_any_name_and_triton(monkeypatch: pytest.Mon
     assert not has_flex(torch.device("cuda", 0))  # whose kernels Triton makes too
 
 
-def test_a_compiler_that_fails_is_one_line() -> None:
+def test_failing_compiler_is_reported_in_one_line() -> None:
     def backend(*_: Any) -> Any:
         raise RuntimeError("ld: cannot find -lgomp")
 
@@ -296,7 +296,7 @@ def test_a_compiler_that_fails_is_one_line() -> None:
 
 
 @pytest.mark.slow  # generates a program
-def test_a_signal_that_ends_the_compiler_too_stops_the_run(text: Path, tmp_path: Path) -> None:
+def test_signal_that_also_ends_the_compiler_stops_the_run(text: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *.cpp*) kill -TERM $PPID $$;; esac\nexec g++ "$@"\n')
     compiler.chmod(0o755)
@@ -340,9 +340,7 @@ def test_recipes_compile_on_gpus_if_it_was_measured(recipe: str) -> None:
     assert compose([f"recipe={recipe}"]).trainer.compile == ("auto" if recipe[5:] in ("1b", "3b", "8b") else False)
 
 
-def test_run_on_a_cpu_with_automatic_compilation_is_one_without_and_resumes_silently(
-    text: Path, tmp_path: Path
-) -> None:
+def test_automatic_compilation_on_a_cpu_is_off_and_resumes_silently(text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "model.layers=2")
     run_here([*argv, "trainer.stop_at=2"])
     resumed = run_here([*argv, "trainer.compile=auto"])

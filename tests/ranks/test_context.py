@@ -51,7 +51,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_parts_are_a_chunk_from_the_front_and_one_from_the_back() -> None:
+def test_context_shard_has_one_front_and_one_back_chunk() -> None:
     whole = torch.arange(24).view(2, 12)
     assert [head_tail(whole, 1, 3, index)[0].tolist() for index in range(3)] == [
         [0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7],
@@ -68,7 +68,7 @@ def test_a_length_that_cannot_be_divided_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_parts_attend_to_equally_many_keys(parts: int) -> None:
+def test_context_shards_attend_to_equally_many_keys(parts: int) -> None:
     keys = torch.arange(1, 96 + 1)  # of the token at each place
     counts = {int(head_tail(keys, 0, parts, index).sum()) for index in range(parts)}
     assert len(counts) == 1
@@ -86,7 +86,7 @@ def test_generated_text_has_few_lengths_on_a_gpu(device: str, tokens: int) -> No
     assert found == [tokens]
 
 
-def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
+def test_mask_of_positions_equals_slice_of_full_mask() -> None:
     places = torch.tensor([3, 9, 40]), torch.tensor([30, 2, 41, 8])
     for each, window in ((positions(), None), (positions(), 5), (None, 5)):
         whole, part = mask_of(each, window, kernel="sdpa"), mask_of(each, window, places=places)
@@ -100,7 +100,7 @@ def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize(("window", "form"), [(None, {}), (5, {"soft_cap": 0.5, "scale": 0.7})])
-def test_attention_in_blocks_returns_what_a_mask_does(
+def test_blockwise_attention_equals_masked_attention(
     has_documents: bool, window: int | None, form: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
@@ -123,7 +123,7 @@ def test_attention_in_blocks_returns_what_a_mask_does(
 @pytest.mark.parametrize(("length", "parts"), [(2048, 4), (1200, 2)])
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize("window", [None, 300])
-def test_blocks_of_places_are_those_that_a_mask_has(
+def test_blocks_of_positions_equal_blocks_of_a_mask(
     length: int, parts: int, has_documents: bool, window: int | None
 ) -> None:
     """Of whole and of divided blocks, without a mask of queries x keys."""
@@ -211,7 +211,7 @@ def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str,
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_output_gradients_and_bytes_are_those_of_one_process(ranks: int, cluster: Cluster) -> None:
+def test_output_gradients_and_bytes_equal_one_process(ranks: int, cluster: Cluster) -> None:
     answers = cluster.run(ranks, "tests.ranks.test_context:attention_of_parts")
     for answer in answers:
         for found in answer.value:
@@ -260,7 +260,7 @@ def model_of_parts(method: str) -> list[float]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_loss_and_gradients_of_a_model_are_those_of_one_process(method: str, cluster: Cluster) -> None:
+def test_loss_and_gradients_of_a_model_equal_one_process(method: str, cluster: Cluster) -> None:
     for answer in cluster.run(2, "tests.ranks.test_context:model_of_parts", method=method):
         assert max(answer.value) < 1e-5
 

@@ -65,7 +65,7 @@ def on_cpu(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_curve_of_a_gpu_is_that_of_a_cpu(
+def test_gpu_loss_curve_equals_cpu(
     more: list[str], bound: float, text: Path, tmp_path: Path, on_cpu: list[float]
 ) -> None:
     assert furthest(curve(text, tmp_path / "run", *more), on_cpu) < bound
@@ -83,9 +83,7 @@ def test_curve_of_a_gpu_is_that_of_a_cpu(
     ],
     ids="-".join,
 )  # fmt: skip
-def test_documents_are_kept_apart_by_each_kernel_as_by_a_mask_on_a_cpu(
-    more: list[str], text: Path, tmp_path: Path
-) -> None:
+def test_each_kernel_isolates_documents_like_a_mask_on_a_cpu(more: list[str], text: Path, tmp_path: Path) -> None:
     same = [each for each in more if each.startswith(("model.kv_heads", "data."))]
     masked = curve(text, tmp_path / "cpu", DOCUMENTS, "launch.device=cpu", "model.attention=sdpa", *same)
     found = curve(text, tmp_path / "run", DOCUMENTS, *more)
@@ -145,7 +143,7 @@ MODES = ["trainer.activation_checkpoint=full", "trainer.activation_checkpoint=se
 MODES += ["trainer.activation_checkpoint=offload", "trainer.activation_memory_budget=0.5"]
 
 
-def test_what_saves_memory_changes_no_bit(text: Path, tmp_path: Path) -> None:
+def test_memory_saving_settings_change_no_bit(text: Path, tmp_path: Path) -> None:
     same = ["trainer.deterministic=true", "precision=bf16"]
     expected = curve(text, tmp_path / "run", *same)
     assert curve(text, tmp_path / "again", *same) == expected
@@ -200,7 +198,7 @@ def test_between_log_lines_the_host_does_not_wait_for_the_gpu(more: list[str], t
     assert seen == list(range(1, 11))
 
 
-def test_out_of_memory_says_what_holds_it(text: Path, tmp_path: Path) -> None:
+def test_out_of_memory_error_lists_what_holds_the_memory(text: Path, tmp_path: Path) -> None:
     huge = ["model.dim=1024", "model.hidden_dim=2048", "data.sequence_length=1024", "trainer.micro_batch=36"]
     torch.cuda.set_per_process_memory_fraction(2**31 / torch.cuda.get_device_properties(0).total_memory)
     try:

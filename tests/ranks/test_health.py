@@ -40,7 +40,7 @@ def filled(section: HealthSection, values: int) -> SpikeWindow:
     return window
 
 
-def test_a_spike_lies_so_many_deviations_above_the_mean_of_the_accepted_steps() -> None:
+def test_spike_limit_is_deviations_above_mean_of_accepted_steps() -> None:
     section = HealthSection(spike_window=6, spike_deviations=3)
     assert filled(section, 2).limits().tolist() == [math.inf, math.inf], "half of the window is not there yet"
     loss, norm = filled(section, 9).limits().tolist()
@@ -57,7 +57,7 @@ def test_rejected_losses_never_enter_the_window() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 6, 20])
-def test_saved_window_resumes(size: int) -> None:
+def test_spike_window_is_restored_from_saved_state(size: int) -> None:
     window = filled(HealthSection(spike_window=6), 9)
     again = SpikeWindow(HealthSection(spike_window=size, spike_deviations=6), torch.device("cpu"))
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
@@ -95,7 +95,7 @@ def test_spike_is_reported_and_kept_by_default(cluster: Cluster, text: Path, tmp
     assert not any(line["skipped"] for line in metrics(tmp_path))
 
 
-def test_a_spike_that_is_skipped_changes_nothing_and_a_resumed_run_decides_alike(
+def test_skipped_spike_changes_nothing_and_resumed_run_decides_the_same(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     run(cluster, text, tmp_path / "whole", "health.spike=skip", fault=spike_at(8))
@@ -109,9 +109,7 @@ def test_a_spike_that_is_skipped_changes_nothing_and_a_resumed_run_decides_alike
     assert not different_tensors(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
-    cluster: Cluster, text: Path, tmp_path: Path
-) -> None:
+def test_rollback_skips_samples_since_the_checkpoint(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
     answers = cluster.run(2, "testing.runs:train_small", argv=argv, fault=spike_at(8))
     assert [answer.value["code"] for answer in answers] == [0, 0]
@@ -136,9 +134,7 @@ def spike_and_be_asked_to_stop(argv: list[str], at: int) -> dict[str, Any]:
     return train_small(argv, fault=spike_at(at), acts=acts)
 
 
-def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
-    cluster: Cluster, text: Path, tmp_path: Path
-) -> None:
+def test_rollback_in_the_stopping_step_stops_after_the_spike(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
     answers = cluster.run(2, "tests.ranks.test_health:spike_and_be_asked_to_stop", argv=argv, at=8)
     assert [answer.value["code"] for answer in answers] == [75, 75]
@@ -168,7 +164,7 @@ def spike_after_damage(argv: list[str], run_dir: str) -> dict[str, Any]:
     return train_small(argv, fault=spike_at(8), acts=acts)
 
 
-def test_a_run_that_goes_back_past_a_damaged_checkpoint_sets_it_aside_and_saves_the_step_again(
+def test_rollback_past_damaged_checkpoint_sets_it_aside_and_saves_the_step_again(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     argv = tiny_overrides(
@@ -182,7 +178,7 @@ def test_a_run_that_goes_back_past_a_damaged_checkpoint_sets_it_aside_and_saves_
     assert steps_saved(tmp_path) == [3, 6, 9, 12]
 
 
-def test_a_run_goes_back_only_so_many_times(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_rollbacks_are_limited_by_max_rollbacks(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     fault = spike_at(8, 10, 12, 14, 16)
     printed = run(cluster, text, tmp_path, "health.spike=rollback", "health.max_rollbacks=2", fault=fault)
     assert printed.count("Rolled back to ") == 2
@@ -192,9 +188,7 @@ def test_a_run_goes_back_only_so_many_times(cluster: Cluster, text: Path, tmp_pa
     assert steps_saved(tmp_path)[-1] == 6
 
 
-def test_numbers_that_are_not_finite_can_stop_the_run_or_take_it_back(
-    cluster: Cluster, text: Path, tmp_path: Path
-) -> None:
+def test_non_finite_loss_can_stop_or_roll_back_the_run(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     nan = math.nan
     printed = run(cluster, text, tmp_path / "a", "health.non_finite=stop", fault=spike_at(5, value=nan))
     assert "stopped: loss or gradient was not finite at step 5 (health.non_finite=stop)" in printed
@@ -222,7 +216,7 @@ def test_a_run_that_skipped_many_steps_ends_with_a_warning_and_names_their_sampl
     assert status(tmp_path)["reason"] == ended
 
 
-def test_one_flipped_bit_changes_a_digest_wherever_it_is() -> None:
+def test_flipped_bit_at_any_position_changes_the_digest() -> None:
     tensors = [torch.randn(3, 700_000), torch.randn(5), torch.tensor(3.0), torch.randn(7).bfloat16()]
     whole = digest(tensors)
     for number, tensor in enumerate(tensors):
@@ -243,14 +237,14 @@ def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
     words[place] = wide if -limit <= wide < limit else wide - 2 * limit if wide >= limit else wide + 2 * limit
 
 
-def test_most_are_right_and_of_two_neither_is_known_to_be() -> None:
+def test_majority_of_replicas_is_right_and_two_replicas_are_undecided() -> None:
     assert differing([[(0, 5), (1, 5), (2, 5)]]) == ([], True)
     assert differing([[(0, 5), (1, 6), (2, 5)]]) == ([1], True)
     assert differing([[(0, 5), (1, 6)]]) == ([0, 1], False)
     assert differing([[(0, 1), (2, 1)], [(1, 2), (3, 3)]]) == ([1, 3], False)
 
 
-def test_copies_are_compared_along_every_axis_that_does_not_divide_a_tensor() -> None:
+def test_replicas_are_compared_along_every_axis_that_does_not_shard_a_tensor() -> None:
     layout = Layout("hsdp", pipeline=2, replicate=2, shard=2, tensor=2, stages=2)
     norm = Alike.of(ShardSpec("norm", (4,), (Slice(0, ("shard", "context")),), (1,)), layout)
     assert norm.copies(layout)[2:] == [[(8, 0), (9, 0), (12, 0), (13, 0)], [(10, 0), (11, 0), (14, 0), (15, 0)]]
@@ -286,7 +280,7 @@ def train_flipping(argv: list[str], rank: int, after_step: int, what: str) -> in
         ("parallel=hsdp parallel.replicate=2 parallel.shard=2", 4, "weight", "rank 1 on HOST and rank 3 on HOST hold"),
     ],
 )
-def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
+def test_replica_with_a_flipped_bit_is_named_and_not_saved(
     layout: str, processes: int, what: str, named: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     argv = tiny_overrides(

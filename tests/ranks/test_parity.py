@@ -140,7 +140,7 @@ def test_fp16_overflows_in_the_same_steps(
 
 
 @pytest.mark.parametrize("cut", [*cuts("ddp x2"), *cuts("fsdp x2 (ZeRO-3)", is_slow=True)])
-def test_a_lost_gradient_would_be_seen(
+def test_lost_gradient_breaks_parity(
     cut: Cut, reference: Callable[..., Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """The comparison can fail: in 6 steps, one rank loses the gradient of one micro-batch, and both bounds tell."""

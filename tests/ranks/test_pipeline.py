@@ -41,7 +41,7 @@ def model(section: LlamaSection = SECTION) -> Transformer:
     ],
     ids=lambda layout: f"{layout.schedule} {layout.stages} {layout.layers_of_stages}",
 )
-def test_the_stages_hold_what_the_shard_specs_say(layout: Layout) -> None:
+def test_stages_hold_the_parameters_of_the_shard_specs(layout: Layout) -> None:
     whole = model()
     plan = whole.parallel_plan()
     holders: dict[str, list[int]] = {name: [] for name, _ in whole.named_parameters()}
@@ -57,7 +57,7 @@ def test_the_stages_hold_what_the_shard_specs_say(layout: Layout) -> None:
     }
 
 
-def test_stages_one_after_the_other_compute_what_the_model_does() -> None:
+def test_chained_stages_compute_the_same_as_the_model() -> None:
     torch.manual_seed(0)
     whole = Transformer(SECTION, 33)
     for parameter in whole.parameters():
@@ -146,7 +146,7 @@ def test_model_that_computes_outside_its_modules_is_refused(place: str, stage: i
         stages_of_two(OutsideOfModules(place))[stage](torch.zeros(2, 3, 4) if stage else torch.zeros(2, 3).long())
 
 
-def test_nan_that_arrives_at_a_stage_is_no_change() -> None:
+def test_nan_input_of_a_stage_is_not_taken_for_a_change() -> None:
     stages_of_two(OutsideOfModules(""))[1](torch.full((2, 3, 4), float("nan")))
 
 
@@ -159,7 +159,7 @@ def stages_of_two(model: nn.Module) -> dict[int, nn.Module]:
     ("blocks", "message"),
     [(("block.*",), "'block.*', but OutsideOfModules has no such module"), (("blocks",), "use 'blocks.*'")],
 )
-def test_blocks_that_are_not_there_are_refused(blocks: tuple[str, ...], message: str) -> None:
+def test_blocks_that_do_not_exist_are_refused(blocks: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         ParallelPlan(blocks=blocks).for_model(OutsideOfModules(""))
 
@@ -212,7 +212,7 @@ def fit_in_stages(overrides: list[str]) -> dict[str, Any]:
     return {"loss": result.loss, "validation": result.validation, **result.metrics}
 
 
-def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: Cluster, tmp_path: Path) -> None:
+def test_own_task_has_the_same_dropout_and_metrics_in_stages(cluster: Cluster, tmp_path: Path) -> None:
     groups = ["optim.groups.end.parameters=3.*", "optim.groups.end.lr_scale=0.5"]
     alone = cluster.run(
         1, "tests.ranks.test_pipeline:fit_in_stages", overrides=[*groups, f"run.dir={tmp_path / 'alone'}"]
@@ -233,13 +233,13 @@ def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: 
     assert weights(tmp_path / "staged")["version"].equal(torch.ones(2))
 
 
-def test_numbers_of_layers_that_leave_out_a_block_are_refused() -> None:
+def test_layers_of_stages_that_omit_a_block_are_refused() -> None:
     whole, layout = model(), Layout("fsdp", pipeline=2, stages=2, layers_of_stages=(2, 1))
     with pytest.raises(UserError, match=r"layers_of_stages=\[2, 1\] sums to 3.*declares 4 blocks"):
         shard_specs(whole, whole.parallel_plan(), layout)
 
 
-def test_a_parameter_that_stages_share_undeclared_is_refused() -> None:
+def test_undeclared_parameter_shared_by_stages_is_refused() -> None:
     whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     whole[2].weight = whole[0].weight
     plan, layout = ParallelPlan(blocks=("1", "2")), Layout("fsdp", pipeline=2, stages=2)

@@ -165,7 +165,7 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["calibrate", "launch=slurm", "launch.nodes=3", "trainer.global_batch=8"], "trainer.global_batch=8"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_wrong_input_is_refused_in_one_line(
     words: list[str], text: str, run: Path, rates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"folder": run.parent, "run": run, "rates": rates, "pipe": tmp_path / "pipe"}

@@ -185,7 +185,7 @@ def test_a_plan_that_lacks_an_axis_is_refused_before_anything_is_divided() -> No
             check_plan(nn.Linear(2, 2), ParallelPlan(), layout)
 
 
-def test_a_divided_stream_without_ends_is_refused() -> None:
+def test_sequence_sharding_without_end_roles_is_refused() -> None:
     """Every gradient would be too large by the number of ranks."""
     roles = {"0": "region", "0.0": "column", "0.1": "row"}
     built = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -207,7 +207,7 @@ class _Doubled(nn.Linear):
         (_Doubled(4, 4), "conv1d_row", "has its own forward"),
     ],
 )
-def test_a_module_whose_forward_would_be_lost_is_refused(module: nn.Module, role: str, why: str) -> None:
+def test_module_whose_forward_would_be_ignored_is_refused(module: nn.Module, role: str, why: str) -> None:
     told = refusal(nn.Sequential(module), ParallelPlan(roles={"0": role}), 2)
     assert re.search(f"0 has the role {role} but {why}", told), told
 
@@ -217,7 +217,7 @@ def test_a_head_that_ranks_cannot_divide_is_refused() -> None:
     assert "0 has the role head but is a Linear; use an nn.Linear without bias, or serried." in told, told
 
 
-def test_rows_of_a_vocabulary_are_those_of_its_own_module() -> None:
+def test_vocabulary_rows_are_counted_per_module() -> None:
     tied = head.LanguageModelHead(2, 9, tied=True)
     modules = {"large": nn.Embedding(9, 2), "small": nn.Embedding(4, 2), "head": tied}
     roles = {"large": "vocabulary", "small": "vocabulary", "head": "head"}
@@ -241,7 +241,7 @@ def test_a_length_that_ranks_cannot_divide_is_refused(cluster: Cluster) -> None:
     assert told.startswith("parallel.tensor=2 does not divide a sequence of 5")
 
 
-def test_gradients_that_are_terms_of_a_sum() -> None:
+def test_partial_gradients_are_found_by_role() -> None:
     """By their place: a bias after the sum is whole only on a whole stream, a norm of heads never."""
     roles = {"wpe": "source", "attn": "region", "attn.q": "column", "attn.out": "row"}
     names = ["wpe.weight", "norm.weight", "attn.q.bias", "attn.q_norm.weight", "attn.out.weight", "attn.out.bias"]

@@ -127,7 +127,7 @@ def test_shuffled_documents_are_the_same_on_every_rank_and_other_documents_are_n
     assert asked(6) != first
 
 
-def test_mistakes_are_one_line_before_training(text: Path, tasks: Path, tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_one_line_before_training(text: Path, tasks: Path, tmp_path: Path) -> None:
     def refused(*more: str) -> str:
         code, printed, _ = run_here(run(text, tmp_path / "run", tasks, *more))
         error = [line for line in printed.splitlines() if "error:" in line]

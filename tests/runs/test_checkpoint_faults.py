@@ -95,7 +95,7 @@ class _NotRead(Exception):
     pass
 
 
-def test_all_files_of_a_checkpoint_are_damaged_below(stopped: Path) -> None:
+def test_damage_tests_cover_all_files_of_a_checkpoint(stopped: Path) -> None:
     assert {path.name for path in (stopped / "checkpoints/step-00000004").iterdir()} == set(FILES)
 
 
@@ -143,7 +143,7 @@ def test_after_damage_the_step_is_saved_again(text: Path, stopped: Path, tmp_pat
 
 
 @pytest.mark.parametrize("resume", ["auto", "must", "path"])
-def test_without_a_whole_checkpoint_nothing_is_overwritten(
+def test_run_without_a_complete_checkpoint_overwrites_nothing(
     resume: str, text: Path, stopped: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -188,7 +188,7 @@ def fill(disk: Path, left: int) -> Path:
     return path
 
 
-def test_too_little_space_is_seen_beforehand(text: Path, small_disk: Path) -> None:
+def test_too_little_space_is_detected_before_a_save(text: Path, small_disk: Path) -> None:
     """Steps 4 and 5 cannot be saved, 6 can."""
     run_dir = small_disk / "run"
 
@@ -214,7 +214,7 @@ def test_too_little_space_is_seen_beforehand(text: Path, small_disk: Path) -> No
 
 
 @pytest.mark.parametrize("left", [60_000, 0])
-def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path) -> None:
+def test_disk_that_fills_up_during_a_save_costs_only_that_checkpoint(left: int, text: Path, small_disk: Path) -> None:
     """With nothing left at all, the records cannot be written either, and none of them is lost."""
     run_dir = small_disk / "run"
 
@@ -247,7 +247,7 @@ def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path
 
 
 @pytest.mark.parametrize("left", [60_000, 0])
-def test_the_disk_is_full_at_the_end(left: int, text: Path, small_disk: Path) -> None:
+def test_full_disk_at_the_last_save_fails_the_run(left: int, text: Path, small_disk: Path) -> None:
     run_dir = small_disk / "run"
 
     def act(_: Any, step: int) -> None:
@@ -285,7 +285,7 @@ def no_file_above(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_file_that_may_not_grow(mode: str, text: Path, tmp_path: Path) -> None:
+def test_file_size_limit_costs_only_the_checkpoint(mode: str, text: Path, tmp_path: Path) -> None:
     """Without a disk of one's own: the model's file is written, the optimizer's is not."""
     run_dir = tmp_path / "run"
 
@@ -309,7 +309,7 @@ def test_a_file_that_may_not_grow(mode: str, text: Path, tmp_path: Path) -> None
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
 
 
-def test_a_file_in_place_of_the_folder(text: Path, tmp_path: Path) -> None:
+def test_file_in_place_of_the_checkpoint_folder_costs_only_the_checkpoint(text: Path, tmp_path: Path) -> None:
     checkpoints, aside = tmp_path / "run/checkpoints", tmp_path / "run/aside"
 
     def act(_: Any, step: int) -> None:
@@ -336,7 +336,7 @@ def test_a_folder_that_was_removed_is_made_again(text: Path, tmp_path: Path) -> 
     assert steps_saved(tmp_path / "run") == [4, 6]
 
 
-def test_a_disk_that_became_read_only(text: Path, small_disk: Path) -> None:
+def test_read_only_disk_costs_only_the_checkpoint(text: Path, small_disk: Path) -> None:
     """The checkpoints' folder alone: not even root writes there."""
     checkpoints = small_disk / "run/checkpoints"
 
@@ -356,7 +356,7 @@ def test_a_disk_that_became_read_only(text: Path, small_disk: Path) -> None:
     assert steps_saved(small_disk / "run") == [2, 6]
 
 
-def test_folder_with_the_name_of_a_checkpoint_that_is_none_is_moved(text: Path, tmp_path: Path) -> None:
+def test_stray_folder_with_the_name_of_a_checkpoint_is_kept(text: Path, tmp_path: Path) -> None:
     """A folder called as a checkpoint that is none, such as one that lost its manifest."""
     stray = tmp_path / "run/checkpoints/step-00000004"
 
@@ -457,7 +457,9 @@ def test_a_number_that_is_not_finite_is_not_saved(mode: str, cluster: Cluster, t
     assert steps_saved(tmp_path / "other") == [2]
 
 
-def test_another_rank_dies_in_its_file(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_rank_killed_while_writing_leaves_the_earlier_checkpoint_complete(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
     run_dir, how = tmp_path / "run", ("parallel=fsdp", "trainer.deterministic=true")
     with pytest.raises(AssertionError, match="rank 1: the process ended with -9"):
         cluster.run(
@@ -511,7 +513,7 @@ def _observed(look: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def test_killed_at_any_point_of_a_save(text: Path, tmp_path: Path) -> None:
+def test_run_killed_at_any_point_of_a_save_resumes(text: Path, tmp_path: Path) -> None:
     """What the disk held at each point is what a kill would have left there."""
     run_dir, how = tmp_path / "run", ["trainer.steps=3", "checkpoint.every=1", "checkpoint.keep=1"]
     train(text, run_dir, *how, "trainer.stop_at=2", code=75)

@@ -88,7 +88,7 @@ def answer(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp x2", "true")])
-def test_transformers_opens_a_checkpoint_as_it_lies(
+def test_transformers_opens_a_checkpoint_unchanged(
     layout: str, tied: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     how = [f"model.tie_embeddings={tied}", "model.layers=2", "optim.lr=0.03", "schedule=constant"]
@@ -219,7 +219,7 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
         ),
     ],
 )
-def test_the_architecture_is_that_of_config_json(
+def test_architecture_is_read_from_config_json(
     changes: dict[str, Any], key: str, value: Any, plain: Path, tmp_path: Path
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)
@@ -283,7 +283,7 @@ def test_model_that_no_override_can_fix_is_refused(
     assert told in refusal(text, tmp_path / "run", f"model.path={folder}")
 
 
-def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path, text: Path, tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused_and_nothing_is_moved(plain: Path, text: Path, tmp_path: Path) -> None:
     run_dir, folder = tmp_path / "run", tmp_path / "model"
     path = f"model.path={folder}"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=1")).code == 75

@@ -11,7 +11,7 @@ from benchmarks.kill_storm import Kills
 @pytest.mark.parametrize(
     ("layout", "processes", "launch", "kills"), [("fsdp", 2, "torchrun", 2), ("pipeline x2 x tensor x2", 4, "local", 1)]
 )
-def test_a_run_that_is_killed_and_resumes_is_the_run_that_was_not(
+def test_killed_and_resumed_run_equals_uninterrupted_run(
     layout: str, processes: int, launch: str, kills: int, tmp_path: Path
 ) -> None:
     storm = Kills(tmp_path / "storm", kills, processes, layout, launch, seed=3)

@@ -194,7 +194,7 @@ def check(printed: str, run_dir: Path, rank: int, strategy: str, stage: str) -> 
 
 
 @pytest.mark.parametrize("stage", [FORWARD, OPTIMIZER, "evaluation"])
-def test_a_process_that_runs_out_of_memory_says_where(
+def test_out_of_memory_error_reports_where_it_happened(
     stage: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "trainer.eval_every=2")
@@ -240,7 +240,7 @@ def limited(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_micro_batch_that_does_not_fit(text: Path, tmp_path: Path) -> None:
+def test_micro_batch_that_does_not_fit_is_reported_with_advice(text: Path, tmp_path: Path) -> None:
     batch = ["trainer.global_batch=65536", "trainer.steps=1"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *batch, "trainer.micro_batch=65536"))
     assert ended.returncode == 70, ended.stderr
@@ -249,7 +249,7 @@ def test_a_micro_batch_that_does_not_fit(text: Path, tmp_path: Path) -> None:
     assert "  try        trainer.micro_batch=" in ended.stderr
 
 
-def test_a_model_that_does_not_fit(text: Path, tmp_path: Path) -> None:
+def test_model_that_does_not_fit_is_reported_with_advice(text: Path, tmp_path: Path) -> None:
     sizes = ["model.dim=4096", "model.heads=32", "model.layers=4", "model.hidden_dim=16384"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *sizes))
     assert ended.returncode == 70, ended.stderr

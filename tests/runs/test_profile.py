@@ -96,9 +96,7 @@ def test_the_first_step_can_be_profiled(text: Path, tmp_path: Path) -> None:
     assert found["forward"] == 2
 
 
-def test_a_stop_in_the_middle_leaves_what_was_profiled_and_the_next_start_says_that_it_is_behind(
-    text: Path, tmp_path: Path
-) -> None:
+def test_stop_in_the_middle_keeps_the_partial_profile_and_the_next_start_reports_it(text: Path, tmp_path: Path) -> None:
     def stop(trainer: Trainer, step: int) -> None:
         del trainer
         if step == 3:
@@ -132,7 +130,7 @@ def test_a_rollback_in_the_middle_ends_the_profile(cluster: Cluster, text: Path,
     assert annotations(tmp_path / "run/profile/steps-3-6-rank-0.json.gz")["optimizer"] == 4
 
 
-def test_a_folder_that_cannot_be_made_costs_the_profile_alone(text: Path, tmp_path: Path) -> None:
+def test_unwritable_folder_costs_only_the_profile(text: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/profile").write_text("in the way")
     ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.steps=[2,3]"))
@@ -141,7 +139,7 @@ def test_a_folder_that_cannot_be_made_costs_the_profile_alone(text: Path, tmp_pa
     assert metrics(tmp_path / "run")[-1]["step"] == 6
 
 
-def test_a_full_disk_costs_the_profile_alone(text: Path, tmp_path: Path) -> None:
+def test_full_disk_costs_only_the_profile(text: Path, tmp_path: Path) -> None:
     """Full, for the profile: no file may be longer than 10,000 bytes while it is written."""
     write = StepProfiler._write
 
@@ -160,7 +158,7 @@ def test_a_full_disk_costs_the_profile_alone(text: Path, tmp_path: Path) -> None
     assert files(tmp_path / "run") == []
 
 
-def test_memory_alone_says_that_a_cpu_keeps_no_history(text: Path, tmp_path: Path) -> None:
+def test_memory_profile_on_a_cpu_warns_about_missing_history(text: Path, tmp_path: Path) -> None:
     ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.memory=true", "trainer.steps=1"))
     assert ended.code == 0
     assert "WARNING    profile.memory=true alone records nothing on CPUs" in ended.printed
@@ -168,7 +166,7 @@ def test_memory_alone_says_that_a_cpu_keeps_no_history(text: Path, tmp_path: Pat
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no allocator to take a snapshot of")
-def test_a_run_on_a_gpu_keeps_who_asked_for_its_memory(text: Path, tmp_path: Path) -> None:
+def test_gpu_run_records_the_stacks_of_its_allocations(text: Path, tmp_path: Path) -> None:
     assert run_here(tiny_overrides(text, tmp_path / "run", "profile.memory=true", "profile.steps=[2,3]")).code == 0
     (path,) = (tmp_path / "run/profile").glob("memory-*.json.gz")
     assert any(entry["frames"] for device in trace(path)["device_traces"] for entry in device)
@@ -181,7 +179,7 @@ def test_torch_still_has_the_private_names_that_a_snapshot_takes() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no allocator to take a snapshot of")
-def test_a_snapshot_says_what_lies_in_a_gpu_and_who_asked_for_it(tmp_path: Path) -> None:
+def test_memory_snapshot_lists_allocations_with_their_stacks(tmp_path: Path) -> None:
     record_history()
     kept = torch.zeros(12345, 100, device="cuda")
     write_snapshot(tmp_path / "snapshot.json.gz", kept.device)

@@ -63,7 +63,7 @@ def curve(run_dir: Path) -> list[tuple[int, float, float, int, float | None]]:
 
 
 @pytest.mark.parametrize(("layout", "precision"), SAME_COMMAND)
-def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
+def test_stopped_or_killed_and_resumed_run_equals_uninterrupted_run_bitwise(
     layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     # A growth interval of 4: the scale and its counter must travel too.

@@ -75,7 +75,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 # where it begins ------------------------------------------------------------------------------------------------------
 
 
-def test_must_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
+def test_resume_must_without_a_checkpoint_is_refused(text: Path, tmp_path: Path) -> None:
     line = refusal(text, tmp_path / "run", "checkpoint.resume=must")
     assert "checkpoint.resume=must" in line
     assert "use checkpoint.resume=auto" in line
@@ -84,7 +84,7 @@ def test_must_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
     assert resumed_from(tmp_path / "run") == [None, 2]
 
 
-def test_never_keeps_everything_aside(text: Path, copy: Path) -> None:
+def test_resume_never_keeps_the_earlier_run_aside(text: Path, copy: Path) -> None:
     before = tree(copy)
     printed = train(text, copy, "checkpoint.resume=never", "trainer.steps=2").printed
     assert f"an earlier run here (finished at step 6) is kept in {copy}/earlier-1" in printed
@@ -95,7 +95,7 @@ def test_never_keeps_everything_aside(text: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "run folder"])
-def test_another_run_is_taken_up_in_its_own_folder_and_left_alone(
+def test_resuming_from_another_run_leaves_its_folder_unchanged(
     name: str, text: Path, finished: Path, tmp_path: Path
 ) -> None:
     given = finished / "checkpoints/step-00000002" if name == "checkpoint" else finished
@@ -110,7 +110,7 @@ def test_another_run_is_taken_up_in_its_own_folder_and_left_alone(
         assert losses(tmp_path / "run") == losses(finished)[2:]
 
 
-def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, copy: Path) -> None:
+def test_missing_resume_path_is_refused_and_changes_nothing(text: Path, copy: Path) -> None:
     before = tree(copy)
     line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
     assert "step-00000003 is not auto, never, must or an existing folder" in line
@@ -182,7 +182,9 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Path, tmp_path: Path) -> None:
+def test_change_of_settings_that_affect_training_is_refused_in_one_line(
+    text: Path, stopped: Path, tmp_path: Path
+) -> None:
     before = tree(stopped)
     for change, told in {
         "optim.lr=0.001": "optim.lr 0.003 -> 0.001",
@@ -217,7 +219,9 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
 
 
 @pytest.mark.parametrize("change", ["precision=fp16", "data.sequence_length=16 trainer.seed=2 optim.lr=0.001"])
-def test_a_change_of_the_numbers_may_be_allowed(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
+def test_change_of_settings_that_affect_training_may_be_allowed(
+    change: str, text: Path, stopped: Path, tmp_path: Path
+) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     printed = train(text, tmp_path / "run", *change.split(), "checkpoint.allow_changes=true").printed
     told = next(line for line in printed.splitlines() if line.startswith("changed since the checkpoint: "))
@@ -358,7 +362,7 @@ def test_constant_schedule_may_be_extended(text: Path, tmp_path: Path) -> None:
 # stopping -------------------------------------------------------------------------------------------------------------
 
 
-def test_stopping_and_nothing_to_do(text: Path, tmp_path: Path) -> None:
+def test_stopped_run_reports_nothing_to_do_at_its_stop(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def ended() -> tuple[str, int, int]:
@@ -422,7 +426,7 @@ def test_after_a_crash_each_step_is_recorded_once(torn: str, text: Path, crashed
 # what stays -----------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoints_kept_of_a_run(text: Path, tmp_path: Path) -> None:
+def test_retention_keeps_newest_and_every_nth_checkpoint(text: Path, tmp_path: Path) -> None:
     keys = ["checkpoint.keep=2", "checkpoint.keep_every=3"]
     train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9", "trainer.stop_at=5", code=75)
     train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9")
@@ -431,7 +435,7 @@ def test_checkpoints_kept_of_a_run(text: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_best_stays(text: Path, tmp_path: Path) -> None:
+def test_retention_keeps_the_best_checkpoint(text: Path, tmp_path: Path) -> None:
     # A learning rate that ruins the model after its first steps.
     how = ["checkpoint.keep=1", "checkpoint.keep_best=true", "trainer.eval_every=2", "checkpoint.every=1"]
     spoilt = ["schedule=linear", "schedule.warmup_steps=8", "schedule.min_lr_ratio=1", "optim.lr=4", "trainer.steps=8"]
@@ -445,7 +449,7 @@ def test_the_best_stays(text: Path, tmp_path: Path) -> None:
 # what a fresh pair of eyes found --------------------------------------------------------------------------------------
 
 
-def test_a_file_that_the_checkpoint_does_not_know_is_refused(text: Path, copy: Path) -> None:
+def test_unlisted_file_in_a_checkpoint_is_refused(text: Path, copy: Path) -> None:
     """As ``save_pretrained`` into the folder leaves it: it would be read instead of the checkpoint's own."""
     newest = copy / "checkpoints" / "step-00000006"
     (newest / "optimizer.safetensors.index.json").write_text("{}")
@@ -464,26 +468,28 @@ def test_a_checkpoint_without_its_manifest_is_not_taken_for_a_model_folder(
     assert resumed_from(tmp_path / "run") == [None]
 
 
-def test_the_folder_of_checkpoints_is_understood(text: Path, finished: Path, tmp_path: Path) -> None:
+def test_resume_accepts_the_checkpoints_folder(text: Path, finished: Path, tmp_path: Path) -> None:
     path = f"checkpoint.resume={finished / 'checkpoints'}"
     train(text, tmp_path / "run", path, "trainer.steps=8", "checkpoint.allow_changes=true")
     assert resumed_from(tmp_path / "run") == [6]
 
 
-def test_too_little_room_moves_nothing(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_moves_nothing(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serried.trainer.checkpoint.save._SPARE_BYTES", 2**60)
     before = tree(copy)
     assert "free" in refusal(text, copy, "checkpoint.resume=never")
     assert tree(copy) == before
 
 
-def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(text: Path, copy: Path) -> None:
+def test_run_killed_after_its_last_checkpoint_is_finished(text: Path, copy: Path) -> None:
     (copy / "status.json").write_text('{"state": "running", "step": 6, "reason": null, "exit_code": null}')
     train(text, copy)
     assert status(copy)["state"] == "finished"
 
 
-def test_a_leftover_makes_room_first(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_checkpoint_is_removed_before_the_space_check(
+    text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     partial = copy / "checkpoints" / ".step-00000008.partial"
     partial.mkdir()
     asked: list[bool] = []
@@ -504,7 +510,7 @@ def test_a_leftover_makes_room_first(text: Path, copy: Path, monkeypatch: pytest
         ("model.vocab_size=300", "other shapes"),
     ],
 )
-def test_a_finished_run_is_no_answer_to_another_command(
+def test_finished_run_refuses_a_command_with_other_settings(
     change: str, expected: str, text: Path, finished: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "other.txt").write_text("others' words, " * 1000)

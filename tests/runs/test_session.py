@@ -84,7 +84,7 @@ def crash_on_main() -> str:
     return "nothing"
 
 
-def test_a_crash_of_the_rank_that_decides_reaches_those_who_wait(cluster: Cluster) -> None:
+def test_crash_of_the_deciding_rank_reaches_waiting_ranks(cluster: Cluster) -> None:
     first, second = (answer.value for answer in cluster.run(2, "tests.runs.test_session:crash_on_main"))
     assert first == "ZeroDivisionError: integer division or modulo by zero"
     assert "ZeroDivisionError" in second
@@ -126,7 +126,7 @@ def test_patience_is_short_after_the_first_step(cluster: Cluster, tmp_path: Path
     assert answers[0].value < 60  # 2 s, and 5 more for the watchdog to name who it is, on an idle machine
 
 
-def test_alone_without_torchrun() -> None:
+def test_session_without_torchrun_is_one_process() -> None:
     with open_session(LaunchSection()) as session:
         assert (session.rank, session.world_size, session.is_main) == (0, 1, True)
         assert session.once(lambda: 5) == session.once_per_node(lambda: 5) == 5
@@ -138,7 +138,7 @@ def test_alone_without_torchrun() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_missing_gpu_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(UserError, match=r"launch\.device=cpu"), open_session(LaunchSection(device="cuda")):
@@ -146,7 +146,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("started", [1, 2])
-def test_asking_for_other_processes_than_were_started_is_refused(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_number_of_processes_than_started_is_refused(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": started, "LOCAL_WORLD_SIZE": started}
     for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -203,7 +203,7 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
     assert done.stderr.endswith("ZeroDivisionError: integer division or modulo by zero\n")
 
 
-def test_a_machine_that_does_not_fit_says_so_itself() -> None:
+def test_node_with_a_mistake_reports_it_without_rank_0() -> None:
     """Rank 0, on another machine, may be fine: it would wait, and nobody would say why."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -256,7 +256,7 @@ _ONE_OF_TWO = {
         ({"RANK": "first"}, "RANK=first: must be a whole number"),
     ],
 )
-def test_variables_of_torchrun_that_cannot_be_are_refused(
+def test_invalid_torchrun_variables_are_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in _ONE_OF_TWO:
@@ -267,7 +267,7 @@ def test_variables_of_torchrun_that_cannot_be_are_refused(
         torchrun_says()
 
 
-def test_a_single_process_speaks_whatever_rank_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_prints_despite_a_leftover_rank_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
     assert speaks()
@@ -289,7 +289,7 @@ def test_a_first_interrupt_in_a_long_step_is_acknowledged_while_it_runs() -> Non
         assert signals.received == "SIGINT"
 
 
-def test_a_note_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_note_has_no_terminal_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     note_repeated(["data.path=a", "data.path=b\x1b[31m"])
     assert (
         capsys.readouterr().err == "note: data.path is given 2 times; the last value is used: data.path=b\ufffd[31m\n"
@@ -352,7 +352,7 @@ def test_system_without_a_load_average_trains(
     capsys.readouterr()
 
 
-def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
+def test_removed_current_folder_and_undecodable_arguments_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "gone"
@@ -417,7 +417,7 @@ def test_too_little_address_space_to_import_torch_is_one_line() -> None:
     assert done.stderr == "error: ulimit -v 614400 is too little to import torch; use ulimit -v unlimited\n"
 
 
-def test_a_mistake_is_one_line_that_controls_no_terminal() -> None:
+def test_error_is_one_line_without_terminal_control_characters() -> None:
     assert str(UserError("data.path=a\x1b[31mb\nc is not a file")) == "data.path=a\ufffd[31mb c is not a file"
     with pytest.raises(UserError, match="must not contain slashes, spaces or control characters"):
         compose(["run.name=a\x1b[31mb"])
@@ -445,11 +445,11 @@ def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path: Path) -> 
     assert "loss 1.0 \u4f60" in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
 
 
-def test_a_hangup_is_passed_on_as_what_it_is() -> None:
+def test_hangup_is_passed_on_unchanged() -> None:
     assert PASSED_ON[signal.SIGHUP] == signal.SIGHUP
 
 
-def test_a_driver_that_torch_cannot_use_is_one_line(
+def test_unusable_gpu_driver_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """GPUs are counted without it, so the first use of one is what fails."""
@@ -467,7 +467,7 @@ def test_a_driver_that_torch_cannot_use_is_one_line(
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
-def test_libraries_of_gpus_are_asked_for_repeatable_sums_before_processes_join(
+def test_deterministic_gpu_libraries_are_set_before_processes_join(
     is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL reads it when it makes the group, and never again."""

@@ -259,7 +259,7 @@ def fail_and_be_told(argv: list[str]) -> int:
         return _as_a_process(argv)
 
 
-def test_the_echo_of_a_failure_is_no_request_to_stop(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_signal_caused_by_a_failure_is_not_a_request_to_stop(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     # With fsdp torch's caches of DTensor would keep the connections of rank 1, which a process that ends lets go.
     argv = arguments(text, tmp_path / "run", "parallel=ddp")
     answers = cluster.run(2, "tests.runs.test_shutdown:fail_and_be_told", argv=argv)
@@ -293,13 +293,13 @@ def stop_beside_the_dead() -> list[object]:
         return answer
 
 
-def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster) -> None:
+def test_rank_that_died_silently_is_not_a_request_to_stop(cluster: Cluster) -> None:
     """torchrun sends SIGTERM to the others then, as it does when it is asked to end."""
     answer = cluster.run(2, "tests.runs.test_shutdown:stop_beside_the_dead")[0].value
     assert answer == [0, "rank 1 died without an error message before the first step", 70]
 
 
-def test_a_step_that_a_peer_left_before_is_not_done(text: Path, tmp_path: Path) -> None:
+def test_step_that_another_rank_left_is_not_done(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=2")).code == 75
     typed_on(2, "-m", "tests.support.leaving", *tiny_overrides(text, run_dir))
@@ -307,7 +307,7 @@ def test_a_step_that_a_peer_left_before_is_not_done(text: Path, tmp_path: Path) 
     assert metrics(run_dir, "stop")[-1]["step"] == 2
 
 
-def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path: Path) -> None:
+def test_rank_that_waits_in_vain_still_reacts_to_signals(text: Path, tmp_path: Path) -> None:
     """Python's handlers do not run inside a call that waits."""
     argv = tiny_overrides(text, tmp_path / "run")
     script = (
@@ -452,7 +452,7 @@ def test_all_ranks_save_when_the_clock_of_rank_0_says_so(
     assert steps_saved(tmp_path / "run") == kept
 
 
-def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
+def test_max_minutes_stops_the_run(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=0.0001")).code == 75
     assert (status(run_dir)["step"], status(run_dir)["reason"]) == (1, "trainer.max_minutes=0.0001")
@@ -462,7 +462,7 @@ def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [400, 4e9, -400])  # of a job that has ended, in a shell that was started in it
-def test_a_run_that_has_the_time_ends_by_itself(
+def test_run_with_enough_time_is_not_stopped_early(
     left: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left)))
@@ -565,7 +565,7 @@ def hang_and_be_interrupted_twice(argv: list[str]) -> None:
         main(argv)
 
 
-def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_run_at_once(text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run")
     script = f"from tests.runs.test_shutdown import *; hang_and_be_interrupted_twice({argv})"
     done = typed("-c", script)

@@ -107,7 +107,7 @@ def test_rank_that_awaits_a_message_is_not_blamed_but_the_end_of_the_chain() -> 
     assert [culprit.rank for culprit in verdict.culprits] == [0, 1]
 
 
-def test_silent_rank_has_the_time_limit_of_those_that_wait_for_it() -> None:
+def test_silent_rank_has_the_time_limit_of_the_waiting_ranks() -> None:
     """Whatever it told last: it may have gone on from there."""
     saving = beat(1, SAVE, 811, age=1, silent_seconds=60)
     saving.limit_seconds = 1800.0
@@ -116,7 +116,7 @@ def test_silent_rank_has_the_time_limit_of_those_that_wait_for_it() -> None:
     assert diagnose(beats).limit_seconds == 300.0
 
 
-def test_rank_that_has_left_is_not_waited_for_as_long_as_a_first_step_may_take() -> None:
+def test_rank_that_ended_has_a_shorter_time_limit_than_a_first_step() -> None:
     """On a GPU, where NCCL does not tell the others. While one of them only tidies up, nobody waits for it."""
     for phase, limit in ((TRAIN, 60.0), (LOG, 60.0), (SAVE, 1800.0), (END, 1800.0)):
         first, left = beat(0, phase, 1), beat(1, END, 1, age=1, silent_seconds=60)
@@ -189,7 +189,7 @@ def test_first_time_of_a_phase_is_known() -> None:
     assert told == [True, True, False, True]
 
 
-def test_a_slow_run_is_left_alone() -> None:
+def test_slow_run_is_not_ended() -> None:
     """Steps of 400 s with a limit of 300: the first one, under the long limit, shows that they are so."""
     patience = Patience(LaunchSection(start_timeout_seconds=1800, step_timeout_seconds=300), is_alone=False)
     pulse = Pulse()
@@ -207,7 +207,7 @@ def test_a_slow_run_is_left_alone() -> None:
     assert patience.measure(pulse.now, 300.0)[0] == 301
 
 
-def test_a_process_alone_may_set_up_and_save_for_as_long_as_it_takes() -> None:
+def test_single_process_has_no_time_limit_for_setup_and_saving() -> None:
     patience, pulse = Patience(LaunchSection(), is_alone=True), Pulse()
     assert patience.measure(pulse.now, 9000.0) == (9000.0, None, 0.0)
     pulse.enter(SAVE, 1)

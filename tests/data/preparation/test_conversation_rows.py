@@ -196,7 +196,7 @@ def test_a_column_that_no_row_has_is_refused_before_anything_is_prepared(tmp_pat
         ("data.chat_template=none data.chat_template_kwargs.a=1", "has no effect with data.chat_template=none"),
     ],
 )
-def test_keys_of_conversations_that_fit_nothing_are_one_line(word: str, said: str) -> None:
+def test_invalid_keys_of_conversations_are_refused_in_one_line(word: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         compose(["recipe=sft", "data.path=x.jsonl", *word.split()])
     assert said in str(caught.value)

@@ -51,7 +51,7 @@ def npy(path: Path, tokens: np.ndarray, dtype: str = "uint16") -> Path:
         (raw, "odd.tok", {}),  # named by itself
     ],
 )
-def test_files_of_other_tools(tmp_path: Path, make: Any, name: str, changes: dict[str, Any]) -> None:
+def test_files_of_other_tools_are_read(tmp_path: Path, make: Any, name: str, changes: dict[str, Any]) -> None:
     make(tmp_path / name, STREAM)
     prepared = prepare(of_tokens(tmp_path / name, tmp_path / "cache", validation_fraction=0.1, **changes))
     train, validation = everything(prepared, "train"), everything(prepared, "validation")
@@ -81,7 +81,7 @@ def test_files_called_val_are_validation(tmp_path: Path) -> None:
     assert np.array_equal(everything(prepared, "validation"), STREAM)
 
 
-def test_a_document_is_never_on_both_sides(tmp_path: Path) -> None:
+def test_document_is_never_in_both_splits(tmp_path: Path) -> None:
     for fraction in (0.01, 0.5, 0.99):
         raw(tmp_path / "a.bin", STREAM)
         raw(tmp_path / "b.bin", STREAM)
@@ -97,7 +97,7 @@ def test_tail_of_an_endless_document_is_validation(tmp_path: Path) -> None:
     assert [prepared.splits[split].tokens for split in ("train", "validation")] == [900, 100]
 
 
-def test_a_folder_of_ours_is_opened_where_it_is(tmp_path: Path) -> None:
+def test_prepared_folder_is_opened_in_place(tmp_path: Path) -> None:
     made = prepare(section(many_files(tmp_path / "text"), tmp_path / "cache"))
     moved = made.folder.rename(tmp_path / "moved")
 
@@ -165,7 +165,7 @@ def test_files_that_hold_no_tokens_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
+def test_file_shorter_than_its_header_is_refused(tmp_path: Path) -> None:
     path = llm_c(tmp_path / "a.bin", STREAM)
     os.truncate(path, path.stat().st_size - 100)
     with pytest.raises(UserError, match=rf"truncated or damaged: its header says {len(STREAM):,} tokens"):

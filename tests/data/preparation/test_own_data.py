@@ -90,7 +90,7 @@ def test_prepare_reports_its_result(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["model.vocab_size=100"], "model.vocab_size=100 but data.tokenizer=bytes has 257 ids"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_are_refused_in_one_line(
     tmp_path: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = [] if "data=text" in arguments else ["data=text", f"data.path={many_files(tmp_path / 'text')}"]
@@ -102,7 +102,7 @@ def test_mistakes_are_one_line(
     assert not captured.out
 
 
-def test_an_interrupted_prepare_says_so(
+def test_interrupted_prepare_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:

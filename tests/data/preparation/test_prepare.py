@@ -97,7 +97,7 @@ def test_tokens_are_mapped_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_the_second_time_nothing_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool) -> None:
+def test_second_preparation_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool) -> None:
     if settled:
         settle(monkeypatch)
     text = many_files(tmp_path / "text")
@@ -298,7 +298,7 @@ def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypa
         assert starts[0] == starts[1]
 
 
-def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_longer_than_a_shard_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serried.recipes.data.prepared.tokenize, "_SHARD_BYTES", 2000)
     text = "".join(f"word {i} né " for i in range(100_000))
     assert len(text) > 1 << 20
@@ -308,7 +308,7 @@ def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.Monk
     assert text in [*documents(prepared, "train"), *documents(prepared, "validation")]
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
+def test_memory_of_preparation_is_bounded(tmp_path: Path) -> None:
     size_bytes = 96 << 20
     source = write(tmp_path / "text", {"a.txt": b"some words on a line\n" * (size_bytes // 21)})
     tracemalloc.start()
@@ -467,12 +467,12 @@ def test_changed_description_of_prepared_tokens_is_refused_and_an_earlier_versio
     assert open_prepared(folder).key == folder.name
 
 
-def test_prepared_data_that_this_node_lacks_is_said_so(tmp_path: Path) -> None:
+def test_prepared_data_missing_on_this_node_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"does not exist.* on {re.escape(socket.gethostname())}; .*data\.cache_dir="):
         open_prepared(tmp_path / "nowhere")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_cache_is_refused(tmp_path: Path) -> None:
     text = many_files(tmp_path / "text")
     write(tmp_path, {"file": "x"})
     for cache in (tmp_path / "file", tmp_path / "file/below"):
@@ -493,7 +493,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     assert cache_folder(section("x")) == tmp_path / ".cache/serried"

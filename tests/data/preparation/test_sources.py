@@ -84,7 +84,7 @@ def test_rows_are_the_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> None:
+def test_compressed_files_are_read_decompressed(tmp_path: Path, suffix: str) -> None:
     compress = COMPRESSORS[suffix]
     write(tmp_path, {"rows/a.jsonl": lines(), "packed/a.jsonl" + suffix: compress(lines().encode())})
     plain, packed = all_rows(tmp_path / "rows"), all_rows(tmp_path / "packed")
@@ -139,7 +139,7 @@ def test_validation_shares_no_document_with_training(tmp_path: Path) -> None:
     assert 0.1 < len(validation) / (2 * len(TEXTS)) < 0.3
 
 
-def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
+def test_document_stays_in_its_split_when_documents_are_added(tmp_path: Path) -> None:
     splits = []
     for name, texts in (("few", TEXTS[:150]), ("all", TEXTS)):
         write(tmp_path / name, {"a.jsonl": lines(texts)})
@@ -190,12 +190,12 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_bad_lines_are_named(tmp_path: Path, content: bytes | str, expected: str) -> None:
+def test_bad_lines_are_refused_with_their_number(tmp_path: Path, content: bytes | str, expected: str) -> None:
     message = refusal(write(tmp_path / "rows", {"a.jsonl": content}), tmp_path / "cache")
     assert re.search(expected, message), message
 
 
-def test_the_line_is_counted_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_numbers_count_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serried.recipes.data.readers.row_files, "_UNIT_BYTES", 100)
     for bad in (0, 57, 199):
         texts: list[Any] = list(TEXTS)
@@ -276,7 +276,7 @@ def test_truncated_archives_are_named(tmp_path: Path, suffix: str) -> None:
         assert re.search(rf"{re.escape(name)} is damaged or cut off", refusal(tmp_path / name, tmp_path / "cache"))
 
 
-def test_few_documents_and_the_share_that_would_do(tmp_path: Path) -> None:
+def test_fraction_without_validation_documents_is_refused_with_a_larger_one(tmp_path: Path) -> None:
     source = write(tmp_path / "rows", {"a.jsonl": lines(TEXTS[:4])})
     message = refusal(source, tmp_path / "cache", validation_fraction=0.001)
     assert "leaves none of the 4 documents" in message
@@ -458,7 +458,9 @@ def test_a_dataset_is_streamed_by_its_files(tmp_path: Path, dataset: Path) -> No
         ({"text_column": "id"}, "row 1: column 'id' is a number (0), not text"),
     ],
 )
-def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[str, Any], expected: str) -> None:
+def test_mistakes_about_a_dataset_are_refused_in_one_line(
+    tmp_path: Path, dataset: Path, changes: dict[str, Any], expected: str
+) -> None:
     for stream in (False, True):
         with pytest.raises(UserError) as caught:
             if not stream:
@@ -473,7 +475,7 @@ def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[s
         assert caught.value.head or "\n" not in str(caught.value)
 
 
-def test_a_dataset_of_several_subsets(tmp_path: Path) -> None:
+def test_dataset_with_several_subsets_needs_a_subset(tmp_path: Path) -> None:
     configs = "".join(f"- config_name: {name}\n  data_files: '{name}*.jsonl'\n" for name in ("old", "new"))
     write(tmp_path / "set", {"README.md": f"---\nconfigs:\n{configs}---\n", "old.jsonl": lines(), "new.jsonl": lines()})
     with pytest.raises(UserError, match=r"data\.subset is not set; it has old, new; use data\.subset=old$"):
@@ -539,7 +541,7 @@ def test_refusals_of_the_hub_are_one_line(
     assert expected in refusal("o/s", tmp_path / "cache", name="hf")
 
 
-def test_a_path_that_is_neither_folder_nor_name(tmp_path: Path) -> None:
+def test_path_that_is_neither_folder_nor_name_is_refused(tmp_path: Path) -> None:
     assert "is neither a folder on this machine nor a valid name" in refusal(
         tmp_path / "nowhere", tmp_path / "cache", name="hf"
     )
@@ -550,7 +552,7 @@ def test_a_path_that_is_neither_folder_nor_name(tmp_path: Path) -> None:
 # libraries ------------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_text_need_no_library_and_rows_say_which(tmp_path: Path) -> None:
+def test_text_needs_no_library_and_rows_report_the_missing_library(tmp_path: Path) -> None:
     """On a machine with the core dependencies alone."""
     many_files(tmp_path / "text")
     table(tmp_path / "table/a.parquet")

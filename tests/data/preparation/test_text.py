@@ -82,7 +82,7 @@ def test_an_unknown_character_is_named(unknown: str) -> None:
         CharsTokenizer("ab").encode(f"ab{unknown}")
 
 
-def test_widths_of_ids() -> None:
+def test_token_dtype_fits_the_vocabulary() -> None:
     assert [token_dtype(size).name for size in (256, 257, 65536, 65537)] == ["uint8", "uint16", "uint16", "uint32"]
 
 
@@ -183,7 +183,7 @@ def test_the_standard_library_is_there_without_tests() -> None:
         ("empties", r"is empty \(0 bytes\) and so are the other 1 files"),
     ],
 )
-def test_mistakes_in_the_path(tmp_path: Path, path: str, expected: str) -> None:
+def test_mistakes_in_the_path_are_refused_in_one_line(tmp_path: Path, path: str, expected: str) -> None:
     write(
         tmp_path,
         {
@@ -266,7 +266,7 @@ def test_many_files_are_split_by_file(tmp_path: Path) -> None:
 @example(sizes=[1] * 19 + [5000], fraction=0.9)
 @example(sizes=[1] * 20, fraction=0.999)
 @example(sizes=[1, 1, 36, 30, 190, *[1] * 15], fraction=0.125)
-def test_whole_files_make_about_the_share_and_never_all(sizes: list[int], fraction: float) -> None:
+def test_validation_files_are_about_the_fraction_and_never_all(sizes: list[int], fraction: float) -> None:
     documents = [Document(f"{i}.txt", Path(f"{i}.txt"), size, i.to_bytes(2), None) for i, size in enumerate(sizes)]
     parts = split_documents(documents, fraction)
     train, validation = parts["train"], parts["validation"]
@@ -294,7 +294,7 @@ def test_copies_of_a_file_stay_together(tmp_path: Path) -> None:
     assert len(parts["validation"]) % 2 == 0
 
 
-def test_few_files_give_their_tails(tmp_path: Path) -> None:
+def test_few_files_are_split_at_their_tails(tmp_path: Path) -> None:
     lines = "".join(f"line {i} of the text\n" for i in range(500))
     write(tmp_path, {"a.txt": lines, "b.txt": lines[:3000]})
     parts = split(tmp_path, 0.1)
@@ -318,5 +318,5 @@ def test_a_tail_starts_at_a_character(text: str, fraction: float) -> None:
 
 
 @given(content=st.binary(min_size=1), fraction=st.floats(0.01, 0.99))
-def test_any_bytes_have_a_tail(content: bytes, fraction: float) -> None:
+def test_tail_of_any_bytes_can_be_taken(content: bytes, fraction: float) -> None:
     assert 0 < tail_start(reader(content), len(content), fraction) <= len(content)

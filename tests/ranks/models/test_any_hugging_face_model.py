@@ -229,7 +229,7 @@ def test_folder_of_another_kind_of_model_is_refused(kind: str, tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
-def test_architectures_that_are_no_list_name_no_class(tmp_path: Path) -> None:
+def test_architectures_that_are_not_a_list_are_ignored(tmp_path: Path) -> None:
     config = {"model_type": "phi", **SIZES, "architectures": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     task = CausalLM(compose(["model=hf", f"model.path={tmp_path}", "data.tokenizer=bytes"]))

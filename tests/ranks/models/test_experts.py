@@ -147,7 +147,7 @@ def test_degrees_that_do_not_fit_the_experts_are_refused_with_one_that_does(
         (Layout("fsdp", shard=2, expert=2), ("mlp",), ""),
     ],
 )
-def test_experts_of_a_model_without_a_section_are_checked_as_it_is_divided(
+def test_experts_of_a_model_without_a_section_are_checked_when_sharded(
     layout: Layout, mixtures: tuple[str, ...], answer: str
 ) -> None:
     model = torch.nn.ModuleDict({"mlp": MixtureOfExperts(section(experts=EXPERTS))})

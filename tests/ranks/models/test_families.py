@@ -132,7 +132,7 @@ POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.p
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> None:
     import transformers
 
     theirs = saved(name, tmp_path / "theirs")
@@ -302,7 +302,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_presets_say_what_published_models_do(preset: str) -> None:
+def test_presets_match_published_models(preset: str) -> None:
     section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
     found = type(section).keys_from(text_part(PUBLISHED[preset]))
     assert found.pop("head_dim") == section.attention_head_dim
@@ -329,7 +329,7 @@ def test_presets_say_what_published_models_do(preset: str) -> None:
         ),
     ],
 )
-def test_a_model_that_a_family_would_compute_otherwise_is_refused(
+def test_model_that_a_family_would_compute_differently_is_refused(
     preset: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset] | changes))

@@ -212,7 +212,7 @@ def share_buffers(strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_buffers_of_a_type_are_broadcast_together_with_the_same_bits(strategy: str, cluster: Cluster) -> None:
+def test_buffers_of_one_dtype_are_broadcast_together_bitwise(strategy: str, cluster: Cluster) -> None:
     answers = cluster.run(2, "tests.ranks.models.test_foreign_modules:share_buffers", strategy=strategy)
     first, second = (answer.value for answer in answers)
     assert first["broadcasts"] == second["broadcasts"] == 2, "fp32 and int64"
@@ -234,7 +234,7 @@ def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str,
     return found
 
 
-def test_modules_of_any_content_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
+def test_arbitrary_modules_have_the_same_loss_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
     alone, *others = on_every_layout(cluster, tmp_path, "odd")
     for other in others:
         assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -269,7 +269,7 @@ def test_a_vit_of_transformers_has_one_curve_when_tensor_ranks_divide_it(cluster
     assert found[1]["norms"] == pytest.approx(found[0]["norms"], rel=1e-4)
 
 
-def test_units_are_repeated_blocks_and_large_ends_that_share_nothing() -> None:
+def test_fsdp_units_are_repeated_blocks_and_large_untied_ends() -> None:
     assert units_of(gpt2()) == (("transformer.h.0",), ("transformer.h.1",), ("transformer.h.2",))
     assert units_of(Odd()) == (("embed",), ("blocks.0",), ("blocks.1",), ("blocks.2",), ("frozen",))
     assert units_of(nn.Linear(3, 3)) == ()
@@ -301,7 +301,7 @@ def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_parts_that_cannot_be_trained_are_one_line(part: Callable[[], nn.Module], more: str, told: str) -> None:
+def test_untrainable_parameters_are_refused_in_one_line(part: Callable[[], nn.Module], more: str, told: str) -> None:
     class Parts(RunTask):
         def build_model(self) -> nn.Module:
             return nn.Sequential(part())

@@ -35,7 +35,7 @@ def test_padding_past_the_table_of_positions_changes_nothing_before_it() -> None
         torch.testing.assert_close(padded[:, :40], model(tokens))
 
 
-def test_first_values_are_those_of_gpt2() -> None:
+def test_initial_values_equal_gpt2() -> None:
     family = GPT2(section(), 131)
     assert family.initial_std("h.0.ln_1.weight") is None
     assert family.initial_std("ln_f.bias") == family.initial_std("h.1.mlp.c_fc.bias") == 0.0
@@ -43,7 +43,7 @@ def test_first_values_are_those_of_gpt2() -> None:
     assert family.initial_std("h.1.attn.c_proj.weight") == pytest.approx(0.01)
 
 
-def test_keys_are_those_of_a_hugging_face_config() -> None:
+def test_model_keys_match_a_hugging_face_config() -> None:
     config = section()
     found = GPT2(config, 131).export_config(0)
     keys = GPT2Section.keys_from(found)

@@ -74,7 +74,7 @@ def test_a_file_and_its_folder_are_the_same_tokenizer(folder: Path) -> None:
     assert np.array_equal(again.encode(WORDS), whole.encode(WORDS))
 
 
-def test_text_that_names_a_mark_is_text(folder: Path) -> None:
+def test_text_of_a_special_token_is_encoded_as_text(folder: Path) -> None:
     tokenizer = find_tokenizer(str(folder))
     text = "before <|end|> after <|begin|>"
     assert not {tokenizer.end_id, *tokenizer.start_ids} & set(tokenizer.encode(text).tolist())
@@ -88,7 +88,7 @@ def test_decode_takes_any_id(folder: Path) -> None:
     assert tokenizer.decode([known, -1, 99999, tokenizer.end_id, known]) == "a\ufffd\ufffda"
 
 
-def test_documents_begin_and_end_as_it_says(folder: Path, tmp_path: Path) -> None:
+def test_documents_begin_and_end_with_the_special_tokens_of_the_tokenizer(folder: Path, tmp_path: Path) -> None:
     source = write(
         tmp_path / "rows", {"a.jsonl": "".join(json.dumps({"text": f"{WORDS}{i}"}) + "\n" for i in range(60))}
     )
@@ -103,7 +103,7 @@ def test_documents_begin_and_end_as_it_says(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_long_documents_are_the_same_text(folder: Path, tmp_path: Path) -> None:
+def test_long_documents_decode_to_the_same_text(folder: Path, tmp_path: Path) -> None:
     text = "".join(f"word {i} " for i in range(120_000))
     source = write(tmp_path / "text", {"a.txt": text})
     prepared = prepare(section(source, tmp_path / "cache", tokenizer=str(folder)))
@@ -118,7 +118,9 @@ def test_long_documents_are_the_same_text(folder: Path, tmp_path: Path) -> None:
         ({}, "<|end|>"),  # nothing says so: a usual name
     ],
 )
-def test_which_token_ends_a_document(files: dict[str, str], config: dict[str, Any], expected: str) -> None:
+def test_end_token_is_read_from_the_tokenizer_files(
+    files: dict[str, str], config: dict[str, Any], expected: str
+) -> None:
     tokenizer = HuggingFaceTokenizer({**files, "tokenizer_config.json": json.dumps(config)})
     assert tokenizer.end == expected
 
@@ -146,13 +148,13 @@ def test_folders_without_a_tokenizer_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+def test_pipe_as_a_tokenizer_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a regular file"):
         find_tokenizer(str(tmp_path))
 
 
-def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_tokenizers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -191,7 +193,7 @@ print((prepared.folder / "tokenizer.json").read_text())
     assert len(printed) == 1
 
 
-def test_only_training_text_is_learned_from(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_only_on_training_text(tmp_path: Path) -> None:
     rare = [f"only{i:03d}" * 40 for i in range(60)]
     source = write(tmp_path / "rows", {"a.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in rare)})
     prepared = prepare(section(source, tmp_path / "cache", tokenizer="train", vocab_size=4000, validation_fraction=0.3))
@@ -199,7 +201,7 @@ def test_only_training_text_is_learned_from(tmp_path: Path) -> None:
     assert pieces["validation"] > 1.3 * pieces["train"]  # its numbers were not seen, and take a token a digit
 
 
-def test_a_vocabulary_below_the_bytes(tmp_path: Path) -> None:
+def test_vocabulary_smaller_than_all_bytes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.vocab_size=100 is below 257"):
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache", tokenizer="train", vocab_size=100))
 
@@ -215,7 +217,7 @@ def recipe(folder: Path, tmp_path: Path, *more: str) -> CausalLM:
     return made
 
 
-def test_the_vocabulary_is_padded_and_says_so(folder: Path, tmp_path: Path) -> None:
+def test_padded_vocabulary_is_reported(folder: Path, tmp_path: Path) -> None:
     padded = recipe(folder, tmp_path, "model.vocab_multiple=128")
     assert padded.vocab_size() == 384
     assert "vocabulary 301 padded to 384" in padded.describe_model()
@@ -237,7 +239,9 @@ def test_a_padded_id_is_never_generated(folder: Path, tmp_path: Path) -> None:
     assert len(text) > 10
 
 
-def test_the_model_takes_its_files_along_to_the_letter(folder: Path, files: dict[str, str], tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied_unchanged_with_the_model(
+    folder: Path, files: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "model"
     out.mkdir()
     recipe(folder, tmp_path, "model.vocab_multiple=128").export_files(out)
@@ -250,7 +254,7 @@ def test_the_model_takes_its_files_along_to_the_letter(folder: Path, files: dict
     assert not (out / "generation_config.json").exists()
 
 
-def test_special_ids_and_settings_for_generation_are_those_of_the_base_model(folder: Path, tmp_path: Path) -> None:
+def test_special_ids_and_generation_settings_equal_the_base_model(folder: Path, tmp_path: Path) -> None:
     end = find_tokenizer(str(folder)).end_id
     base = shutil.copytree(folder, tmp_path / "base")
     made = transformers.LlamaConfig(vocab_size=320).to_dict() | {
@@ -335,7 +339,7 @@ NEW = {"content": "<new>", "special": True, "lstrip": False, "rstrip": False, "n
         ({"pad_token": "<pad>"}, "transformers has the tokens '<pad>'"),
     ],
 )
-def test_ids_that_transformers_gives_and_the_file_does_not_are_reported(
+def test_ids_that_differ_from_transformers_are_reported(
     files: dict[str, str], tmp_path: Path, settings: dict[str, Any], said: str | None
 ) -> None:
     config = json.loads(files["tokenizer_config.json"]) | settings

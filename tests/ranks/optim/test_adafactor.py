@@ -16,7 +16,7 @@ from tests.unit.planner.test_plan import TINY, both
 ADAFACTOR = "optim=adafactor"
 
 
-def test_updates_are_those_of_torch() -> None:
+def test_adafactor_updates_equal_torch() -> None:
     torch.manual_seed(1)
     shapes = {"matrix": (6, 4), "row": (1, 5), "experts": (3, 4, 2), "norm": (5,), "scale": ()}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
@@ -40,7 +40,7 @@ def test_updates_are_those_of_torch() -> None:
 
 
 @pytest.mark.slow
-def test_planned_state_is_what_a_rank_holds() -> None:
+def test_planned_state_equals_state_of_a_rank() -> None:
     argv = (*TINY, "trainer.global_batch=16", ADAFACTOR, "parallel=fsdp", "parallel.tensor=2")
     (stage,), formula, _ = both(*argv, processes=4)
     counters = 4 * (3 * 9 + 3)  # of steps, which the formula leaves out: one for each parameter
@@ -56,7 +56,7 @@ def test_planned_state_is_what_a_rank_holds() -> None:
         ("expert x2, sharded x2", MIXTURE),
     ],
 )
-def test_the_curve_is_that_of_the_single_process(
+def test_adafactor_loss_curve_equals_single_process(
     name: str, more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     cut = next(each for each in (*CUTS, *EXPERT_CUTS) if each.name == name)

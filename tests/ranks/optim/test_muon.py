@@ -29,7 +29,7 @@ from testing.rank_pool import Cluster
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.11 has none")
 @pytest.mark.parametrize(("rows", "columns"), [(32, 48), (64, 16), (33, 33)])
 @pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
-def test_updates_of_a_matrix_are_those_of_torch(rows: int, columns: int, adjust_lr: str) -> None:
+def test_muon_updates_equal_torch(rows: int, columns: int, adjust_lr: str) -> None:
     torch.manual_seed(1)
     ours = nn.Parameter(torch.randn(rows, columns))
     theirs = nn.Parameter(ours.detach().clone())
@@ -59,7 +59,7 @@ ROWS, COLUMNS, ROWS_OF_EXPERTS = Slice(0, ("shard", "context")), Slice(1, ("tens
         (Layout("fsdp", shard=4, expert=4), (8, 4, 3), (Slice(0, ("expert",)),)),
     ],
 )
-def test_every_matrix_is_dealt_whole_to_a_rank_that_holds_as_much_of_it_as_any(
+def test_each_matrix_is_assigned_to_a_rank_with_its_largest_shard(
     layout: Layout, shape: tuple[int, ...], slices: tuple[Slice, ...]
 ) -> None:
     specs, ranks = (
@@ -83,7 +83,7 @@ def test_every_matrix_is_dealt_whole_to_a_rank_that_holds_as_much_of_it_as_any(
     assert max(owned.values()) - min(owned[rank] for rank in owned) <= 1
 
 
-def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
+def test_matrices_of_blocks_and_of_each_expert_are_selected() -> None:
     shapes = {
         "embed.weight": (9, 4), "blocks.0.q.weight": (4, 4), "blocks.0.norm": (4,), "blocks.0.conv.weight": (4, 4, 3),
         "blocks.0.mlp.experts.up": (8, 4, 4), "blocks.10.q.weight": (4, 4), "head.weight": (9, 4),
@@ -98,7 +98,7 @@ def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
         nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3)) for _ in range(2))), nn.Linear(2, 2)),
     ],
 )
-def test_no_blocks_or_blocks_without_matrices_are_one_line(model: nn.Module) -> None:
+def test_model_without_block_matrices_is_refused_in_one_line(model: nn.Module) -> None:
     expected = "optim=muon updates the matrices of repeated blocks, but the model has none; return ParallelPlan"
     with pytest.raises(UserError, match=expected):
         check_optimizer(compose(["optim=muon"]).optim, model, ParallelPlan(), Layout("single"))
@@ -168,7 +168,7 @@ def test_muon_equals_the_single_process(
 
 
 @pytest.mark.slow
-def test_muon_takes_each_expert_alone_wherever_it_is(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_muon_updates_each_expert_separately_on_any_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     how = (*MIXTURE, *MUON)
     single = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *how, steps=3)
     for cut in MUON_EXPERT_CUTS:

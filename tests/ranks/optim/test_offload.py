@@ -55,7 +55,7 @@ OFFLOAD, PARAMETERS = "optim.offload=true", "parallel.offload=true"
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adam", "sgd", "rmsprop", "lion", "adamw8bit", "adamw4bit", "rolling"])
-def test_updates_and_state_have_the_bits_of_those_without(optim: str, tmp_path: Path) -> None:
+def test_offload_keeps_updates_and_state_bitwise_equal(optim: str, tmp_path: Path) -> None:
     (tmp_path / "rolling.py").write_text(OWN_OPTIMIZER)
     with_own(tmp_path / "rolling.py")
 
@@ -101,7 +101,7 @@ class PinnedLater(Pinned):
         return args[0].clone()
 
 
-def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
+def test_offloaded_state_of_a_gpu_is_in_pinned_host_memory() -> None:
     """Whole and sharded ones, on tensors without data, which may be of a device that is not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -121,7 +121,7 @@ def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
 
 
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.slow)])
-def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_offloaded_parameters_mixes_no_devices(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded by FSDP2 for a GPU that is not there, on tensors without data, which refuse operations on two devices."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -174,7 +174,7 @@ def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monk
         pytest.param(("parallel=fsdp",), "rolling", [[], [OFFLOAD]], marks=pytest.mark.slow),
     ],
 )
-def test_a_run_may_switch_it_on_or_off_when_it_resumes(
+def test_resumed_run_may_switch_offload_on_or_off(
     layout: tuple[str, ...], optim: str, halves: list[list[str]], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "rolling.py"
@@ -196,7 +196,7 @@ def test_a_run_may_switch_it_on_or_off_when_it_resumes(
 
 
 @pytest.mark.slow
-def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
+def test_plan_counts_offloaded_state_as_host_memory() -> None:
     argv = (*TINY, "model.layers=1", "trainer.global_batch=8", "parallel=fsdp", "parallel.tensor=2", "optim=adamw8bit")
     (stage,), formula, _ = both(*argv, processes=4)
     (offloaded,), less, _ = both(*argv, OFFLOAD, processes=4)
@@ -205,7 +205,7 @@ def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
     assert formula.total - less.total == stage.peak - memory.peak == formula.optimizer_state
 
 
-def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Cluster, tmp_path: Path) -> None:
+def test_device_holds_state_of_one_parameter_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     argv = (*TINY, "trainer.global_batch=1", "trainer.micro_batch=1", "data.sequence_length=8", "parallel=single")
     argv += ("model.layers=1", "model.vocab_size=20000", OFFLOAD)
     (stage,), formula, _ = both(*argv, processes=1)
@@ -250,7 +250,7 @@ class Scaled(serried.Task):
         return model
 
 
-def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
+def test_dry_run_refuses_offload_of_parameters_that_fsdp_cannot_shard() -> None:
     with declaring(declaration(Scaled)):
         config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
     task = task_for_run(Scaled())
@@ -259,7 +259,7 @@ def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
         dry_run(config, task, resolve_layout(config.parallel, 2), 1)
 
 
-def test_the_plan_says_that_parameters_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_parameters_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=llama1b", "data.tokenizer=bytes", "launch.processes=8", "parallel=fsdp", PARAMETERS]
     assert main([*words, SYNC, "dry_run=true"]) == 0
     printed = capsys.readouterr().out
@@ -269,7 +269,7 @@ def test_the_plan_says_that_parameters_are_in_host_memory(capsys: pytest.Capture
         assert f"; {kind} in host memory " in printed
 
 
-def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_place_of_optimizer_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=llama1b", "data.tokenizer=bytes", "launch.processes=8", OFFLOAD, "dry_run=true"]) == 0
     printed = capsys.readouterr().out
     assert "optimizer  adamw, state in host memory, peak lr" in printed
@@ -291,7 +291,7 @@ def test_a_copy_that_a_gpu_cannot_pin_in_host_memory_is_refused_when_nothing_is_
     check_host_memory(config, 0, 11 * 2**30 // 10, session_with_a_gibibyte("cpu"))
 
 
-def test_too_little_host_memory_is_one_line() -> None:
+def test_too_little_host_memory_is_refused_in_one_line() -> None:
     session = session_with_a_gibibyte("cpu")
     beside, waiting = (compose(["optim.offload=true", f"checkpoint.mode={mode}"]) for mode in ("async", "sync"))
     check_host_memory(waiting, 2**20, 0, session)
@@ -314,9 +314,7 @@ def test_too_little_host_memory_is_one_line() -> None:
         ("checkpoint.mode=sync optim.offload=true", "cpu", 0),
     ],
 )
-def test_a_save_copies_to_host_memory_what_is_on_the_device_or_changes_meanwhile(
-    words: str, device: str, elements: int
-) -> None:
+def test_save_copies_device_state_and_changing_state_to_host_memory(words: str, device: str, elements: int) -> None:
     """``elements`` for each one of the weights, AdamW's moments being two."""
     module = nn.Linear(64, 64, bias=False)
     copied = copied_bytes(compose(words.split()), module, ParallelPlan(), device)
@@ -338,7 +336,7 @@ def saver_for_a_gpu(folder: Path, device: str, *argv: str) -> Checkpointer:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without pinned memory")
 @pytest.mark.parametrize(("mode", "advice"), [("async", "checkpoint.mode=sync, or more ranks"), ("sync", "more ranks")])
-def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
+def test_failed_copy_of_a_save_does_not_suggest_the_current_mode(
     mode: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: None)

@@ -131,7 +131,7 @@ def test_nan_on_one_rank_leaves_parameters_and_state_bit_unchanged_on_all(
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_bf16", "adamw8bit", "adamw4bit", "muon", "adafactor"])
-def test_step_rejected_on_the_device_changes_no_bit_and_the_next_is_as_if_it_had_not_been(optim: str) -> None:
+def test_rejected_step_changes_no_bit_of_parameters_or_next_step(optim: str) -> None:
     def bits(verdicts: list[bool]) -> list[bytes]:
         torch.manual_seed(2)
         named = {"matrix": nn.Parameter(torch.randn(6, 32)), "norm": nn.Parameter(torch.ones(4))}
@@ -187,7 +187,7 @@ def losses_by_hand(argv: list[str]) -> tuple[list[float], list[float]]:
     return run, by_hand
 
 
-def test_losses_equal_those_of_a_loop_in_plain_torch(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_losses_equal_a_plain_torch_loop(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = overrides(
         text, tmp_path / "run", "parallel=single", "optim=sgd", "optim.lr=0.3", "trainer.steps=8",
         "trainer.global_batch=12", "trainer.micro_batch=4", "trainer.max_grad_norm=0.5",
@@ -260,7 +260,7 @@ def test_state_that_was_saved_is_restored(name: str) -> None:
     assert again["matrix"].equal(named["matrix"])
 
 
-def test_plain_state_reaches_both_copies_of_a_parameter_and_passes_over_other_stages() -> None:
+def test_plain_state_is_loaded_into_both_copies_of_a_tied_parameter() -> None:
     copies = [("tied", nn.Parameter(torch.ones(2))), ("tied", nn.Parameter(torch.ones(2)))]
     optimizer = torch.optim.SGD([{"params": [each for _, each in copies], "name": "norms"}])
     saved = {"parameters": {"tied": {"count": 3}, "elsewhere": {"count": 4}}, "groups": {}}
@@ -276,7 +276,7 @@ def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) ->
     assert not optimizer.state
 
 
-def test_bytes_of_state_are_those_of_the_optimizer() -> None:
+def test_planned_state_bytes_equal_optimizer_state() -> None:
     matrix = nn.Parameter(torch.zeros(4, 4))
     state = tensor_state(build_optimizer([("", matrix)], compose([]).optim), matrix)
     assert sum(each.nbytes for each in state.values() if each.ndim) == 8 * matrix.numel(), "which is not measured"
@@ -325,7 +325,7 @@ def test_without_groups_only_matrices_have_weight_decay() -> None:
     assert groups_of(model(), section()) == {"matrices": (3, 0.2, 1.0), "norms": (2, 0.0, 1.0)}
 
 
-def test_groups_by_pattern_have_a_rate_and_a_decay_of_their_own() -> None:
+def test_groups_by_pattern_have_their_own_lr_and_weight_decay() -> None:
     chosen = section(slow={"parameters": "decoder.*", "lr_scale": 0.1}, head={"parameters": "head*", "weight_decay": 0})
     assert groups_of(model(), chosen) == {
         "matrices": (1, 0.2, 1.0),
@@ -361,7 +361,7 @@ def test_frozen_group_is_not_trained_and_has_no_state() -> None:
         ),
     ],
 )
-def test_group_that_cannot_be_is_one_line(groups: dict[str, Any], message: str) -> None:
+def test_invalid_parameter_group_is_refused_in_one_line(groups: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         freeze(model(), section(**groups))
 
@@ -390,9 +390,7 @@ BOUNDS = {"adamw8bit": 1e-3, "adamw4bit": 1e-3, "adamw_bf16": 5e-3}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adafactor", "lion", "rmsprop", "adamw8bit", "adamw4bit", "adamw_bf16"])
-def test_the_curve_of_an_optimizer_is_that_of_the_single_process(
-    optim: str, cluster: Cluster, text: Path, tmp_path: Path
-) -> None:
+def test_optimizer_loss_curve_equals_single_process(optim: str, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     chosen = (f"optim={optim}", *OPTIMIZERS[optim])
     cut = next(each for each in OPTIMIZER_CUTS if each.name == "tensor x2 x fsdp x2")
     reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *chosen, steps=5)
@@ -418,7 +416,7 @@ def test_registered_optimizer_is_chosen_by_name_with_its_own_keys(own_optimizer:
         serried.register_optimizer("rolling")(print)
 
 
-def test_function_that_returns_no_optimizer_is_one_line() -> None:
+def test_function_that_returns_no_optimizer_is_refused_in_one_line() -> None:
     if "forgotten" not in optimizers.names():
         serried.register_optimizer("forgotten")(lambda *_: None)
     chosen = compose(["optim=forgotten", "optim.lr=1"]).optim
@@ -466,7 +464,7 @@ def test_documented_optimizer_and_schedule_run() -> None:
     assert rate == pytest.approx(1.0)
 
 
-def test_fused_sgd_does_not_take_the_verdict() -> None:
+def test_fused_sgd_does_not_accept_found_inf() -> None:
     """A rejected first step would leave its momentum uninitialised."""
     weight = torch.nn.Parameter(torch.ones(2))
     assert takes_verdict(torch.optim.AdamW([weight], fused=True))

@@ -32,7 +32,7 @@ def block(hidden: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, hidden), nn.Tanh(), nn.Linear(hidden, 32, bias=False))
 
 
-def test_trained_linear_layers_of_blocks_with_fitting_parts_are_chosen() -> None:
+def test_trained_linear_layers_with_divisible_sizes_are_selected() -> None:
     model = nn.ModuleDict({"blocks": nn.Sequential(block(), block(40)), "head": nn.Linear(32, 32)})
     model.blocks[0].add_module("gate", nn.Linear(32, 16))  # type: ignore[union-attr, operator, index]
     model.blocks[1].add_module("old", nn.Linear(32, 32).requires_grad_(False))  # type: ignore[union-attr, operator, index]
@@ -48,7 +48,7 @@ def test_trained_linear_layers_of_blocks_with_fitting_parts_are_chosen() -> None
     assert divided.others["8 inputs, not a multiple of 16"] == ["blocks.0.2"]
 
 
-def test_an_encoder_layer_that_reads_weights_in_evaluation_computes_in_its_own_way() -> None:
+def test_encoder_layer_that_reads_weights_in_evaluation_is_not_converted() -> None:
     model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(2)))})
     chosen = choose_linear(model, ParallelPlan(blocks=("blocks.0", "blocks.1")), Layout("single"), rows=16, columns=16)
     assert not chosen.names
@@ -84,7 +84,7 @@ def uses_torchs(profiled: profile) -> bool:
     return any(each.key == "aten::_scaled_mm" for each in profiled.key_averages())
 
 
-def test_emulated_products_are_torchs_own_but_for_the_order_of_sums() -> None:
+def test_emulated_products_equal_torch_except_for_summation_order() -> None:
     torch.manual_seed(1)
     x, weight, gradient = torch.randn(16, 32), torch.randn(48, 32), torch.randn(16, 48)
     found = []
@@ -154,7 +154,7 @@ def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFa
         if cut.name in cuts
     ],
 )
-def test_layouts_have_the_loss_of_one_process(
+def test_loss_on_every_layout_equals_one_process(
     precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *WIDE, steps=3)
@@ -249,7 +249,7 @@ def train_traced(argv: list[str]) -> None:
         ("optim=adamw_bf16", "trainer.activation_checkpoint=full"),
     ],
 )
-def test_gathering_in_float8_changes_no_bit_with(
+def test_gathering_in_float8_changes_no_bit_with_other_settings(
     more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     for gather in ("bf16", "float8"):
@@ -295,13 +295,13 @@ def test_unsupported_float8_settings_are_refused_in_one_line(
     assert f"use {cure}" in ended.error
 
 
-def test_gpu_without_bf16_is_refused_with_what_it_has() -> None:
+def test_gpu_without_bf16_is_refused_with_its_compute_capability() -> None:
     refuse_emulation("NVIDIA A100", (8, 0))
     with pytest.raises(UserError, match=r"precision=bf16 needs .* but Tesla V100 has 7\.0; use precision=fp16"):
         refuse_emulation("Tesla V100", (7, 0))
 
 
-def test_an_older_gpu_is_refused_with_what_it_lacks() -> None:
+def test_older_gpu_is_refused_with_the_required_compute_capability() -> None:
     refuse_old("float8", "NVIDIA H100", (9, 0))
     refuse_old("int8", "NVIDIA A100", (8, 0))
     with pytest.raises(UserError, match=r"capability 8\.9 .* A100.* has 8\.0; use precision=bf16"):

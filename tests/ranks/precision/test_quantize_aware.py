@@ -35,7 +35,7 @@ def results(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_results_and_gradients_are_those_of_torchao(how: str) -> None:
+def test_outputs_and_gradients_equal_torchao(how: str) -> None:
     torch.manual_seed(2)
     plain = nn.Sequential(block(64), block(64))
     ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -79,7 +79,7 @@ def test_a_run_resumes_with_the_same_bits(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
-def test_a_run_is_exported_as_it_was_trained_and_plain(
+def test_run_is_exported_quantized_and_plain(
     how: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trained = tmp_path / "run"
@@ -120,7 +120,7 @@ LAYOUTS = {"fp32": ("ddp x2", "fsdp x2 (ZeRO-3)", "context x2", "pipeline x2, zb
         if cut.name in names
     ],
 )
-def test_layouts_have_the_loss_of_one_process(
+def test_loss_on_every_layout_equals_one_process(
     precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *AWARE, steps=3)
@@ -148,13 +148,13 @@ def test_settings_that_cannot_be_quantized_are_refused_in_one_line(
     assert told in run_here(argv).error
 
 
-def test_a_missing_library_is_one_line_with_the_command_that_installs_it() -> None:
+def test_missing_library_is_refused_with_its_install_command() -> None:
     check_torchao("precision.quantize_aware=x", "precision.quantize_aware=none")
     with pytest.raises(UserError, match=r"pip install -e '\.\[lowbit\]', or precision=bf16"):
         check_torchao("precision=float8", "precision=bf16", library="no_such_library")
 
 
 @pytest.mark.parametrize("lacks", ["import torchao.no_such_module", "torch.no_such_dtype"])
-def test_a_torchao_that_lacks_what_is_used_is_one_line(lacks: str) -> None:
+def test_incompatible_torchao_is_refused_in_one_line(lacks: str) -> None:
     with pytest.raises(UserError, match=r"^precision=float8 needs torchao>=0\.18, .* or precision=bf16$"):
         product_of_torchao("precision=float8", "precision=bf16", lambda: exec(lacks))

@@ -71,7 +71,7 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
+def test_training_equals_a_hand_written_loss_and_layouts_agree(
     cluster: Cluster, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -123,7 +123,7 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
 
 
 @pytest.mark.slow
-def test_other_layouts_have_the_curve_of_one_process(cluster: Cluster, models: Path, tmp_path: Path) -> None:
+def test_loss_on_other_layouts_equals_one_process(cluster: Cluster, models: Path, tmp_path: Path) -> None:
     train(distill(models, tmp_path / "run"))
     for name, *layout in (("ddp", "parallel=ddp"), ("context", "parallel=fsdp", "parallel.context=2")):
         cluster.run(2, "tests.runs.fine_tuning.test_distillation:train", argv=distill(models, tmp_path / name, *layout))
@@ -172,7 +172,7 @@ def test_a_teacher_that_does_not_fit_is_refused(
     assert "model=hf" not in error
 
 
-def test_teacher_that_is_read_in_another_way_since_the_checkpoint_is_one_line(
+def test_teacher_with_changed_defaults_since_the_checkpoint_is_reported(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = shutil.copytree(models / "student", tmp_path / "teacher")
@@ -192,7 +192,7 @@ def test_teacher_that_is_read_in_another_way_since_the_checkpoint_is_one_line(
     assert warning.endswith('to keep the earlier values, set "sliding_window": null in config.json')
 
 
-def test_the_folder_found_by_one_process_of_a_node_is_kept_by_all(models: Path, tmp_path: Path) -> None:
+def test_teacher_folder_found_by_one_process_is_used_by_all(models: Path, tmp_path: Path) -> None:
     place = Distillation(compose(distill(models, tmp_path))).prepare()
     task = Distillation(compose(distill(models, tmp_path, "task.teacher=nobody/nothing")))
     task.open_data(place)
@@ -200,14 +200,14 @@ def test_the_folder_found_by_one_process_of_a_node_is_kept_by_all(models: Path, 
 
 
 @pytest.mark.parametrize("content", ['{"model', '{"model": {"vocab": [1]}}', '{"added_tokens": [{}]}', '{"model": []}'])
-def test_damaged_tokenizer_of_the_teacher_is_one_line(models: Path, tmp_path: Path, content: str) -> None:
+def test_damaged_tokenizer_of_the_teacher_is_refused_in_one_line(models: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     task = Distillation(compose(distill(models, tmp_path, f"task.teacher={tmp_path}")))
     with pytest.raises(UserError, match=f"^task.teacher={tmp_path}: cannot read {tmp_path}/tokenizer.json"):
         task._teacher_ids()
 
 
-def test_evaluation_sums_what_training_does_without_the_work_of_gradients() -> None:
+def test_evaluation_loss_equals_training_loss_without_gradients() -> None:
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(11, 8))
     mine = _End(torch.randn(6, 8), weight, Vocabulary(), None)

@@ -432,7 +432,7 @@ def test_mixture_has_adapters_where_peft_takes_no_name_for_that_of_an_expert() -
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_batch_norm_is_refused() -> None:
+def test_batch_norm_with_adapters_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(UserError, match="BatchNorm"):
         Adapters(AdapterSection(method="lora"), model, ParallelPlan(), task_for_run(Points()).exported)
@@ -512,7 +512,7 @@ def test_quantized_numbers_are_the_nearest_levels_of_their_blocks() -> None:
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.slow)])
-def test_qlora_is_lora_of_the_model_that_its_bits_stand_for(
+def test_qlora_equals_lora_of_the_dequantized_model(
     cluster: Cluster, tmp_path: Path, models: Path, precision: str, bound: float
 ) -> None:
     """Begun on two ranks that shard the bits, resumed on one."""

@@ -63,7 +63,7 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-def test_training_is_that_of_transformers_sharded_too_and_after_a_resume(
+def test_training_equals_transformers_when_sharded_and_resumed(
     cluster: Cluster, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForMaskedLM
@@ -104,7 +104,7 @@ def test_training_is_that_of_transformers_sharded_too_and_after_a_resume(
         assert losses(tmp_path / "fsdp", kind) == pytest.approx(losses(tmp_path / "run", kind), rel=1e-5)
 
 
-def test_shares_of_hidden_tokens_are_those_of_bert(folder: Path) -> None:
+def test_mask_shares_equal_bert(folder: Path) -> None:
     masking = Masking(open_encoder(folder / "bert", 16), "[MASK]", 0.15)
     tokens = np.array([2, *[7] * 100_000, 3])
     shown, targets = masking(tokens, 5)
@@ -122,7 +122,7 @@ def test_shares_of_hidden_tokens_are_those_of_bert(folder: Path) -> None:
     assert (masking(tokens, 6).tokens != shown).any()
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused_in_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": 5}')
     for name in ("none", "small", "gpt2", "roberta"):
         shutil.copytree(folder / "bert", tmp_path / name)

@@ -27,7 +27,7 @@ def reward(model: Path, run_dir: Path, *more: str) -> list[str]:
     return dpo(model, run_dir, "recipe=reward", "trainer.max_grad_norm=0", *more)
 
 
-def test_training_is_that_of_transformers_classifier_and_layouts_agree(
+def test_training_equals_transformers_classifier_and_layouts_agree(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForSequenceClassification

@@ -49,7 +49,7 @@ def sft(model: Path, chats: Path, run_dir: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
+def test_model_is_trained_on_the_replies_of_the_assistant(model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     ended = runs.run_here(sft(model, write_chats(tmp_path / "chats.jsonl"), tmp_path / "run"))
@@ -90,7 +90,7 @@ def test_fine_tuning_without_a_model_is_reported(model: Path, tmp_path: Path) ->
     assert "model.path=FOLDER_OR_NAME" in warning
 
 
-def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, tmp_path: Path) -> None:
+def test_row_with_nothing_to_train_on_is_refused_before_training(model: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", 40)
     chats.write_text(chats.read_text() + json.dumps({"messages": CHAT[:2]}) + "\n")
     ended = runs.run_here(sft(model, chats, tmp_path / "run"))
@@ -99,7 +99,7 @@ def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, 
     assert f"error: {chats} line 41: nothing to train on: no message is from the assistant" in ended.printed
 
 
-def test_an_evaluation_that_finds_nothing_to_predict_says_so(model: Path, tmp_path: Path) -> None:
+def test_evaluation_with_nothing_to_predict_is_reported(model: Path, tmp_path: Path) -> None:
     """A question that takes more sequences than are evaluated."""
     question = [{"role": "user", "content": "One, two? " * 300}, {"role": "assistant", "content": "Three."}]
     (tmp_path / "long.jsonl").write_text(json.dumps({"messages": question}) + "\n")
@@ -113,7 +113,7 @@ def test_an_evaluation_that_finds_nothing_to_predict_says_so(model: Path, tmp_pa
     assert evaluated["validation"][1] > 0
 
 
-def test_another_column_is_not_taken_for_the_one_prepared_before(model: Path, tmp_path: Path) -> None:
+def test_data_of_another_column_is_prepared_separately(model: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", 40)
     assert runs.run_here(sft(model, chats, tmp_path / "run", "trainer.stop_at=1")).code == 75
     ended = runs.run_here(sft(model, chats, tmp_path / "other", "data.messages_column=conversations"))
@@ -121,7 +121,7 @@ def test_another_column_is_not_taken_for_the_one_prepared_before(model: Path, tm
     assert "its columns are messages; use data.messages_column=messages if it holds messages" in ended.printed
 
 
-def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) -> None:
+def test_changed_template_counts_as_different_data(model: Path, tmp_path: Path) -> None:
     chats, template = write_chats(tmp_path / "chats.jsonl"), tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
     argv = sft(model, chats, tmp_path / "run", f"data.chat_template={template}")
@@ -165,7 +165,7 @@ def test_questions_and_answers_in_columns_of_their_own_are_conversations(
     assert answer["content"] == "3"
 
 
-def test_equal_lines_of_the_sample_become_one() -> None:
+def test_repeated_lines_of_the_sample_are_merged() -> None:
     tokens = np.array([104, 105, 256, *[256] * 30], np.int64)
     lines = marked_lines(BytesTokenizer(), tokens, np.zeros(len(tokens), bool))
     assert len(lines) == 2

@@ -76,7 +76,7 @@ def train(argv: list[str], code: int = 0) -> None:
 
 
 @pytest.mark.parametrize("model", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_training_is_that_of_transformers(folder: Path, tmp_path: Path, model: str) -> None:
+def test_training_equals_transformers(folder: Path, tmp_path: Path, model: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
     train(texts(folder, tmp_path / "first", "trainer.steps=1", "optim.lr=0", model=model))
@@ -300,7 +300,7 @@ def test_bad_rows_are_all_named_or_left_out(folder: Path, tmp_path: Path) -> Non
         open_texts(TextClassSection(path=str(tmp_path), bad_rows="skip"), encoder)
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused_in_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import datasets
 
     wrong = {
@@ -401,7 +401,7 @@ def test_texts_that_end_with_the_token_of_id_0_are_read_to_their_end(folder: Pat
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("truncation", ["left", "right"])
-def test_batches_are_those_of_the_tokenizer_of_transformers(
+def test_batches_equal_those_of_the_transformers_tokenizer(
     folder: Path, tmp_path: Path, padding: str, truncation: str
 ) -> None:
     from transformers import AutoTokenizer

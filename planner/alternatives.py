@@ -177,7 +177,7 @@ class Search:
         return found
 
     def nearest(self) -> Fitting | None:
-        """Return the overrides that come closest to fitting, among those that were tried and do not fit."""
+        """Return the tried overrides that do not fit but come closest to fitting."""
         missing = [tried for tried in self._seen.values() if tried and not self._fits(tried) and tried.values]
         return max(missing, key=lambda tried: tried.fits.margin, default=None)
 

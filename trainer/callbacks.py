@@ -57,9 +57,9 @@ class Run:
     """Loss and named metrics by name. In ``on_step``: averaged over the global batch. In ``on_evaluate``: averaged over
     the data set. In ``on_end``: the last evaluation on the validation set. Empty in ``on_start`` and ``on_save``."""
     split: str
-    """In ``on_evaluate``: name of the data set, such as ``validation``."""
+    """Name of the data set in ``on_evaluate``, such as ``validation``."""
     checkpoint: Path | None
-    """In ``on_save``: folder of the finished checkpoint."""
+    """Folder of the finished checkpoint in ``on_save``."""
     records: RunFolder
 
     @property

@@ -112,7 +112,7 @@ class Model:
         return exported if self.adapters is None else self.adapters.exported_base(exported)
 
     def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
-        """Yield the parameters that are missing in a model folder, except those of a teacher or an adapter."""
+        """Yield the parameters that are missing in a model folder, except parameters of a teacher or an adapter."""
         for held in parallel.parameters:
             if self.adapters is not None and not self.adapters.is_of_head(held.name):
                 continue

@@ -63,7 +63,7 @@ class LaunchSection(Section):
     stops, to resume later; after a fifth of this time there is a warning. A phase that took longer the first time is
     allowed twice that time."""
     stop_timeout_seconds: Seconds = 600.0
-    """With ``launch=local``: seconds that stopping may take, including the checkpoint, before processes are killed."""
+    """Seconds that a stop with ``launch=local`` may take, including the checkpoint, before processes are killed."""
 
     @property
     def submits(self) -> bool:
@@ -143,7 +143,7 @@ class PlanSection(Section):
     device: str | None = Field(default=None, min_length=1)
     """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; when null this machine's, or ``h100``."""
     memory: str | None = None
-    """Memory of the device, such as ``24GiB``, if it differs from that of ``plan.device``."""
+    """Memory of the device, such as ``24GiB``, if it differs from the memory of ``plan.device``."""
     per_node: PositiveCount | None = None
     """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
     mode: Literal["formula", "trace"] | None = None

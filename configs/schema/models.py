@@ -56,7 +56,9 @@ def completed(found: Mapping[str, Any], section: type["ModelSection"]) -> dict[s
     return {**defaults, **values}
 
 
-_NUMBER, _LIST, _MAPPING = "a number", "a list", "a mapping of names to values"
+_NUMBER = "a number"
+_LIST = "a list"
+_MAPPING = "a mapping of names to values"
 _KINDS = {
     **dict.fromkeys(("pad_token_id", "num_key_value_heads", "head_dim", "n_inner", "sliding_window"), _NUMBER),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "rope_theta"), _NUMBER),

@@ -95,7 +95,7 @@ class Registry:
         return add
 
     def names(self) -> list[str]:
-        """Return the names of all entries, including those of installed packages, in the order of ``entries``."""
+        """Return the names of all entries, including entries of installed packages, in the order of ``entries``."""
         self._load_built_in()
         return sorted({*self._entries, *self._installed}, key=self._rank)
 

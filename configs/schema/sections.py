@@ -79,16 +79,15 @@ class ParallelSection(Section):
     """Number of ranks that the experts of a mixture are distributed over. They are taken from the shard, context and
     tensor ranks, whose product it must divide."""
     sequence: bool = True
-    """With ``tensor``: shard activations along the sequence between tensor-parallel layers; false replicates them."""
+    """Shard activations along the sequence between layers with ``tensor`` parallelism; false replicates them."""
     context_method: Literal["gather", "ring"] = "gather"
-    """With ``context``: all-gather keys and values, or pass them around the ranks in a ring (less memory, more
-    messages)."""
+    """Exchange of keys and values between ``context`` ranks: all-gather, or a ring (less memory, more messages)."""
     pipeline_schedule: Schedule = "1f1b"
-    """With ``pipeline``: order of the forward and backward passes of the micro-batches."""
+    """Order of the forward and backward passes of the micro-batches in a ``pipeline``."""
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
-    """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
+    """Number of ``pipeline`` stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
     layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
-    """With ``pipeline``: number of blocks in each stage; when null split evenly, with fewer in the last stages."""
+    """Number of blocks in each ``pipeline`` stage; when null split evenly, with fewer in the last stages."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
     but false with ``pipeline``, which would gather again for each micro-batch. When null on a CPU, parameters of less
@@ -115,18 +114,18 @@ class PrecisionSection(Section):
     """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
     elsewhere."""
     scaling: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
-    """With ``float8``: one scale per row, one per tensor (faster, less accurate), or one per row with weight gradients
+    """Scales of ``float8``: one per row, one per tensor (faster, less accurate), or one per row with weight gradients
     computed in bf16."""
     gather: Literal["bf16", "float8"] = "bf16"
-    """With ``float8`` and ``scaling=tensorwise``: dtype in which FSDP gathers the weights of these layers. ``float8``
-    sends half the bytes, with bitwise identical results."""
+    """Dtype in which FSDP gathers the weights of ``float8`` layers with ``scaling=tensorwise``. ``float8`` sends half
+    the bytes, with bitwise identical results."""
     quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
     """Quantization-aware training of the linear layers of the blocks: 4-bit weights in groups of 32.
     ``int8_dynamic_int4`` also quantizes inputs to 8 bits, per token. Checkpoints are not quantized."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
-    """With ``fp16``: initial loss scale."""
+    """Initial loss scale of ``fp16``."""
     growth_interval: PositiveCount = 2000
-    """With ``fp16``: steps without overflow after which the loss scale doubles."""
+    """Number of steps without overflow after which the loss scale of ``fp16`` doubles."""
 
     def _mistakes(self) -> Iterator[str]:
         for key, name in {"scaling": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():

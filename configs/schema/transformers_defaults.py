@@ -1,4 +1,4 @@
-"""What transformers takes for keys that a ``config.json`` leaves out, by ``model_type``.
+"""Defaults of transformers for keys that a ``config.json`` leaves out, by ``model_type``.
 
 ``python -m tools.key_tables transformers-defaults`` writes it: composing imports no transformers.
 """

@@ -58,7 +58,7 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
 
 
 def _is_alone() -> bool:
-    """Return whether this process has no other threads than those that OpenBLAS stops before each fork."""
+    """Return whether OpenBLAS, which stops its threads before each fork, owns all other threads of this process."""
     mapped = Path("/proc/self/maps").read_text().splitlines()
     libraries = {line.split(maxsplit=5)[5] for line in mapped if _OPENBLAS in line}  # a path may have spaces
     threads = 1

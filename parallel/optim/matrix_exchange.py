@@ -155,8 +155,8 @@ def _transposed(modules: Iterable[nn.Module]) -> set[str]:
 def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Dealt]:
     """Assign an owner to each matrix of the parameters in ``specs``, for the stages at a pipeline coordinate.
 
-    Matrices are assigned in descending order of work. The owner is the rank with the least work among those that hold
-    the largest shard.
+    Matrices are assigned in descending order of work. Among the ranks with the largest shard, the owner is the rank
+    with the least work.
     """
     matrices = [
         (number, whole, parts)

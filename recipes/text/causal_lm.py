@@ -319,8 +319,8 @@ class CausalLM(TextTask):
         self._saved = checkpoint
 
     def _ends_of_saved(self) -> list[int]:
-        """Return the token ids at which transformers would stop generation: those of the opened model, or of the base
-        model during training."""
+        """Return the token ids at which transformers would stop generation: the end ids of the opened model, or of
+        the base model during training."""
         return end_ids(self._base_settings if self._saved is None else settings_in(self._saved))
 
     def text_ids(self, text: str, *, begins: bool) -> list[int]:

@@ -115,7 +115,8 @@ def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
 
 
 def check_tokenizer_of(folder: Path, data: DataSection, tokenizer: Tokenizer) -> None:
-    """Raise ``UserError`` if ``tokenizer``, the tokenizer of ``data``, is not that of the model in ``folder``."""
+    """Raise ``UserError`` if ``tokenizer``, the tokenizer of ``data``, is not the tokenizer of the model in
+    ``folder``."""
     path = folder / "tokenizer.json"
     try:
         is_same = path.read_text("utf-8") == hugging_face_files(tokenizer)["tokenizer.json"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from serried.configs.formats import columns, duration
 from serried.records.files import write_atomically
-from serried.verify.check import Bounds, Case, Check
+from serried.verify.check import Bounds, Case, Check, Found
 from serried.verify.faults import faults
 from serried.verify.node import anonymous, preflight
 from serried.verify.same_curve import determinism, host_waits, parity, resume
@@ -136,17 +136,16 @@ def _row(workplace: Workplace, check: str, case: Case, clean: Callable[[str], st
     began = time.monotonic()
     try:
         found = case.work()
-        result, figure, bound, values = PASSED if found.is_right else FAILED, found.figure, found.bound, found.values
     except RunFailed as failure:
-        result, figure, bound, values = FAILED, str(failure), "", {}
+        found = Found(False, str(failure))
     except Exception as error:
-        result, figure, bound, values = FAILED, f"{type(error).__name__}: {error}".splitlines()[0], "", {}
+        found = Found(False, f"{type(error).__name__}: {error}".splitlines()[0])
         with log.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
-    tail = log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:] if result == FAILED else []
+    tail = [] if found.is_right else log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]
     return Row(
-        check, case.name, result, clean(figure), bound,
-        {key: clean(value) if isinstance(value, str) else value for key, value in values.items()},
+        check, case.name, PASSED if found.is_right else FAILED, clean(found.figure), found.bound,
+        {key: clean(value) if isinstance(value, str) else value for key, value in found.values.items()},
         round(time.monotonic() - began, 1), log.name, [clean(line) for line in tail],
     )  # fmt: skip
 

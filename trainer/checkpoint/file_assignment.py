@@ -125,7 +125,7 @@ class Plan:
 
 
 def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
-    """Return the tensors that pipeline stage ``stage`` saves, by name, except those that an earlier stage saves."""
+    """Return the tensors that pipeline stage ``stage`` saves, by name, except tensors that an earlier stage saves."""
     found: dict[str, Target] = {}
     seen: set[str] = set()
     for part in parts:

@@ -36,7 +36,7 @@ class FileRecord(NamedTuple):
 
 
 class Damaged(Exception):
-    """A checkpoint differs from what was written. The message describes the file and the damage in one line."""
+    """A checkpoint is damaged. The message describes the file and the damage in one line."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a checkpoint's files by name. The files themselves are not read.
 
     Raises:
-        Damaged: the manifest is missing, cannot be read, or differs in any byte from what was written.
+        Damaged: the manifest is missing, cannot be read, or has been changed.
     """
     path = folder / MANIFEST
     try:

@@ -65,7 +65,7 @@ def committed(checkpoints: Path) -> list[Path]:
 
 
 def named(checkpoints: Path) -> list[Path]:
-    """Return all folders that have a checkpoint's name, ordered by step, including those that lost their manifest."""
+    """Return all folders that have a checkpoint's name, ordered by step, including folders without a manifest."""
     try:
         paths = list(checkpoints.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -99,8 +99,8 @@ def prune(
 ) -> list[Path]:  # fmt: skip
     """Delete the checkpoints that need not be kept, oldest first. Returns the deleted paths.
 
-    The newest ``keep`` checkpoints, those whose step is a multiple of ``keep_every`` (0: none) or in ``also``, and the
-    best checkpoint are kept. ``best``: a metric (such as "loss") and "min" or "max". Evaluations after the save are
+    Keeps the newest ``keep`` checkpoints, the best one, and checkpoints whose step is a multiple of ``keep_every`` (0:
+    none) or in ``also``. ``best``: a metric (such as "loss") and "min" or "max". Evaluations after the save are
     included, and of equally good checkpoints the oldest is the best. A checkpoint with an unreadable manifest or wrong
     file sizes is not counted and not deleted: damage must not displace the last good checkpoint, and may help to find
     the cause. Checksums are not verified, since that requires reading all files.

@@ -36,8 +36,8 @@ class Task:
 
     ``build_model``, ``dataset`` and ``loss`` are required. Every other method has a default. Methods are called on
     every process. A task may also define methods of the capabilities in ``serried.trainer.task.capabilities``, such as
-    ``prepare``, ``pretrained``, ``export_files`` and the hooks ``on_...``. A run adds defaults for those that the task
-    does not define.
+    ``prepare``, ``pretrained``, ``export_files`` and the hooks ``on_...``. A run adds defaults for the methods that
+    the task does not define.
 
     Example:
         >>> class Houses(serried.Task):

@@ -83,8 +83,8 @@ def find_samples(
             _check_calls(render, name, messages, number, "")
         raise
     places = _places(messages, text, _check_shown(render, name, messages, text))
-    found, alone, alike = dict[int, Reply](), dict[int, _Alone](), dict[str, _Alike]()
-    is_new = False
+    found, is_new = dict[int, Reply](), False
+    alone, alike = dict[int, _Alone](), dict[str, _Alike]()
     for number in range(len(messages)):
         if number not in turns:
             _check_calls(render, name, messages, number, "")
@@ -169,7 +169,8 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
     asked = _tried(render, before, ask_for_reply=True)
     marked = _with_stand_in(render, said, turn)
     header = marked[0] if marked and shown is not None and shown.startswith(marked[0]) else None
-    found, is_asked, is_new = None, True, False
+    found: tuple[str, int] | None = None
+    is_asked, is_new = True, False
     if shown is not None and asked is not None and shown.startswith(asked):
         found = shown, len(asked)
         if header is not None and (between := header[len(asked) :]).strip() and header.startswith(asked):
@@ -186,7 +187,8 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
         behind = _behind(asked, _tried(render, before), header)
         found, is_new = (None if behind is None else (asked + shown[behind:], len(asked))), True
     if found is None and shown is not None and header is not None:
-        found, is_asked, is_new = (shown, len(header)), False, False
+        found = shown, len(header)
+        is_asked = is_new = False
     if found is None:
         raise Unlearnable(
             f"{name} renders message {turn + 1} (assistant) differently when more messages follow, so its original "

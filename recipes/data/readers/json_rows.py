@@ -128,12 +128,15 @@ class JsonArray(Unit):
     def _items(self, stream: io.TextIOWrapper) -> Iterator[Any]:
         """Yield the items of the array. Raises ``UserError`` if the file is not exactly one complete array. This is not
         a bad row that could be left out, because the rest of the file cannot be read."""
-        decoder, text, at, wanted, number = json.JSONDecoder(), "", 0, PIECE_BYTES, 0
+        decoder = json.JSONDecoder()
+        text, at = "", 0
+        wanted, number = PIECE_BYTES, 0
         following = "["  # "[", then "item", "item or ]" or ", or ]", and "end" after the array
         try:
             while True:
                 more = stream.read(wanted)
-                text, at, wanted = text[at:] + more, 0, PIECE_BYTES
+                text, at = text[at:] + more, 0
+                wanted = PIECE_BYTES
                 while (at := _end_of_space(text, at)) < len(text):
                     mark = text[at]
                     if following == "end":
@@ -159,7 +162,8 @@ class JsonArray(Unit):
                         break
                     if stop == len(text) and more:  # a number may be incomplete
                         break
-                    at, number, following = stop, number + 1, ", or ]"
+                    at, number = stop, number + 1
+                    following = ", or ]"
                     yield item
                 if not more:
                     break

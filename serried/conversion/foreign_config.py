@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -131,6 +132,18 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
 @functools.cache
 def _formats() -> dict[str, Any]:
     return read_yaml(Path(__file__).with_name("formats.yaml"))
+
+
+def local_path(config: ForeignConfig, named: str) -> str | None:
+    """Return the path of a file or folder that ``config`` names; None if it does not exist. It may be relative to the
+    current folder or to that of the config."""
+    beside = config.path.parent / named
+    with suppress(OSError, ValueError):  # a name that is too long, or holds a null byte
+        if Path(named).expanduser().exists():
+            return named
+        if beside.exists():
+            return str(beside)
+    return None
 
 
 def titles() -> list[str]:

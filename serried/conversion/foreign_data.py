@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from serried.configs.errors import UserError
+from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import read_if_there
-from serried.conversion.foreign_config import ForeignConfig
+from serried.conversion.foreign_config import ForeignConfig, local_path
 
 _FILES = re.compile(r"\.(jsonl?|ndjson|parquet|csv|txt|md|arrow)(\.(gz|zst|bz2|xz))?$")
 _LOADERS = ("json", "parquet", "csv", "text", "arrow")
@@ -86,18 +88,16 @@ def data_of(config: ForeignConfig, task: str) -> ForeignData:
 
 def _located(config: ForeignConfig, path: str, **more: Any) -> Source:
     """Return a source, which is local if ``path`` looks like a file or exists."""
-    beside = config.path.parent / path
-    if not Path(path).exists() and not path.startswith(("/", "~")) and beside.exists():
-        path = str(beside)
-    is_local = path.startswith((".", "/", "~")) or bool(_FILES.search(path)) or Path(path).exists()
-    return Source(path, "text" if is_local else "hf", **more)
+    found = local_path(config, path)
+    is_local = found is not None or path.startswith((".", "/", "~")) or bool(_FILES.search(path))
+    return Source(found or path, "text" if is_local else "hf", **more)
 
 
 def _files(config: ForeignConfig, entry: Mapping[str, Any], path: str, **more: Any) -> list[Source]:
     """Return the sources of an entry that may name the loader of ``datasets`` and ``data_files``."""
     named = entry.get("data_files")
     files = [named] if isinstance(named, str) else list(named or []) if not isinstance(named, Mapping) else []
-    if files and (path in _LOADERS or Path(path).exists()):
+    if files and (path in _LOADERS or local_path(config, path)):
         return [_located(config, str(file), **more) for file in files]
     return [_located(config, path, **more)]
 
@@ -168,8 +168,8 @@ def _axolotl_sources(config: ForeignConfig, entry: Mapping[str, Any], path: str,
             f"type={kind} of {path}: prompt strategies are not supported; name the columns with data.columns"
         )
     mapping = fields.get("message_property_mappings")
-    known = {("role", "content"), ("from", "value")}
-    if isinstance(mapping, Mapping) and (mapping.get("role"), mapping.get("content")) not in known:
+    known = (["role", "content"], ["from", "value"])
+    if isinstance(mapping, Mapping) and [mapping.get("role"), mapping.get("content")] not in known:
         data.lacking.append(
             f"message_property_mappings of {path}: messages need role and content, or from and value; rename the keys"
         )
@@ -266,6 +266,8 @@ def _torchtune_sources(config: ForeignConfig, entry: Mapping[str, Any], data: Fo
         source.columns = {ours: column for ours, column in columns.items() if ours != column}
         trained = entry.get("train_on_input")
         source.trains_on_all = bool(known.get("all") if trained is None else trained)
+        if "masking_strategy" in entry:
+            source.trains_on_all = entry["masking_strategy"] == "train_on_all"
     if component.startswith("alpaca"):
         data.notes.append(
             f"{component}: torchtune uses its own prompt format (### Instruction: ...), but serried uses the chat "
@@ -284,21 +286,28 @@ def _trl(config: ForeignConfig, data: ForeignData) -> None:
         source.split = config.text("dataset_split") or None
         data.training.append(source)
     splits = config.words("dataset_splits")
-    for name, weight in config.value("dataset_mixer", {}).items():
+    mixer = config.value("dataset_mixer", {})
+    for name, weight in mixer.items() if isinstance(mixer, dict) else ():
         split = next((split for split in splits if "train" in split), None)
-        data.training.append(_located(config, str(name), split=split, weight=float(weight)))
+        data.training.append(_located(config, str(name), split=split, weight=_weight(config, weight)))
     mixture = config.value("dataset_mixture", [])
     for entry in mixture if isinstance(mixture, list) else []:
-        source = _located(config, str(entry.get("id") or entry.get("path")))
-        source.subset, source.split = _text(entry, "config", "name"), _text(entry, "split")
-        source.weight = float(entry["weight"]) if entry.get("weight") is not None else None
-        data.training.append(source)
+        if isinstance(entry, Mapping) and (path := _text(entry, "id", "path")):
+            source = _located(config, path, weight=_weight(config, entry.get("weight")))
+            source.subset, source.split = _text(entry, "config", "name"), _text(entry, "split")
+            data.training.append(source)
     for fact, listed in (("train_file", data.training), ("validation_file", data.validation)):
         if fact in config:
             listed.append(_located(config, config.text(fact)))
     if "text_field" in config and not config.facts["text_field"].name.endswith("default dataset_text_field"):
         for source in data.training:
             source.format, source.text = "text", config.text("text_field")
+
+
+def _weight(config: ForeignConfig, value: Any) -> float | None:
+    if value is None or (isinstance(value, int | float) and 0 < value < 1e9):
+        return value
+    raise UserError(f"the weight of a data set in {config.path} is {shown(value)}, not a number above 0; correct it")
 
 
 def names_of(sources: list[Source]) -> Iterator[tuple[str, Source]]:

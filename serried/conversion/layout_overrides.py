@@ -122,7 +122,10 @@ def _strategy(config: ForeignConfig, out: Converted) -> tuple[str, bool, str]:
         if "offload" in strategy:
             config.facts.setdefault("offload_params", Setting(said, True))
         if "HYBRID" in sharding or sharding in ("4", "5") or "hybrid" in strategy:
-            out.decide.append(f"{config.said('sharding', 'fsdp')}: set the replicas with parallel.replicate=NODES")
+            if out.nodes > 1:
+                out.set("parallel.replicate", out.nodes)
+            else:
+                out.decide.append(f"{config.said('sharding', 'fsdp')}: set the replicas with parallel.replicate=NODES")
             return "hsdp", "ZERO2" not in sharding and sharding != "5", ""
         if sharding in ("NO_SHARD", "3"):
             return "ddp", True, ""

@@ -1,14 +1,13 @@
 """Overrides for the task, model, data and adapters of another framework's config."""
 
 import re
-from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest
 from serried.conversion.converted import LAYOUTS, Converted
-from serried.conversion.foreign_config import ForeignConfig
+from serried.conversion.foreign_config import ForeignConfig, local_path
 from serried.conversion.foreign_data import ForeignData, Source, names_of
 
 _ROPE = {"original_max_position_embeddings": "original_max_sequence_length"}
@@ -154,10 +153,7 @@ def _method(config: ForeignConfig) -> str:
 def set_model(config: ForeignConfig, out: Converted) -> None:
     if "model" in config:
         path = config.text("model")
-        beside = config.path.parent / path
-        if not Path(path).exists() and not path.startswith(("/", "~")) and beside.is_dir():
-            path = str(beside)
-        out.set("model.path", path)
+        out.set("model.path", local_path(config, path) or path)
     elif config.title in LAYOUTS:
         out.decide.append(
             "the file has no model and no data; convert it together with the config of the run: serried convert "
@@ -302,6 +298,8 @@ def _template(config: ForeignConfig, out: Converted, formats: set[str]) -> None:
             f"{config.said('template_file', 'template_text')}: the template of the model's tokenizer is used; for "
             "another one add data.chat_template=FILE.jinja"
         )
+    if config.value("thinking") is False:
+        out.set("data.chat_template_kwargs.enable_thinking", False)
     name = config.text("template")
     if name and name not in ("tokenizer_default", "jinja", "empty") and not text:
         out.decide.append(

@@ -205,7 +205,7 @@ def _evaluation(
         )
         fraction = 0.05
     if is_off or not (fraction or split or data.validation):
-        out.set("data.validation_fraction", 0)
+        out.set("data.validation_fraction", fraction if fraction < 1 else 0)  # held out there too
         out.set("trainer.eval_every", 0)
         return
     if split:

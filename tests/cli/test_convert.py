@@ -161,6 +161,24 @@ def test_counts_of_epochs_become_steps_if_the_steps_are_given(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
+        ({}, ("0", "0")),
+        ({"val_size": 0.1}, ("0.1", "null")),
+        ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 500}, ("0.1", "500")),
+        ({"val_size": 0.1, "eval_strategy": "no"}, ("0.1", "0")),  # held out, and not evaluated on
+        ({"val_size": 0.1, "eval_steps": 0.25, "max_steps": 200}, ("0.1", "50")),
+        ({"val_size": 200, "eval_steps": 10}, ("0.05", "10")),
+    ],
+)
+def test_evaluation_holds_out_as_many_rows_and_runs_as_often(
+    lines: dict[str, Any], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    overrides = conversion(tmp_path, {**BASES["LLaMA-Factory"], **lines}).overrides
+    assert (overrides["data.validation_fraction"], overrides["trainer.eval_every"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
         ({}, {"schedule": "linear", "schedule.min_lr_ratio": "0", "schedule.warmup_steps": "0"}),
         (
             {"lr_scheduler_type": "cosine", "warmup_steps": 7},
@@ -462,3 +480,18 @@ def test_converted_config_of_axolotl_trains(tmp_path: Path) -> None:
     assert [step["lr"] for step in steps] == pytest.approx([1e-4, 2e-4, 0.0])  # 0.5 x 3 steps, rounded up, are warm-up
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert (tmp_path / "out" / "checkpoints" / "step-00000003" / "adapter_model.safetensors").is_file()
+
+
+ODD: list[Any] = [None, True, 0, -1, 2.5, 1e400, 10**30, "auto", "", "x" * 5000, [], [None], [{"a": 1}], {"path": None}]
+
+
+@pytest.mark.parametrize("framework", BASES)
+def test_odd_values_are_converted_or_get_one_line(framework: str, tmp_path: Path) -> None:
+    lines = [line.partition(": ")[0] for name, line, _ in rows_of_the_page() if name == framework]
+    for key in {*BASES[framework], *lines}:
+        for value in ODD:
+            tree = with_line(BASES[framework], f"{key}: {json.dumps(value)}")
+            try:
+                assert converted(read([written(tmp_path / "odd.json", tree)]), None, None, None).words is not None
+            except UserError as error:
+                assert all("\n" not in sentence for sentence in error.args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from serried.configs.errors import UserError
@@ -28,7 +29,13 @@ from serried.recipes.data.samples.token_dataset import Batch, Sample, collate
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.layers.attention_choice import describe_attention
-from serried.recipes.models.layers.lm_head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
+from serried.recipes.models.layers.lm_head import (
+    IGNORE,
+    HeadTerms,
+    LanguageModelHead,
+    linear_cross_entropy_sum,
+    token_losses,
+)
 from serried.recipes.text.causal_lm_config import CausalLMSection
 from serried.recipes.text.generation import TextStream, chooser, continued, of_vocabulary, until_end, without_end
 from serried.recipes.text.model_files import NO_SETTINGS, Settings, end_ids, settings_in, special_ids, write_model_files
@@ -174,6 +181,8 @@ class CausalLM(TextTask):
 
     def build_model(self) -> nn.Module:
         model, section = self._family().build(), self.config
+        if self._text.is_weighted:
+            self._weigh_tokens(model)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._embeddings = [
             name.removesuffix(".weight") for name, shape in shapes.items() if shape[:1] == (self.vocab_size(),)
@@ -189,6 +198,19 @@ class CausalLM(TextTask):
             for head in heads:
                 head.loss = partial(linear_cross_entropy_sum, terms=HeadTerms(section.label_smoothing, section.z_loss))
         return model
+
+    def _weigh_tokens(self, model: nn.Module) -> None:
+        """Set the heads of ``model`` to return the loss of each token, which ``terms`` weighs."""
+        section = self.config
+        for key in ("label_smoothing", "z_loss"):
+            if isinstance(section, CausalLMSection) and getattr(section, key):
+                raise UserError(
+                    f"task.{key}={getattr(section, key):g} is not supported with data whose messages or rows have "
+                    f"weights other than 0 and 1; use task.{key}=0"
+                )
+        for module in model.modules():
+            if isinstance(module, LanguageModelHead):
+                module.loss = token_losses
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return self._family().parallel_plan(model)
@@ -220,12 +242,19 @@ class CausalLM(TextTask):
     def terms(self, output: torch.Tensor, batch: Batch) -> LossTerms:
         of_sources = self._text.targets_by_source(batch)
         counts = {} if of_sources is None else {"sources": of_sources}
-        loss_sum = self._family().loss_sum(output, batch)
-        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), counts=counts)
+        is_target = batch.targets != IGNORE
+        if not self._text.is_weighted:
+            return LossTerms(self._family().loss_sum(output, batch), is_target.sum(), counts=counts)
+        if output.dim() == 3:  # logits
+            losses = F.cross_entropy(output.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
+            output = losses.view_as(batch.targets)
+        weights = torch.ones_like(output) if batch.weights is None else batch.weights
+        return LossTerms((output * weights).sum(), (weights.double() * is_target).sum(), counts=counts)
 
     def slice_sequence(self, batch: Batch, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
         # Positions are not sharded: every rank needs to know which document each key belongs to.
-        return batch._replace(tokens=part(batch.tokens, 1), targets=part(batch.targets, 1))
+        weights = None if batch.weights is None else part(batch.weights, 1)
+        return batch._replace(tokens=part(batch.tokens, 1), targets=part(batch.targets, 1), weights=weights)
 
     def flops_per_sample(self, parameters: int) -> float:
         length = self._data.sequence_length
@@ -335,6 +364,8 @@ class CausalLM(TextTask):
         return [tokenizer.end_id, *tokenizer.start_ids]
 
     def target_bytes(self, batch: Batch) -> int:
+        if self._text.is_weighted:
+            return 0  # a weighted loss is no number of bits of text
         if self._text_bytes is None:
             self._text_bytes = TextBytes(self._text.tokenizer)
         return self._text_bytes.of_targets(batch)

@@ -94,6 +94,13 @@ class Distillation(CausalLM):
 
     # model ----------------------------------------------------------------------------------------------------------
 
+    def _weigh_tokens(self, model: nn.Module) -> None:
+        del model
+        raise UserError(
+            "distillation does not support data whose messages or rows have weights other than 0 and 1; use these "
+            "weights, or data.columns.weight=null"
+        )
+
     def build_model(self) -> nn.Module:
         model, teacher = super().build_model(), self._teacher.build()
         mine, theirs = _head(model, self._model.family), _head(teacher, self._teacher.section.family)

@@ -47,6 +47,8 @@ class TextData:
         self.held_out: dict[str, Prepared] = {}
         """Validation sets by name, without documents that are also in the training data. For a mixture, they may
         include the validation splits of its sources."""
+        self.is_weighted = False
+        """Whether any token has a weight in the loss other than 1. False before ``open``."""
         self._left_out: dict[str, int] = {}
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
@@ -105,6 +107,8 @@ class TextData:
         self.sources = {name: open_prepared(folder) for name, folder in folders["sources"].items()}
         self.held_out = {name: open_prepared(folder).whole() for name, folder in folders["validation"].items()}
         self.held_out |= {name: open_prepared(folder) for name, folder in folders["apart"].items()}
+        prepared = [*self.sources.values(), *self.held_out.values()]
+        self.is_weighted = any(shard.weights for one in prepared for shards in one.shards.values() for shard in shards)
         self._left_out = {name: left_out(folder) for name, folder in folders["apart"].items()}
 
     def describe(self) -> list[str]:

@@ -504,7 +504,7 @@ def test_messages_with_no_weight_are_not_trained_on(key: str, tokenizer: Hugging
         UserError, match=r"nothing to train on: all replies are excluded from training \(weight: 0 or false, train"
     ):
         encode(tokenizer, CHATML, messages[:2])
-    for value in (0.5, "no"):
+    for value in (-0.5 if key == "weight" else 0.5, "no"):
         with pytest.raises(
             UserError, match=rf"message 2 \(assistant\) has {key}: {value!r}; use 1 or true to train on the message"
         ):

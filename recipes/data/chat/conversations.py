@@ -17,7 +17,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.configs.schema.data import DataSection
 from serried.recipes.data.chat.reply_spans import Render, Reply, Sample, content_in, find_samples
-from serried.recipes.data.readers.columns import without_nulls
+from serried.recipes.data.readers.columns import MOST_WEIGHT, without_nulls
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.tokenizers.chat_template import Message, Template, TooMuch, Unlearnable
 from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
@@ -53,7 +53,7 @@ _STAND_IN = "serried-reply-5d1f8a"
 """Placeholder for a reply, to find the text that the template writes before and after it."""
 
 _WEIGHTS = ("weight", "train", "training")
-"""Keys of messages that select whether to train on them."""
+"""Keys of messages that select whether to train on them. ``weight`` may also be another number."""
 
 
 class ChatEncoder:
@@ -100,8 +100,9 @@ class ChatEncoder:
         content: Any = row.content
         row_has = content if isinstance(content, dict) else {"messages": content}
         return self.conversation(
-            row_has.get("messages"), tools=row_has.get("tools") or (), system=row_has.get("system")
-        )
+            row_has.get("messages"), tools=row_has.get("tools") or (), system=row_has.get("system"),
+            weight=row_has.get("weight", 1.0),
+        )  # fmt: skip
 
     def conversation(
         self,
@@ -110,6 +111,7 @@ class ChatEncoder:
         first: int = 0,
         tools: Sequence[dict[str, Any]] = (),
         system: str | None = None,
+        weight: float = 1.0,
     ) -> Encoded:
         """Return the tokens of a conversation, as several samples if the template drops or changes earlier turns.
 
@@ -119,6 +121,7 @@ class ChatEncoder:
             first: index of the first message that may be trained on.
             tools: tools that the assistant may call.
             system: system prompt, used if the messages have none.
+            weight: weight of the row in the loss.
 
         Raises:
             UserError: the messages are invalid, or contain nothing to train on. The text is appended to the row's
@@ -129,7 +132,13 @@ class ChatEncoder:
         if is_new:
             messages = [{"role": "system", "content": system}, *messages]
         said = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
-        turns = [turn for turn in said if _is_trained(messages[turn], f"{where}, message {turn + 1}")]
+        weights = {turn: weight * _weight(messages[turn], f"{where}, message {turn + 1}") for turn in said}
+        turns = [turn for turn in said if weights[turn]]
+        if self._train_on == "all" and any(weights[turn] != weight for turn in turns):
+            raise UserError(
+                f"{where}: a message has a weight other than 0 and 1, but data.train_on=all trains on all tokens; use "
+                "data.train_on=replies, or a column weight for the row"
+            )
         if self._train_on == "last":
             turns = [turn for turn in turns if turn == said[-1]]
         try:
@@ -145,7 +154,7 @@ class ChatEncoder:
             found = [
                 document
                 for sample, is_all in zip(samples, trains_all, strict=True)
-                for document in self._encoded(sample, trains_all=is_all)
+                for document in self._encoded(sample, {-1: weight, **weights}, trains_all=is_all)
             ]
         except UnicodeEncodeError as error:
             raise UserError(
@@ -190,12 +199,12 @@ class ChatEncoder:
         }
         return [*(sample for sample in kept if sample.replies), whole._replace(replies=left_out)]
 
-    def _encoded(self, sample: Sample, *, trains_all: bool) -> Iterator[Encoded]:
+    def _encoded(self, sample: Sample, weights: Mapping[int, float], *, trains_all: bool) -> Iterator[Encoded]:
         """Yield the tokens of a sample.
 
         If a prompt is tokenized differently on its own, as in generation, than in the full text, its reply first gets a
-        sample of its own. ``trains_all``: train on all tokens except the replies of the sample. Raises
-        ``UnicodeEncodeError`` if the text is not valid.
+        sample of its own. ``weights``: weight of each reply, and under -1 of the row. ``trains_all``: train on all
+        tokens except the replies of the sample. Raises ``UnicodeEncodeError`` if the text is not valid.
         """
         sample.text.encode()  # tokenizers fail in other ways on invalid text
         ids, spans = self._tokenizer.encode_marked(sample.text)
@@ -206,9 +215,9 @@ class ChatEncoder:
                 if pieces := _in_pieces(self._tokenizer, text, reply.start):
                     inside[turn] = reply
                     alone = Sample(text, {turn: reply}, turn + 1, is_new=True)
-                    yield self._supervised(alone, *pieces, trains_all=False)
+                    yield self._supervised(alone, *pieces, weights, trains_all=False)
         replies = {turn: reply for turn, reply in sample.replies.items() if turn not in inside}
-        yield self._supervised(sample._replace(replies=replies), ids, spans, trains_all=trains_all)
+        yield self._supervised(sample._replace(replies=replies), ids, spans, weights, trains_all=trains_all)
 
     def _is_asked_so(self, text: str, asked: int, ids: np.ndarray, spans: np.ndarray) -> bool:
         """Return whether the prompt ``text[:asked]`` alone has the same tokens as in the full text."""
@@ -221,20 +230,28 @@ class ChatEncoder:
         alone, _ = self._tokenizer.encode_marked(text[int(spans[first, 0]) if first else 0 : asked])
         return np.array_equal(alone, ids[first:count])
 
-    def _supervised(self, sample: Sample, ids: np.ndarray, spans: np.ndarray, *, trains_all: bool) -> Encoded:
+    def _supervised(
+        self, sample: Sample, ids: np.ndarray, spans: np.ndarray, weights: Mapping[int, float], *, trains_all: bool
+    ) -> Encoded:
         """Return ``ids`` as a document that is trained on the replies, or with ``trains_all`` on all tokens except the
         replies."""
-        supervised = np.full(len(ids), trains_all, np.uint8)
+        supervised, of_tokens = np.full(len(ids), trains_all, np.uint8), np.full(len(ids), weights[-1], np.float32)
         begins, ends = spans.T
-        for reply in sample.replies.values():
+        for turn, reply in sample.replies.items():
             # A token may begin with the space before the reply: it is the first token that a model must generate.
-            supervised[(begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))] = not trains_all
+            is_inside = (begins < reply.stop) & ((ends > reply.start) | (begins >= reply.start))
+            supervised[is_inside], of_tokens[is_inside] = not trains_all, weights[turn]
         if not len(ids) or ids[-1] != self._tokenizer.end_id:  # a template may end with the end token
             # Train on the end token if the template does not end the last reply itself.
             last = sample.replies.get(sample.messages - 1)
             is_end = trains_all if last is None else not trains_all and not last.has_end and last.start < last.stop
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(is_end))
-        return Encoded(ids.astype(self._dtype), supervised, is_new=sample.is_new)
+            of_tokens = np.append(of_tokens, np.float32(weights[-1 if last is None else sample.messages - 1]))
+        is_weighted = bool((of_tokens[supervised == 1] != 1).any())
+        return Encoded(
+            ids.astype(self._dtype), supervised, is_new=sample.is_new or is_weighted,
+            weights=of_tokens if is_weighted else None,
+        )  # fmt: skip
 
 
 class CompletionEncoder:
@@ -276,7 +293,9 @@ class CompletionEncoder:
         supervised = np.concatenate((supervised, np.ones(len(ids) - len(supervised), np.uint8)))
         if self._train_on == "all":
             supervised[:] = 1
-        return Encoded(ids.astype(self._dtype), supervised)
+        weight: Any = content.get("weight", 1.0)
+        weights = None if weight == 1 else np.full(len(ids), weight, np.float32)
+        return Encoded(ids.astype(self._dtype), supervised, is_new=weights is not None, weights=weights)
 
 
 def _in_pieces(tokenizer: Tokenizer, text: str, at: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -486,13 +505,16 @@ def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
         return None
 
 
-def _is_trained(message: Message, where: str) -> bool:
-    """Return whether a message of the assistant is trained on. Raises ``UserError`` if its keys have invalid values."""
+def _weight(message: Message, where: str) -> float:
+    """Return the weight of a message of the assistant in the loss, 0 if it is not trained on. Raises ``UserError`` if
+    its keys have invalid values."""
     given = {key: message[key] for key in _WEIGHTS if key in message}
     for key, value in given.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
+        is_number = key == "weight" and isinstance(value, int | float) and 0 <= value <= MOST_WEIGHT
+        if not is_number and not (isinstance(value, int | float) and value in (0, 1)):
+            between = ", or a number between them as its weight" if key == "weight" else ""
             raise UserError(
                 f"{where} (assistant) has {key}: {value!r}; use 1 or true to train on the message, 0 or false to "
-                "exclude it"
+                f"exclude it{between}"
             )
-    return all(given.values())
+    return float(given.get("weight", 1)) * all(given.values())

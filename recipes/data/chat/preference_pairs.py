@@ -79,6 +79,11 @@ class PairEncoder:
                 f": {name} has several replies, and the chat template drops or changes the earlier ones; keep only one "
                 "reply, or use another template: data.chat_template=FILE"
             )
+        if encoded.weights is not None:
+            raise UserError(
+                f": {name} has a message with a weight other than 0 and 1, but a pair or answer has one weight; use a "
+                "column weight, or remove the row"
+            )
         if (tokens := int(np.flatnonzero(encoded.supervised)[0])) > self._sequence_length:
             raise UserError(
                 f": the prompt has {tokens} tokens, so data.sequence_length={self._sequence_length} leaves no room for "

@@ -27,8 +27,8 @@ _FUNCTIONS = "functions"
 """Column of tools in OpenAI's earlier format, in which a tool has no ``type``."""
 _SYSTEM = "system"
 _WEIGHT = "weight"
-"""Column that selects whether to train on a row, or the weight of a pair or of a labelled answer."""
-_MOST_WEIGHT = 1e6
+"""Column of the weight of a row in the loss. A row of weight 0 is left out."""
+MOST_WEIGHT = 1e6
 _SHARED = "conversations"
 """Column of a conversation in ShareGPT's format."""
 _REPLIES = ("assistant", "gpt", "chatgpt", "bot", "model")
@@ -195,16 +195,19 @@ class Column:
             beside: dict[str, Any] = {}
             is_changed = False
             if isinstance(value, dict):
-                if not _weighs(value.get(_WEIGHT)):
+                weight = _row_weight(value.get(_WEIGHT))
+                if not weight:
                     return Changed("", has_zero_weight=True)
+                of_row = {} if weight == 1 else {_WEIGHT: weight}
                 if not self.has_template:
-                    return _completion(value)
+                    completion: Any = {**_completion(value), **of_row}
+                    return Changed(completion) if of_row else completion
                 tools = _tools(value.get(_TOOLS))
                 functions = [] if tools else _tools_of_functions(value.get(_FUNCTIONS))
-                beside = {_TOOLS: tools or functions}
+                beside = {_TOOLS: tools or functions, **of_row}
                 if self._holds_messages(value):
                     beside[_SYSTEM] = _system(value.get(_SYSTEM))
-                is_changed = bool(functions or beside.get(_SYSTEM))
+                is_changed = bool(functions or beside.get(_SYSTEM) or of_row)
                 value = self._conversation(value)
             if value is None:
                 return ""
@@ -292,32 +295,23 @@ def _system(value: Any) -> str:
     return value or ""
 
 
-def _weighs(value: Any) -> bool:
-    """Return whether a row with this ``weight`` is trained on. Raises ``UserError`` if it is neither 0 nor 1."""
+def _row_weight(value: Any) -> float:
+    """Return the weight in the column of a row. Raises ``UserError`` if it is not a number of at least 0."""
     try:
         number = 1.0 if value is None else float(value)
     except (TypeError, ValueError):
         number = -1.0
-    if number not in (0, 1):
+    if not 0 <= number <= MOST_WEIGHT:
         raise UserError(
-            f": column {_WEIGHT!r} is {described(value)}, not 1 (train on the row) or 0 (exclude the row); fix the "
-            f"row, or ignore the column: data.columns.{_WEIGHT}=null"
+            f": column {_WEIGHT!r} is {described(value)}, not a number from 0 to {MOST_WEIGHT:,.0f}; fix the row, or "
+            f"ignore the column: data.columns.{_WEIGHT}=null"
         )
-    return bool(number)
+    return number
 
 
 def _weighted(content: Content | Changed, weight: Any) -> Content | Changed:
-    """Return the content of a row with the ``weight`` of its column. Raises ``UserError`` if it is not a number of at
-    least 0."""
-    try:
-        number = 1.0 if weight is None else float(weight)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 <= number <= _MOST_WEIGHT:
-        raise UserError(
-            f": column {_WEIGHT!r} is {described(weight)}, not a number from 0 to {_MOST_WEIGHT:,.0f}; fix the row, or "
-            f"ignore the column: data.columns.{_WEIGHT}=null"
-        )
+    """Return the content of a row with the ``weight`` of its column. Raises ``UserError`` like ``_row_weight``."""
+    number = _row_weight(weight)
     if number == 1:
         return content
     plain: Any = content.content if isinstance(content, Changed) else content

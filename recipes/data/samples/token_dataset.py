@@ -30,6 +30,8 @@ class Sample(NamedTuple):
     """[sequence], int64; ``IGNORE`` where there is no target"""
     positions: np.ndarray | None = None
     """[sequence], int64, position in the document, from 0; None if documents are not isolated from each other"""
+    weights: np.ndarray | None = None
+    """[sequence], fp32, weight of each target in the loss; None if all are 1"""
 
 
 class Batch(NamedTuple):
@@ -43,6 +45,8 @@ class Batch(NamedTuple):
     """[batch], int64; negative for padding, which has no targets"""
     positions: Tensor | None = None
     """[batch, sequence], int64, position in the document, from 0; None if documents are not isolated from each other"""
+    weights: Tensor | None = None
+    """[batch, sequence], fp32, weight of each target in the loss; None if all are 1"""
 
 
 class TokenDataset:
@@ -95,11 +99,14 @@ class TokenDataset:
         targets[len(targets) - missing :] = IGNORE
         if not self._all_learned:
             targets[: stop - start - 1][self._stream.supervised(start + 1, stop) == 0] = IGNORE
+        weights = None
+        if self._stream.is_weighted:
+            weights = np.pad(self._stream.weights(start + 1, stop), (0, missing), constant_values=1)
         if not self._isolate:
-            return Sample(tokens, targets)
+            return Sample(tokens, targets, weights=weights)
         begins = self._stream.document_starts(start + 1, stop) - start
         targets[begins - 1] = IGNORE
-        return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
+        return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length), weights)
 
     def describe(self) -> str:
         """Describe how documents are arranged into sequences, for the printed plan. Empty for the default."""
@@ -169,6 +176,7 @@ class PackedDataset:
         first, last = self._bounds[index], self._bounds[index + 1]
         window = np.zeros(self._sequence_length + 1, np.int64)
         is_target = np.zeros(self._sequence_length + 1, bool)
+        weights = np.ones(self._sequence_length + 1, np.float32) if self._stream.is_weighted else None
         begins = np.empty(last - first + 1, np.int64)
         filled = 0
         for place, piece in enumerate(range(first, last)):
@@ -179,13 +187,16 @@ class PackedDataset:
             is_target[filled + 1 : filled + length] = (
                 self._stream.supervised(start + 1, start + length) if self._stream.is_supervised else True
             )
+            if weights is not None:
+                weights[filled : filled + length] = self._stream.weights(start, start + length)
             filled += length
         begins[-1] = filled  # the padding counts as a document without targets
         targets = np.where(is_target[1:], window[1:], IGNORE)
+        weights = None if weights is None else weights[1:]
         if not self._isolate:
-            return Sample(window[:-1], targets)
+            return Sample(window[:-1], targets, weights=weights)
         positions = positions_in_documents(begins[1:], self._sequence_length)
-        return Sample(window[:-1], targets, positions)
+        return Sample(window[:-1], targets, positions, weights)
 
     def describe(self) -> str:
         """Describe how documents are arranged into sequences, for the printed plan."""
@@ -238,7 +249,11 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
     rows = [sample.positions for sample in samples if sample.positions is not None]
     positions = torch.from_numpy(np.stack(rows)) if rows else None
     sample_ids = torch.from_numpy(ids.astype(np.int64))
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions)
+    weights = None
+    if any(sample.weights is not None for sample in samples):  # only some sources of a mixture may have weights
+        ones = np.ones(tokens.shape[1], np.float32)
+        weights = torch.from_numpy(np.stack([ones if sample.weights is None else sample.weights for sample in samples]))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions, weights)
 
 
 def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) -> np.ndarray:

@@ -47,6 +47,7 @@ def test_columns_beside_messages_are_read(tmp_path: Path) -> None:
         {"conversations": [U, A], "system": None, "weight": 1.0},
         {"messages": [U, A], "weight": 0},
         {"messages": [U, A], "weight": 0.5},
+        {"messages": [U, A], "weight": -0.5},
         {"messages": [U, A], "prompt": "Add."},
         {"messages": [U, A], "prompt": "Add.", "completion": "3"},
     ]
@@ -54,10 +55,11 @@ def test_columns_beside_messages_are_read(tmp_path: Path) -> None:
         {"messages": [U, A], "system": "You count.", "tools": [{"type": "function", "function": function}]},
         [U, A],
         "",
-        "line 4: column 'weight' is a number (0.5), not 1 (train on the row) or 0 (exclude the row); fix the row, or "
-        "ignore the column: data.columns.weight=null",
+        {"messages": [U, A], "weight": 0.5},
+        "line 5: column 'weight' is a number (-0.5), not a number from 0 to 1,000,000; fix the row, or ignore the "
+        "column: data.columns.weight=null",
         [U, A],
-        "line 6: 'messages' and 'prompt' and 'completion' both contain a conversation; choose one with "
+        "line 7: 'messages' and 'prompt' and 'completion' both contain a conversation; choose one with "
         "data.columns.messages=messages, or remove one",
     ]
 
@@ -114,8 +116,8 @@ def test_weights_of_rows_are_counted_or_ignored(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "left out: 20 rows of weight 0" in printed
     assert " empty" not in printed
-    words = conversations(tmp_path / "a.jsonl", {"weight": 0.7})
-    with pytest.raises(UserError, match=r"line 2: column 'weight' is a number \(0\.7\).*data\.columns\.weight=null"):
+    words = conversations(tmp_path / "a.jsonl", {"weight": -0.7})
+    with pytest.raises(UserError, match=r"line 2: column 'weight' is a number \(-0\.7\).*data\.columns\.weight=null"):
         prepare(words)
     assert prepare([*words, "data.columns.weight=null"]) == 0
     assert "left out" not in capsys.readouterr().out

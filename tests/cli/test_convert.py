@@ -115,6 +115,14 @@ def test_line_that_people_type_to_train_py_is_answered(line: str) -> None:
     assert "--help lists the keys" not in message
 
 
+def test_command_on_the_page_composes() -> None:
+    page = (ROOT / "docs" / "reference" / "coming-from.md").read_text()
+    shown = page.partition("$ serried convert lora-8b.yml gpus=8\n")[2].partition("\n#\n")[0]
+    words = shlex.split(shown.partition("\n")[2].replace("\\\n", ""))
+    assert words[:2] == ["python", "train.py"]
+    assert compose([word for word in words[2:] if not word.startswith("model.path=")]).trainer.global_batch == 64
+
+
 # Arithmetic -----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from serried.program import main
 from serried.recipes.text.causal_lm import CausalLM
 from testing import runs
 from testing.rank_pool import Cluster
-from tests.runs.fine_tuning.test_lora import TOKENS, adapters_in, assert_close, lora, losses, models
+from tests.runs.fine_tuning.test_lora import TOKENS, adapters_in, assert_close, lora, losses, models, opened_by_us
 from tests.support.own_task import Points
 
 __all__ = ["models"]
@@ -61,11 +61,11 @@ def continued(models: Path, run_dir: Path, adapters: Path, *more: str) -> list[s
     return [*words, f"adapter.path={adapters}", *more]
 
 
-def loss_of_peft(models: Path, adapters: Path, batches: list[Any]) -> float:
+def loss_of_peft(base_folder: Path, adapters: Path, batches: list[Any]) -> float:
     import peft
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapters)
     total, count = 0.0, 0
     for batch in batches:
@@ -87,7 +87,7 @@ def single(
     assert ended.code == 0, ended.printed
     assert f"and the adapters of {made_by_peft['patterns']}" in ended.printed
     first = batches[: len(batches) // 4]
-    return run_dir, runs.losses(run_dir), loss_of_peft(models, made_by_peft["patterns"], first)
+    return run_dir, runs.losses(run_dir), loss_of_peft(models / "llama", made_by_peft["patterns"], first)
 
 
 def test_first_loss_equals_that_of_peft_and_training_lowers_it(single: tuple[Path, list[float], float]) -> None:
@@ -381,3 +381,37 @@ def test_merging_without_adapters_or_with_another_start_is_refused(
     with pytest.raises(UserError) as refused:
         compose(["recipe=lora", "data.tokenizer=bytes", *given])
     assert message in str(refused.value)
+
+
+# other adapters of PEFT -----------------------------------------------------------------------------------------------
+
+CONV1D = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+OTHERS = {
+    "gpt2": ("gpt2", CONV1D | {"rank_pattern": {"c_attn": 6}, "alpha_pattern": {"h.1.mlp.c_fc": 3}}),
+    "phi3": ("phi3", {"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 6}}),
+    "dora": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_dora": True, "rank_pattern": {"q_proj": 2}}),
+    "one layer": ("llama", {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}),
+    "without": ("llama", {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}),
+    "saved in full": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_first_loss_equals_that_of_peft_for_every_kind_of_adapters(
+    models: Path, tmp_path: Path, name: str, merge: bool
+) -> None:
+    model, options = OTHERS[name]
+    adapters = write_adapters(tmp_path / "adapters", models / model, options)
+    more = ["trainer.steps=1", "optim.lr=0", f"adapter.merge={str(merge).lower()}"]
+    with runs.kept_batches(CausalLM) as batches:
+        ended = runs.run_here(continued(models, tmp_path / "run", adapters, *more))
+    assert ended.code == 0, ended.printed
+    assert runs.losses(tmp_path / "run")[0] == pytest.approx(loss_of_peft(models / model, adapters, batches), abs=1e-5)
+
+
+def test_adapters_with_patterns_are_opened_as_by_peft(models: Path, made_by_peft: dict[str, Path]) -> None:
+    with torch.no_grad():
+        want = merged_by_peft(models, made_by_peft["patterns"])(TOKENS).logits
+        assert_close(opened_by_us(made_by_peft["patterns"])(TOKENS), want)

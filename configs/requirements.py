@@ -117,7 +117,7 @@ def missing_compiler(device: str) -> tuple[str, str] | None:
     named = os.environ.get(variable, "").split()[:1] or usual
     if not any(map(shutil.which, named)):
         return (
-            f"a {language} compiler, and there is no {named[0]}",
+            f"a {language} compiler, but {named[0]} was not found",
             f"install one, name it in the environment ({variable}={usual[0]})",
         )
     if device == "cuda" and find_spec("triton") is None:

@@ -45,7 +45,7 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
         what = "had a spike" if result.is_finite else "was not finite"
         if not result.tokens:
             what = "was missing, because no sample had anything to predict (a weight of 0),"
-            advice = "Check the data of those steps, or at the weights that loss() returns"
+            advice = "Check the data of those steps, and the weights that loss() returns"
         reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, up to step {step}"
         if section.non_finite == "rollback":
             raise GoBack(step, reason)

@@ -174,7 +174,7 @@ class _Run:
         """Return which host lacks what torch.compile needs, if one does: all ranks compile, or none. A collective."""
         session = self.context.session
         missing = missing_compiler(session.device.type)
-        found = session.gather(missing and f"{session.host()} has not {missing[0]}; {missing[1]}")
+        found = session.gather(missing and f"{session.host()} needs {missing[0]}; {missing[1]}")
         return next(filter(None, found), None)
 
     def _choose_micro_batch(self) -> None:

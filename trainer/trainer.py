@@ -254,7 +254,8 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
         weights = base.folder
     elif weights is not None and session.once((weights / ADAPTER_CONFIG).is_file):
         raise UserError(
-            f"checkpoint.resume={weights} holds adapters; add adapter=lora and the base model, or merge them with PEFT"
+            f"checkpoint.resume={weights} has adapters; use adapter=lora and the base model, or merge the adapters "
+            "with PEFT"
         )
     if weights is not None:
         session.once(partial(task.check_weights, weights))
@@ -290,10 +291,10 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
         return str(given)
     key = "task.model" if hasattr(config.task, "model") else "model.path"
     of_base = (f"{key}={base.folder}", f"use {key}={given}") if base.folder else None
-    is_base, instead = of_base or ("what build_model() returns", "load it there")
+    is_base, instead = of_base or ("the one that build_model() returns", "load the weights there")
     raise UserError(
-        f"checkpoint.resume={given} holds a model without adapters, and the base model of adapter.method="
-        f"{config.adapter.method} is {is_base}; {instead}, or leave checkpoint.resume out"
+        f"checkpoint.resume={given} has a model without adapters, but the base model of "
+        f"adapter.method={config.adapter.method} is {is_base}; {instead}, or remove checkpoint.resume"
     )
 
 

@@ -52,8 +52,8 @@ def write(source: Source, file: Path, dtype: str) -> None:
     scaling = section.rope_scaling
     if scaling and (_ARCHITECTURES[section.family] != "llama" or scaling.rope_type not in _DIVIDED):
         raise UserError(
-            f"format=gguf: model.rope_scaling.rope_type={scaling.rope_type} of model.family={section.family} is not "
-            "written as GGUF here; use format=hf and llama.cpp's convert_hf_to_gguf.py"
+            f"format=gguf does not support model.rope_scaling.rope_type={scaling.rope_type} of "
+            f"model.family={section.family}; use format=hf and llama.cpp's convert_hf_to_gguf.py"
         )
     writer = GGUFWriter(file, _ARCHITECTURES[section.family])
     _add_sizes(writer, source)

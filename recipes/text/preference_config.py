@@ -85,7 +85,7 @@ class PreferenceSection(TaskSection):
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)
         if config.data.format == "unpaired" and self.loss != "kto":
-            yield f"task.loss={self.loss} compares pairs, and data.format=unpaired has none; use task.loss=kto"
+            yield f"task.loss={self.loss} compares pairs, but data.format=unpaired has none; use task.loss=kto"
         if config.data.format == "preference" and self.loss == "kto":
             yield (
                 "task.loss=kto trains on answers with a label; use recipe=kto, or data.format=unpaired, which also "

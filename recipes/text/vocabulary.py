@@ -35,9 +35,8 @@ def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> i
     if ids is not None and ids > rows and model.path:
         or_add = "" if data.tokenizer == "bytes" else ", or add rows for them: 'data.add_tokens=[TOKEN,...]'"
         raise UserError(
-            f"data.tokenizer={data.tokenizer} has {ids} ids, and the embedding of model.path="
-            f"{model.path} has {rows} rows, so the last {ids - rows} would have none; use a tokenizer without them"
-            f"{or_add}"
+            f"data.tokenizer={data.tokenizer} has {ids} ids, but the embedding of model.path={model.path} has only "
+            f"{rows} rows; use a tokenizer without the last {ids - rows} ids{or_add}"
         )
     if ids is not None and ids > rows:
         raise UserError(

@@ -266,7 +266,7 @@ def test_blocks_with_buffers_are_not_both_compiled_and_recomputed() -> None:
 
 def test_missing_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no no-such-compiler; install one"):
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, but no-such-compiler was not found; install one"):
         check_compiler(torch.device("cpu"))
 
 
@@ -277,7 +277,7 @@ def test_a_gpu_needs_a_c_compiler_of_any_name_and_triton(monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"needs Triton on a GPU; pip install triton, or use trainer\.compile=false"):
         check_compiler(torch.device("cuda"))
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(UserError, match=r"needs a C compiler, and there is no gcc; install one, .* \(CC=gcc"):
+    with pytest.raises(UserError, match=r"needs a C compiler, but gcc was not found; install one, .* \(CC=gcc"):
         check_compiler(torch.device("cuda"))
     assert not has_flex(torch.device("cuda", 0))  # whose kernels Triton makes too
 

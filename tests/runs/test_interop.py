@@ -451,8 +451,8 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_answered_with_what
 ) -> None:
     folder = changed(plain, tmp_path / "model", vocab_size=256)
     line = refusal(text, tmp_path / "run", f"model.path={folder}")
-    assert f"data.tokenizer=bytes has 257 ids, and the embedding of model.path={folder} has 256 rows" in line
-    assert "so the last 1 would have none; use a tokenizer without them" in line
+    assert f"data.tokenizer=bytes has 257 ids, but the embedding of model.path={folder} has only 256 rows" in line
+    assert "use a tokenizer without the last 1 ids" in line
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Gemma(Llama):
             return []
         return [
             f"model.path={model.path} also reads images; only its text part (language_model) is trained, and saved as "
-            "Gemma3ForCausalLM; adapters do not fit the whole model: export them with merge=true"
+            "Gemma3ForCausalLM; adapters do not fit the full model: export them with merge=true"
         ]
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Phi3Section(MistralSection):
         if self.rotary_dim % 2:
             yield (
                 f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
-                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=null"
+                f"{self.rotary_dim}, which is odd, but rotary embeddings rotate pairs; use model.rotary_fraction=null"
             )
 
 

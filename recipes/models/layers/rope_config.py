@@ -95,7 +95,7 @@ class RopeScaling(Section):
             found = getattr(self, key)
             if found is not None and len(found) != pairs:
                 return (
-                    f"model.rope_scaling.{key} has {len(found)} values, and the model has {pairs} rotary pairs; give "
+                    f"model.rope_scaling.{key} has {len(found)} values, but the model has {pairs} rotary pairs; give "
                     f"a list of {pairs} numbers"
                 )
         return None
@@ -120,7 +120,7 @@ class RopeScaling(Section):
         for name, field in type(self).model_fields.items():
             if name not in known and getattr(self, name) != field.default:
                 readers = [other for other in ROPE_TYPES if name in {*_READ[other], *_OPTIONAL.get(other, ())}]
-                yield f"{section}.{name} is read by rope_type={', '.join(readers)}, and this is {kind}; leave it out"
+                yield f"{section}.{name} is used only with rope_type={', '.join(readers)}, not with {kind}; remove it"
         if kind == "llama3" and (self.high_freq_factor or 0) <= (self.low_freq_factor or 0):
             yield (
                 f"{section}.high_freq_factor={self.high_freq_factor:g} must exceed "

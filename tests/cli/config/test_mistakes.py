@@ -55,7 +55,7 @@ MISTAKES = [
     _mistake(
         "rope with a key of another",
         "model.rope_scaling={rope_type: yarn, factor: 4, low_freq_factor: 1}",
-        "model.rope_scaling.low_freq_factor is read by rope_type=llama3, and this is yarn; leave it out",
+        "model.rope_scaling.low_freq_factor is used only with rope_type=llama3, not with yarn; remove it",
     ),
     _mistake(
         "no list of factors",

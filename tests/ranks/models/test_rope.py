@@ -145,7 +145,7 @@ def test_length_of_a_document_is_that_of_all_its_tokens() -> None:
         (
             "phi3",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}},
-            r"model\.rope_scaling\.long_factor has 5 values, and the model has 6 rotary pairs; give a list of 6",
+            r"model\.rope_scaling\.long_factor has 5 values, but the model has 6 rotary pairs; give a list of 6",
         ),
         (
             "llama",

@@ -291,7 +291,7 @@ def test_run_that_starts_from_adapters_continues_with_them(
         (["adapter.alpha=16"], "has adapter.alpha=8.0, so its weights do not fit adapter.alpha=16; leave"),
         (["adapter.rank=8", "adapter.modules=[q_proj]"], "do not fit adapter.rank=8 adapter.modules=[q_proj]; leave"),
         (["adapter=dora"], "has adapter.method=lora, so its weights do not fit adapter.method=dora; leave"),
-        (["adapter=none"], "holds adapters; add adapter=lora"),
+        (["adapter=none"], "has adapters; use adapter=lora"),
     ],
 )
 def test_adapters_unlike_those_of_the_run_are_refused_as_its_start(
@@ -307,7 +307,7 @@ def test_model_that_is_not_the_base_model_is_refused_as_the_start_of_adapters(mo
     error = runs.run_here(lora(models, tmp_path / "run", f"checkpoint.resume={tmp_path / 'other'}")).error
     assert f"the base model of adapter.method=lora is model.path={models / 'llama'}; use model.path={tmp_path}" in error
     own = ["adapter=lora", f"run.dir={tmp_path / 'own'}", f"checkpoint.resume={tmp_path / 'other'}"]
-    with pytest.raises(UserError, match=r"is what build_model.. returns; load it there, or leave"):
+    with pytest.raises(UserError, match=r"is the one that build_model.. returns; load the weights there, or remove"):
         serried.fit(Points, own)
     words = [f"checkpoint.resume={models / 'llama'}", "trainer.steps=1"]  # the base model itself
     assert runs.run_here(lora(models, tmp_path / "run", *words)).code == 0

@@ -189,7 +189,7 @@ def test_fit_twice_in_a_process_gives_one_result_and_leaves_its_settings(script:
 
 
 @pytest.mark.slow
-def test_fit_in_a_jupyter_kernel(script: Path, tmp_path: Path) -> None:
+def test_fit_trains_in_a_jupyter_kernel(script: Path, tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient
 

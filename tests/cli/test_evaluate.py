@@ -133,7 +133,7 @@ def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
         assert found["tokens"] == seen["tokens"]
 
 
-def test_an_earlier_checkpoint_and_the_whole_set(cluster: Cluster, run_dir: Path) -> None:
+def test_earlier_checkpoint_and_full_validation_set_are_evaluated(cluster: Cluster, run_dir: Path) -> None:
     first = {event["set"]: event for event in metrics(run_dir, "eval") if event["step"] == 2}
     (found, _) = evaluated(cluster, 1, f"run.dir={run_dir}", "checkpoint=2")
     assert found["loss"] == pytest.approx(first["validation"]["loss"], rel=1e-6)
@@ -143,7 +143,7 @@ def test_an_earlier_checkpoint_and_the_whole_set(cluster: Cluster, run_dir: Path
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "train"])
-def test_other_text_is_tokenised_as_the_run_knows_it(
+def test_other_text_is_tokenized_by_the_tokenizer_of_the_run(
     tokenizer: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -163,7 +163,7 @@ def test_other_text_is_tokenised_as_the_run_knows_it(
     assert own["loss"] == pytest.approx(metrics(run, "eval")[-1]["loss"], rel=1e-6)
 
 
-def test_characters_that_the_run_does_not_know_are_refused(
+def test_characters_outside_the_vocabulary_are_refused(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -205,7 +205,7 @@ def test_losses_of_a_mixture_are_reported_by_source(cluster: Cluster, text: Path
 
 
 @pytest.mark.slow
-def test_two_processes_print_as_one(run_dir: Path) -> None:
+def test_two_processes_print_the_same_as_one(run_dir: Path) -> None:
     done, other = typed_on(2, "-m", "serried", "evaluate", f"run.dir={run_dir}", "precision=bf16")
     assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
     assert other.stdout == ""
@@ -232,7 +232,7 @@ def test_unreadable_config_is_reported_with_its_line(
     assert "is not a config that train.py wrote" in capsys.readouterr().err
 
 
-def test_a_choice_of_data_replaces_where_documents_come_from_and_nothing_else(run_dir: Path) -> None:
+def test_choice_of_data_replaces_only_the_source(run_dir: Path) -> None:
     saved = compose_saved(run_dir / "config.yaml", [], ("data",))
     changed = compose_saved(
         run_dir / "config.yaml", ["data=hf", "data.path=owner/set", "precision=bf16"], ("data", "precision")
@@ -294,7 +294,7 @@ def test_bytes_of_targets_are_those_of_the_text(kind: str, documents: list[str])
     assert sum(parts) == counted.of_targets(batch), "each target counts once, however batches are cut"
 
 
-def test_a_tokenizer_of_characters_comes_back_from_its_files(tmp_path: Path) -> None:
+def test_character_tokenizer_is_loaded_from_its_files(tmp_path: Path) -> None:
     tokenizer = CharsTokenizer("\n abcé€")
     for name, content in hugging_face_files(tokenizer).items():
         (tmp_path / name).write_text(content, "utf-8")
@@ -320,7 +320,7 @@ def test_exported_model_by_its_bare_path_has_the_same_loss_as_its_run(
     assert "does not belong to a run, so give the data: data=text data.path=FILES" in capsys.readouterr().err
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp_path: Path) -> None:
+def test_evaluation_skipped_by_a_stop_is_run_on_resume(text: Path, tmp_path: Path) -> None:
     """So that patience and the best checkpoint are those of a run that never stopped."""
 
     def argv(run: Path) -> list[str]:
@@ -347,7 +347,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp
     assert ends[0]["progress"] == ends[1]["progress"] | {"made_up": {}}
 
 
-def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluation(
+def test_missing_best_metric_is_reported_before_the_first_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match="best_metric=acc is not a metric of this task; use one of loss, class_loss"):
@@ -359,7 +359,7 @@ def test_a_metric_that_training_does_not_have_is_told_before_the_first_evaluatio
 
 
 @pytest.mark.parametrize("key", ["trainer.early_stopping_patience=2", "checkpoint.keep_best=true"])
-def test_what_compares_evaluations_needs_some(key: str) -> None:
+def test_key_that_compares_evaluations_without_validation_data_is_refused(key: str) -> None:
     config = compose([key])
     check_validation(config, [DEFAULT_VALIDATION])
     with pytest.raises(UserError, match=f"^{key} needs evaluations, but there is no validation data; set data"):
@@ -396,7 +396,7 @@ def test_evaluating_on_nothing_is_refused_with_overrides_that_work(text: Path, t
 
 
 @pytest.mark.parametrize("more", ["data.streaming=true", "data.packing=best_fit", "data.validation_split=validation"])
-def test_rows_are_all_trained_on(more: str, text: Path, tmp_path: Path) -> None:
+def test_run_without_held_out_rows_trains_on_all_rows(more: str, text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.mkdir()
     for split in ("train", "validation"):
@@ -413,7 +413,7 @@ def test_rows_are_all_trained_on(more: str, text: Path, tmp_path: Path) -> None:
     assert evaluating.code == (0 if "split" in more else EXIT_MISTAKE)
 
 
-def test_a_mixture_is_all_trained_on(text: Path, tmp_path: Path) -> None:
+def test_run_without_held_out_documents_trains_on_the_full_mixture(text: Path, tmp_path: Path) -> None:
     sources = ["data=mixture", "data.validation_fraction=0", "trainer.steps=1"]
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 4000)

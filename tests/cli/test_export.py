@@ -69,7 +69,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ("dtype", "shard_bytes"),
     [(None, 10**9), (None, 1), (torch.float32, 50_000), (torch.bfloat16, 10**9), (torch.float16, 50_000)],
 )
-def test_transformers_opens_it_with_the_same_weights_and_logits(
+def test_exported_model_opens_in_transformers_with_the_same_weights_and_logits(
     case: Case, dtype: torch.dtype | None, shard_bytes: int, tmp_path: Path
 ) -> None:
     import transformers
@@ -100,7 +100,7 @@ def test_transformers_opens_it_with_the_same_weights_and_logits(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 60))
-def test_files_are_full_but_not_too_full_and_hold_every_tensor_once(sizes: list[int], shard_bytes: int) -> None:
+def test_shards_are_filled_up_to_the_limit_and_contain_every_tensor_once(sizes: list[int], shard_bytes: int) -> None:
     specs = [TensorSpec(str(number), torch.float32, (size,)) for number, size in enumerate(sizes)]
     files = module._shards(specs, shard_bytes)
     assert [spec for part in files.values() for spec in part] == specs
@@ -110,7 +110,7 @@ def test_files_are_full_but_not_too_full_and_hold_every_tensor_once(sizes: list[
         assert sum(spec.nbytes for spec in part) + following[0].nbytes > shard_bytes
 
 
-def test_pieces_make_up_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_exported_in_small_pieces_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {
         "none": torch.tensor(1.5), "empty": torch.empty(0, 3), "odd": torch.randn(7, 11), "wide": torch.randn(1, 1000),
         "double": torch.randn(5, 5, dtype=torch.float64), "half": torch.randn(9).half(), "count": torch.arange(5),
@@ -128,7 +128,7 @@ def test_pieces_make_up_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert bytes(tensor_bytes(read)) == bytes(tensor_bytes(expected))
 
 
-def test_memory_stays_small_whatever_the_tensor(tmp_path: Path) -> None:
+def test_memory_of_an_export_stays_small_for_any_tensor(tmp_path: Path) -> None:
     """One tensor of 256 MiB, exported by a process that may take half of that beyond torch itself."""
     rows = 2**26 // 1024
     folder = tmp_path / "step-00000001"
@@ -179,7 +179,7 @@ def test_a_folder_in_use_is_refused(small: Path, tmp_path: Path) -> None:
     assert (tmp_path / "used" / "file").read_text() == "mine"
 
 
-def test_an_empty_folder_and_what_a_killed_export_left_are_taken(small: Path, tmp_path: Path) -> None:
+def test_empty_folder_and_leftovers_of_a_killed_export_are_overwritten(small: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_text("half")
@@ -191,9 +191,7 @@ def test_an_empty_folder_and_what_a_killed_export_left_are_taken(small: Path, tm
 @pytest.mark.parametrize(
     ("dtype", "value"), [(torch.float16, "70000"), (torch.bfloat16, "3.4e+38")], ids=["fp16", "bf16"]
 )
-def test_a_weight_that_the_dtype_cannot_hold_is_named(
-    small: Path, dtype: torch.dtype, value: str, tmp_path: Path
-) -> None:
+def test_weight_that_overflows_the_dtype_is_named(small: Path, dtype: torch.dtype, value: str, tmp_path: Path) -> None:
     message = refusal(small, tmp_path / "out", dtype)
     assert message.startswith(f"b contains {value}") and "dtype=fp32" in message
 

@@ -73,7 +73,7 @@ def test_with_a_cache_without_and_in_transformers_the_tokens_are_the_same(
 
 
 @pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 12], [19, 1], [1, 19]])
-def test_tokens_may_come_in_pieces_of_any_size(pieces: list[int]) -> None:
+def test_cached_logits_are_the_same_for_pieces_of_any_size(pieces: list[int]) -> None:
     model = build(section(rope_scaling=LLAMA31_SCALING))
     tokens = torch.tensor([prompt_of(20), prompt_of(25)[5:]])
     with torch.no_grad():
@@ -111,21 +111,21 @@ def test_tokens_are_sampled_with_their_probabilities() -> None:
 
 
 @given(logits)
-def test_at_temperature_0_it_is_the_likeliest_and_close_to_0_too(logits: torch.Tensor) -> None:
+def test_temperature_at_or_near_0_chooses_the_likeliest_token(logits: torch.Tensor) -> None:
     assert GREEDY(logits) == int(logits.argmax())
     assert logits[chooser(temperature=1e-5, top_p=1, seed=1)(logits)] >= logits.max() - 0.01
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("tiny", [1e-20, 1e-38, 1e-45, 1e-300, 5e-324])
-def test_numbers_close_to_0_choose_the_likeliest(tiny: float, sign: int) -> None:
+def test_tiny_temperature_or_top_p_chooses_the_likeliest_token(tiny: float, sign: int) -> None:
     logits = sign * torch.tensor([3.0, 5.0, 1.0])
     assert chooser(temperature=tiny, top_p=1, seed=1)(logits) == int(logits.argmax())
     assert chooser(temperature=1, top_p=tiny, seed=1)(logits) == int(logits.argmax())
 
 
 @given(logits, st.floats(0.05, 0.95))
-def test_the_nucleus_is_that_of_transformers(logits: torch.Tensor, top_p: float) -> None:
+def test_nucleus_equals_that_of_transformers(logits: torch.Tensor, top_p: float) -> None:
     from transformers import TopPLogitsWarper
 
     warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits[None].double())[0]
@@ -153,7 +153,9 @@ def learned() -> HuggingFaceTokenizer:
 
 @settings(max_examples=50)
 @given(st.text(alphabet=string.ascii_letters + " néà€\N{GRINNING FACE}\n", max_size=40), st.booleans())
-def test_pieces_make_up_the_text_and_characters_are_whole(learned: Tokenizer, text: str, is_learned: bool) -> None:
+def test_streamed_pieces_make_up_the_text_and_split_no_character(
+    learned: Tokenizer, text: str, is_learned: bool
+) -> None:
     tokenizer = learned if is_learned else BytesTokenizer()
     prompt = [int(token) for token in tokenizer.encode("the cat né")]
     stream = TextStream(tokenizer, prompt)
@@ -162,12 +164,12 @@ def test_pieces_make_up_the_text_and_characters_are_whole(learned: Tokenizer, te
     assert "".join([*pieces, stream.rest()]) == text
 
 
-def test_what_is_no_text_is_shown_as_such() -> None:
+def test_invalid_bytes_are_shown_as_replacement_characters() -> None:
     stream = TextStream(BytesTokenizer(), [])
     assert "".join(stream.add(token) for token in [0xFF] * 40) + stream.rest() == "\N{REPLACEMENT CHARACTER}" * 40
 
 
-def test_a_question_is_asked_in_the_template_and_its_end_is_known() -> None:
+def test_question_is_rendered_by_the_template_with_its_end_of_turn() -> None:
     tokenizer = BytesTokenizer()
     ids, end_of_turn = ask(CHATML, tokenizer, ["how?"])
     assert tokenizer.decode(ids) == "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n"
@@ -211,7 +213,7 @@ def test_the_command_writes_what_transformers_writes(
     assert "it was trained on 32 tokens at a time" in printed.err
 
 
-def test_text_ends_at_each_end_that_the_folder_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_ends_at_each_end_token_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 
     files = hugging_face_files(BytesTokenizer())  # its own end is 256
@@ -258,7 +260,7 @@ def test_the_seed_decides_and_an_earlier_checkpoint_writes_something_else(
     assert len({text(), text("seed=2"), text("checkpoint=6"), text("temperature=3")}) == 4
 
 
-def test_the_model_goes_as_far_as_it_goes(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_ends_at_the_maximum_sequence_length(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", f"run.dir={run_dir}", f"prompt={'x' * 80}", "temperature=0", "tokens=50"]) == 0
     assert "after 10 tokens" in (printed := capsys.readouterr().err)
     assert "model.max_sequence_length=90" in printed
@@ -266,7 +268,7 @@ def test_the_model_goes_as_far_as_it_goes(run_dir: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: the prompt has 90 tokens, and model.max_sequence_length=90")
 
 
-def test_a_run_on_conversations_is_asked_in_its_template(
+def test_generate_uses_the_chat_template_of_a_run_on_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = tmp_path / "chats.jsonl"
@@ -300,7 +302,7 @@ def test_a_run_on_conversations_is_asked_in_its_template(
 
 
 @pytest.mark.parametrize("tokenizer", ["chars", "train"])
-def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
+def test_tokenizer_trained_on_the_text_is_saved_with_the_model(
     tokenizer: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = [f"data.tokenizer={tokenizer}", *(["data.vocab_size=300"] if tokenizer == "train" else [])]
@@ -331,7 +333,7 @@ def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
 
 
 @pytest.mark.parametrize("rows", ['"many"', "-1", "1.5", "null", "[]", "{}", "1" + "0" * 30, "1" * 5000, "NaN"])
-def test_saved_model_whose_number_of_tokens_is_none_is_refused(run_dir: Path, tmp_path: Path, rows: str) -> None:
+def test_saved_model_with_an_invalid_vocabulary_size_is_refused(run_dir: Path, tmp_path: Path, rows: str) -> None:
     from serried.configs.hugging_face.model_folder import embedded_tokens
 
     saved = next((run_dir / "checkpoints").iterdir())

@@ -266,7 +266,7 @@ def test_launcher_with_threads_starts_interpreters_that_train(text: Path, tmp_pa
     assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
 
 
-def test_a_refused_command_does_not_end_with_the_code_of_the_run_that_it_found() -> None:
+def test_refused_command_does_not_return_the_exit_code_of_an_existing_run() -> None:
     written_by_another = Status("finished", 9, exit_code=0)
     assert _exit_code({EXIT_MISTAKE}, written_by_another, was_asked_to_stop=False) == EXIT_MISTAKE
 
@@ -287,7 +287,7 @@ def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: P
     assert log.parent.stat().st_mode == log.parent.parent.stat().st_mode, "open to the group, as the umask says"
 
 
-def test_an_environment_below_a_folder_with_a_space_is_no_obstacle_to_forks(tmp_path: Path) -> None:
+def test_environment_in_a_folder_with_a_space_can_fork(tmp_path: Path) -> None:
     library = next((Path(numpy.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas*"))
     copy = tmp_path / "a b" / library.name
     copy.parent.mkdir()
@@ -310,9 +310,7 @@ def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_pa
         pytest.param([], "while the processes were joining; run the same command to resume", marks=pytest.mark.slow),
     ],
 )
-def test_signal_that_torch_would_swallow_while_it_is_imported_is_heard(
-    launch: list[str], said: str, text: Path, tmp_path: Path
-) -> None:
+def test_signal_while_torch_is_imported_is_not_lost(launch: list[str], said: str, text: Path, tmp_path: Path) -> None:
     """torch catches any exception in its import of numpy, and computes without it."""
     script = f"""
 import os, signal, sys

@@ -198,7 +198,7 @@ def test_the_pointer_shows_exact_values(chromium: Browser, page_file: Path, run_
 
 
 @pytest.mark.page
-def test_log_scales_smoothing_and_axes(chromium: Browser, page_file: Path) -> None:
+def test_log_scale_smoothing_and_axis_can_be_changed(chromium: Browser, page_file: Path) -> None:
     with chromium.page(page_file) as page:
         assert page.js(f"{plot('loss')}.scales.y.distr") == 1
         page.click("#chart-loss .buttons [title^=log]")
@@ -257,7 +257,7 @@ def test_dragging_zooms_all_charts_and_resets(chromium: Browser, page_file: Path
 
 
 @pytest.mark.page
-def test_light_and_dark(chromium: Browser, page_file: Path) -> None:
+def test_theme_can_be_switched(chromium: Browser, page_file: Path) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     with chromium.page(page_file) as page:
         light = page.js(ground)
@@ -272,7 +272,7 @@ def test_light_and_dark(chromium: Browser, page_file: Path) -> None:
 
 
 @pytest.mark.page
-def test_a_phone_scrolls_down_only(chromium: Browser, page_file: Path, long_page: Path) -> None:
+def test_page_on_a_phone_scrolls_only_vertically(chromium: Browser, page_file: Path, long_page: Path) -> None:
     for file in (page_file, long_page):
         with chromium.page(file, width=360, height=740) as page:
             assert page.js("document.documentElement.scrollWidth") == 360
@@ -376,7 +376,7 @@ def test_goodput_has_a_bar_for_each_start_with_its_parts_to_scale(
 
 
 @pytest.mark.page
-def test_a_lone_spike_leaves_the_scale_to_the_curve(chromium: Browser, long_page: Path) -> None:
+def test_single_spike_does_not_change_the_scale(chromium: Browser, long_page: Path) -> None:
     with chromium.page(long_page) as page:
         assert page.js(f"{plot('loss')}.scales.y.max") < 12
         page.click("#chart-loss .buttons [title*=spikes]")
@@ -519,7 +519,7 @@ def test_records_in_any_state_have_their_page(harm: Any, told: str, chromium: Br
 
 
 @pytest.mark.page
-def test_names_and_values_are_text(chromium: Browser, tmp_path: Path) -> None:
+def test_names_and_values_are_escaped(chromium: Browser, tmp_path: Path) -> None:
     harm = "</script><img src=x onerror=alert(1)><!-- {{data}} ' \" & \u2028"
     folder = write_run(
         tmp_path / "<b>run<", 12, config={"run": {"name": harm}, harm: harm, "uri": "http://me:hush@host/x"}
@@ -560,7 +560,7 @@ def test_the_page_may_fetch_nothing_and_run_nothing_else(chromium: Browser, page
         chromium.events[:] = [event for event in chromium.events if event["method"] != "Log.entryAdded"]
 
 
-def test_the_library_is_the_one_it_says(page_file: Path) -> None:
+def test_bundled_library_has_the_recorded_checksum(page_file: Path) -> None:
     folder = ROOT / "records" / "report" / "uplot"
     told = re.findall(r"\| ([0-9a-f]{64}) \| (\S+) \|", (folder / "README.md").read_text())
     assert len(told) == 2

@@ -72,7 +72,7 @@ def test_checkpoint_deleted_while_it_is_read_is_replaced_by_the_newest(
 @pytest.mark.parametrize(
     ("when", "command"), [("checksums", "generate"), ("headers", "evaluate"), ("values", "generate")]
 )
-def test_command_beside_a_run_uses_the_checkpoint_that_is_left(
+def test_command_during_a_run_uses_the_remaining_checkpoint(
     when: str, command: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with deleted(run, when):
@@ -81,7 +81,7 @@ def test_command_beside_a_run_uses_the_checkpoint_that_is_left(
     assert f"model      {run / 'checkpoints/step-00000004'}, fp32" in printed
 
 
-def test_load_model_beside_a_run_returns_the_checkpoint_that_is_left(run: Path, tmp_path: Path) -> None:
+def test_load_model_during_a_run_returns_the_remaining_checkpoint(run: Path, tmp_path: Path) -> None:
     newest = weights_of(tmp_path / "next")
     with deleted(run, "values"):
         model = serried.load_model(run)
@@ -124,7 +124,7 @@ def test_all_ranks_evaluate_the_checkpoint_that_is_left_if_one_finds_its_own_del
     assert found == expected
 
 
-def test_chat_goes_on_after_its_checkpoint_was_deleted(
+def test_chat_continues_after_its_checkpoint_was_deleted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = tmp_path / "chats.jsonl"

@@ -164,7 +164,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "  export " in printed
@@ -174,7 +174,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["export", "--help"], ["export", "run.dir=x", "-h"], ["help", "export"]])
-def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_command_shows_only_that_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: serried export RUN out=PLACE")

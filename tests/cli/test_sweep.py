@@ -501,7 +501,7 @@ def test_all_mistakes_of_a_sweep_are_reported_at_once() -> None:
     assert [part in line for part, line in zip(parts, lines, strict=True)] == [True] * 5
 
 
-def test_blanks_and_pluses_around_a_key_are_ignored_and_the_last_value_counts() -> None:
+def test_spaces_and_pluses_around_a_key_are_ignored_and_the_last_value_is_used() -> None:
     sweep = read_sweep([" optim.lr=1e-3,3e-3", "trainer.seed=7", "+trainer.seed = 1,2"])
     assert sweep.keys == ("optim.lr", "trainer.seed")
     assert sweep.runs == 4
@@ -587,7 +587,7 @@ def test_nothing_is_submitted_twice_while_squeue_does_not_answer(
     assert submitted.read_text() == "x\n"
 
 
-def test_preflight_does_not_wait_forever_for_squeue(
+def test_preflight_stops_waiting_if_squeue_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("serried.launch.slurm.batch_script._SILENT_SECONDS", 0)

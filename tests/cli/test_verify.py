@@ -357,7 +357,9 @@ class Broken(VerifiedTask):
     ],
     ids=["ranks", "chance", "repeats", "tampers", "deaf", "another rank", "slow"],
 )
-def test_check_reports_what_it_is_for(body: str | None, check: object, row: str, says: str, tmp_path: Path) -> None:
+def test_check_fails_on_the_fault_it_is_for(
+    body: str | None, check: object, row: str, says: str, tmp_path: Path
+) -> None:
     """Each fault is put into the task, or is a bound that cannot be met."""
     script = TRAINING_SCRIPT
     if body is not None:

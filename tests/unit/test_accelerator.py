@@ -93,7 +93,7 @@ def test_ranks_join_on_a_registered_accelerator_if_each_sees_its_own(spawned: Cl
     ] * 2  # fmt: skip
 
 
-def test_ranks_that_see_the_same_gpu_and_no_other_are_refused(spawned: Cluster) -> None:
+def test_ranks_that_share_their_only_gpu_are_refused(spawned: Cluster) -> None:
     answers = spawned.run(2, "tests.unit.test_accelerator:join_on_stand_in", uuids=["a", "a"])
     for answer in answers:
         assert answer.value["refused"].startswith("ranks 0 and 1 on ")
@@ -138,7 +138,7 @@ def test_device_that_torch_does_not_find_is_refused(monkeypatch: pytest.MonkeyPa
         choose_device(LaunchSection(device="cuda"), 0, 1)
 
 
-def test_mps_is_no_accelerator_as_it_has_no_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_is_not_used_because_it_lacks_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch.device("mps")
     set_accelerator(found, monkeypatch)
     assert accelerator_type() is None

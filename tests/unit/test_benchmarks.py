@@ -34,7 +34,7 @@ def test_the_trainer_races_itself_with_other_attention(text: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+def test_metrics_take_a_measured_share_of_a_step(text: Path, tmp_path: Path, cluster: Cluster) -> None:
     argv = overrides(text, tmp_path / "run", "parallel=ddp", "trainer.steps=1000", *MODELS["almost no compute"])
     answers = cluster.run(
         2, "benchmarks.step_overhead:share_of_numbers", argv=[*argv, "checkpoint.every=0"], steps_profiled=20

@@ -118,7 +118,7 @@ def test_a_layout_that_does_not_fit_says_why_and_what_would(
         ("parallel.pipeline=2 parallel.pipeline_schedule=zbv trainer.global_batch=16 trainer.micro_batch=2", 4),
     ],
 )
-def test_layouts_that_fit_are_taken(arguments: str, processes: int) -> None:
+def test_valid_layouts_are_accepted(arguments: str, processes: int) -> None:
     check(arguments.split(), processes)
 
 
@@ -132,7 +132,7 @@ def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
         check_zero_bubble("zbv", "2.11.0+cu130")
 
 
-def test_a_login_node_does_not_judge_the_torch_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_node_does_not_check_the_torch_version_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have none."""
 
     def none(name: str) -> str:

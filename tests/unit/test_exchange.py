@@ -73,7 +73,7 @@ def test_ranks_with_the_same_text_exchange_a_digest() -> None:
     assert max(store.longest for store in stores) < 1000
 
 
-def test_all_arrive_is_the_same_for_all_that_come() -> None:
+def test_all_arrive_returns_the_same_answer_on_all_ranks() -> None:
     def arrive(session: Session) -> bool | None:
         return session.exchange.all_arrive("here", 30)
 

@@ -52,7 +52,7 @@ def wait_on_each_axis_for_a_silent_peer(folder: str) -> float:
 
 
 @pytest.mark.slow
-def test_patience_is_short_in_the_groups_of_mesh_axes_too(cluster: Cluster, tmp_path: Path) -> None:
+def test_timeout_is_shortened_in_the_groups_of_mesh_axes_too(cluster: Cluster, tmp_path: Path) -> None:
     """Guards the private list of groups in Session.first_step_done: what it misses would wait for 100 seconds."""
     answers = cluster.run(4, "tests.unit.test_groups:wait_on_each_axis_for_a_silent_peer", folder=str(tmp_path))
     assert [answer.value < 60 for answer in answers] == [True] * 4
@@ -158,7 +158,7 @@ def test_run_makes_the_counted_groups_before_its_first_step_and_none_later(
         assert mine == sorted([*counted.device[1:], *counted.host[1:]])
 
 
-def test_groups_of_llama_405b_on_its_gpus() -> None:
+def test_llama_405b_has_the_expected_number_of_groups() -> None:
     config = compose(["recipe=llama405b", "data.tokenizer=bytes", "model.vocab_size=256"])
     counted = groups_of(resolve_layout(config.parallel, 512), 0, ties_ends=False)
     # of shard, tensor, pipeline and stage: 128, 64, 32 and 16; and of checkpoints: of all, and of 16 blocks
@@ -200,7 +200,7 @@ def test_run_whose_ranks_connect_when_needed_has_the_same_losses(
     assert losses(tmp_path / "lazy") == losses(tmp_path / "eager")
 
 
-def test_a_process_alone_has_no_groups_on_a_gpu() -> None:
+def test_single_process_has_no_groups_on_a_gpu() -> None:
     groups = Groups(Layout("single"), "cuda")
     groups.make(ties_ends=True)
     assert [groups.tensor, groups.context, groups.pipeline, groups.expert, groups.stage, groups.ends] == [None] * 6

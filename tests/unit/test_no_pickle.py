@@ -69,7 +69,7 @@ def test_no_source_reads_or_writes_a_pickle() -> None:
     assert not found
 
 
-def test_what_is_looked_for_is_found() -> None:
+def test_checker_of_sources_finds_pickle_calls() -> None:
     for text in (
         "import pickle",
         "from pickle import loads",

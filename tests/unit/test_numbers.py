@@ -47,7 +47,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(more: list[str], tmp_p
     assert said * tokens.numel() == pytest.approx(counted.get_total_flops(), rel=0.02)
 
 
-def test_rates_are_those_of_a_stopwatch_without_pauses() -> None:
+def test_rates_equal_those_of_a_stopwatch_without_pauses() -> None:
     clock = SimpleNamespace(perf_counter=lambda: 100.0)
     with patch.object(serried.trainer.metrics.meter, "time", clock):
         meter = Meter(torch.device("cpu"), 1, 6e9, 1e12)
@@ -168,7 +168,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(text: Path, tmp_path: Path) -> N
         assert min(split.values()) > 0
 
 
-def test_a_pause_before_a_run_goes_back_is_not_taken_off_what_comes_then() -> None:
+def test_pause_before_a_rollback_is_not_subtracted_after_it() -> None:
     meter = Meter(torch.device("cpu"), 1, 1.0, None)
     meter.pause("validation", 3600.0)
     meter.start_at(5, 100)
@@ -176,7 +176,7 @@ def test_a_pause_before_a_run_goes_back_is_not_taken_off_what_comes_then() -> No
     assert meter.rates(6, 200, 0.0, None)["step_seconds"] >= 0.01
 
 
-def test_ranks_exchange_their_numbers_now_and_then_and_every_line_has_some(
+def test_ranks_exchange_metrics_only_at_some_steps_and_every_log_line_has_values(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     batch = ["trainer.global_batch=8", "trainer.micro_batch=4"]
@@ -203,7 +203,7 @@ def data_shares(waited: list[float]) -> list[float]:
     return shares
 
 
-def test_the_share_of_waiting_is_of_the_time_it_was_measured_over(cluster: Cluster) -> None:
+def test_share_of_waiting_for_data_is_relative_to_the_measured_time(cluster: Cluster) -> None:
     for answer in cluster.run(2, "tests.unit.test_numbers:data_shares", waited=[0.0, 0.01, *[0.0] * 28]):
         line = next(line for line, share in enumerate(answer.value) if share)
         assert line == 21, "the first exchange after that of the first line"

@@ -154,7 +154,7 @@ def test_flatten_names_leaves_by_dotted_name() -> None:
         b'{"event": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}",
     ],
 )  # fmt: skip
-def test_a_line_that_no_run_wrote_is_no_event(line: bytes) -> None:
+def test_malformed_line_is_not_an_event(line: bytes) -> None:
     assert parse_event(line) is None
 
 
@@ -240,7 +240,7 @@ def test_a_refused_command_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "new"]
 
 
-def test_a_run_that_was_half_set_aside_when_the_start_was_killed_is_set_aside_whole(tmp_path: Path) -> None:
+def test_earlier_run_moved_in_part_before_a_kill_is_moved_completely(tmp_path: Path) -> None:
     records = ("config.yaml", "status.json", "checkpoints")
     for name in records:
         (tmp_path / name).mkdir()
@@ -258,7 +258,7 @@ def test_a_run_that_was_half_set_aside_when_the_start_was_killed_is_set_aside_wh
     folder.close()
 
 
-def test_a_folder_that_is_claimed_is_refused(tmp_path: Path) -> None:
+def test_claimed_run_folder_is_refused(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     with pytest.raises(UserError, match="another process is training"):
         RunFolder(tmp_path / "run")
@@ -412,7 +412,7 @@ def test_escape_character_in_a_name_does_not_reach_the_terminal(
     assert not {"\x1b", "\x07"} & {*shown.out, *shown.err}
 
 
-def test_name_of_a_machine_that_no_file_can_have_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_is_changed_to_a_valid_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "../rack/7[*]\n")
     write_atomically(tmp_path / "file", "content")
     assert machine() == ".._rack_7____"

@@ -55,7 +55,7 @@ registry.register("{name}", {Name}Section, "shapes.{name}:{Name}")
 """
 
 
-def test_module_and_its_config_beside_it_are_an_entry_without_a_line_elsewhere(
+def test_module_with_its_config_module_is_registered_without_other_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "shapes"

@@ -53,7 +53,7 @@ def test_every_element_is_held_by_as_many_ranks_as_the_spec_says(case: tuple[Lay
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
-def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
+def test_chunks_equal_those_of_torch(size: int, chunks: int) -> None:
     theirs = [len(part) for part in torch.arange(size).chunk(chunks)]
     ours = [chunk(size, chunks, index) for index in range(chunks)]
     assert [width for _, width in ours] == theirs + [0] * (chunks - len(theirs))
@@ -81,7 +81,7 @@ def test_sources_of_a_block_are_its_rows_in_order(shard: int, rows: int) -> None
     assert all(box.sizes[1:] == (3,) for box, _ in sources)
 
 
-def test_tensors_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
+def test_tensors_that_cannot_be_sharded_are_replicated_on_every_rank() -> None:
     layout = Layout("fsdp", shard=4)
     model = nn.Module()
     model.scale, model.weight = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(1))

@@ -86,7 +86,7 @@ def test_loss_scale_moves_as_torch_grad_scaler_does(overflows: list[bool], inter
         assert ours.scale.item() == theirs.get_scale()
 
 
-def test_loss_scale_is_one_for_ever_unless_fp16() -> None:
+def test_loss_scale_stays_one_unless_fp16() -> None:
     scaler = GradScaler(PrecisionSection(name="bf16"), torch.device("cpu"))
     scaler.update(torch.tensor(True))
     assert scaler.scale.item() == 1
@@ -102,7 +102,7 @@ def test_norm_is_exact_to_1e_7_where_fp32_is_not(shape: tuple[int, ...]) -> None
     assert split.item() == pytest.approx(sum_of_squares([gradient]).item(), rel=1e-12)
 
 
-def test_norm_of_nothing_and_of_a_bad_number() -> None:
+def test_norm_of_no_gradients_is_zero_and_of_a_non_finite_one_is_not_finite() -> None:
     assert sum_of_squares([torch.ones(2, 2), torch.empty(0, 5)]).item() == pytest.approx(4, rel=1e-7)
     assert not sum_of_squares([torch.ones(2, 2), torch.tensor([[1.0, math.inf]])]).isfinite()
     assert not sum_of_squares([torch.tensor([[1.0, math.nan]])]).isfinite()
@@ -132,7 +132,7 @@ def parallel(strategy: str, **values: object) -> ParallelSection:
         (parallel("fsdp", shard=-1), 1, Layout("single")),
     ],
 )
-def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -> None:
+def test_valid_layouts_resolve_to_their_degrees(section: ParallelSection, world: int, layout: Layout) -> None:
     assert resolve_layout(section, world) == layout
 
 
@@ -176,7 +176,9 @@ def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -
         (parallel("fsdp", shard=-1, pipeline=2, layers_of_stages=(1, 2, 3)), 4, ["3 numbers for 2 stages"]),
     ],
 )
-def test_layouts_that_cannot_be_say_why_and_what_would(section: ParallelSection, world: int, says: list[str]) -> None:
+def test_impossible_layouts_are_refused_with_reason_and_fix(
+    section: ParallelSection, world: int, says: list[str]
+) -> None:
     with pytest.raises(UserError) as caught:
         resolve_layout(section, world)
     assert all(words in str(caught.value) for words in says), caught.value
@@ -184,7 +186,9 @@ def test_layouts_that_cannot_be_say_why_and_what_would(section: ParallelSection,
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
-def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ranks: int) -> None:
+def test_batch_that_does_not_divide_is_refused_with_a_fix_that_does(
+    global_batch: int, micro_batch: int, ranks: int
+) -> None:
     layout = Layout("ddp", replicate=ranks)
     trainer = TrainerSection(steps=1, global_batch=global_batch, micro_batch=micro_batch)
     try:
@@ -201,7 +205,7 @@ def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ran
             gradient_accumulation(trainer.model_copy(update={key: int(value)}), layout)
 
 
-def test_a_loss_scale_of_one_is_a_loss_scale() -> None:
+def test_loss_scale_of_one_is_saved_and_loaded() -> None:
     section = PrecisionSection(name="fp16", initial_scale=2.0)
     scaler = GradScaler(section, torch.device("cpu"))
     scaler.update(torch.tensor(True))
@@ -215,7 +219,7 @@ def test_a_loss_scale_of_one_is_a_loss_scale() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 1, 2**64 - 1])
-def test_seeded_random_numbers_are_those_of_torch(seed: int, device: str) -> None:
+def test_seeded_random_numbers_equal_those_of_torch(seed: int, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("this machine has no GPU")
     drawn = []
@@ -226,7 +230,7 @@ def test_seeded_random_numbers_are_those_of_torch(seed: int, device: str) -> Non
     assert drawn[0].equal(drawn[1])
 
 
-def test_sums_of_a_loss_on_a_gpu_copy_no_number_there() -> None:
+def test_sums_of_a_loss_on_a_gpu_copy_nothing_to_it() -> None:
     """The host would wait for the device in every micro-batch."""
 
     class Copies(TorchDispatchMode):
@@ -266,7 +270,7 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_step_asks_a_device_for_nothing_and_copies_nothing_to_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_neither_waits_for_the_device_nor_copies_to_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From forward to update, in a window of losses too: the host of a GPU waits at log lines alone."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which knows no such device
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)

@@ -29,7 +29,7 @@ def test_an_entry_is_a_view_of_the_vector_that_ranks_add_up() -> None:
     assert table["weight"] == 4
 
 
-def test_a_rank_without_a_loss_learns_the_entries_of_one_that_has_it() -> None:
+def test_rank_without_a_loss_receives_the_entries_of_a_rank_with_one() -> None:
     shapes = TERMS.table().shapes
     plain = [[name, list(shape)] for name, shape in shapes.items()]  # as JSON brings them
     assert agreed_shapes(None, lambda mine: [mine, plain]) == shapes

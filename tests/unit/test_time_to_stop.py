@@ -214,9 +214,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 @pytest.mark.parametrize("runs", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_run_that_stops_before_the_end_of_its_job_loses_a_step_that_is_done(
-    device: str, runs: int, clock: _Clock
-) -> None:
+def test_run_that_stops_before_the_end_of_its_job_loses_no_finished_step(device: str, runs: int, clock: _Clock) -> None:
     chance = random.Random(7)
     for _ in range(runs):
         job = Job.draw(chance, steps=2 if device == "cpu" else 4)
@@ -236,7 +234,7 @@ def test_a_gpu_stops_for_the_end_of_its_job_a_step_before_a_cpu_does() -> None:
     assert seconds_to_stop(5, 25) == 5 * 2 + 25 + 20, "a save that is under way ends first"
 
 
-def test_ranks_look_about_every_second_of_a_long_step_and_never_in_a_short_one() -> None:
+def test_ranks_poll_about_every_second_in_long_steps_and_never_in_short_ones() -> None:
     assert micro_batches_per_look(1.9, 64) is None
     assert [micro_batches_per_look(10, count) for count in (1, 8, 64)] == [1, 1, 6]
     assert micro_batches_per_look(90, 64) == 1
@@ -245,7 +243,7 @@ def test_ranks_look_about_every_second_of_a_long_step_and_never_in_a_short_one()
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("device", "known_after"), [("cpu", 1), ("cuda", 2)])
-def test_ranks_look_into_steps_until_they_know_that_these_are_short(device: str, known_after: int) -> None:
+def test_ranks_poll_within_steps_until_steps_are_known_to_be_short(device: str, known_after: int) -> None:
     job = Job(step=1.0, save=5.0, guessed=5.0, limit=1e9, every=99, votes_at=0.5, hands_out=0.5, micro_batches=8)
     run, looked_into = _Run(job, random.Random(7), device), set[int]()
 
@@ -262,7 +260,7 @@ def test_ranks_look_into_steps_until_they_know_that_these_are_short(device: str,
 
 @pytest.mark.parametrize("every", [10**6, 150])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_run_saves_so_many_minutes_after_the_save_before(device: str, every: int, clock: _Clock) -> None:
+def test_run_saves_every_minutes_after_the_previous_save(device: str, every: int, clock: _Clock) -> None:
     job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=every, votes_at=0.5, hands_out=0.5)
     run, saves = _Run(job, random.Random(7), device, minutes_between=30), [0.0]
     for step in run.steps():
@@ -279,7 +277,7 @@ def test_a_run_saves_so_many_minutes_after_the_save_before(device: str, every: i
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_save_for_its_time_is_left_to_one_that_is_due_soon() -> None:
+def test_timed_save_is_skipped_if_a_regular_save_is_due_soon() -> None:
     job = Job(step=10.0, save=5.0, guessed=5.0, limit=1e9, every=180, votes_at=0.5, hands_out=0.5)
     run, saves = _Run(job, random.Random(7), "cpu", minutes_between=29), []
     for step in run.steps():
@@ -291,7 +289,7 @@ def test_a_save_for_its_time_is_left_to_one_that_is_due_soon() -> None:
     assert saves == [180, 360, 540, 720]
 
 
-def test_who_saves_only_at_the_end_saves_for_no_time_unless_asked_to() -> None:
+def test_run_that_saves_only_at_the_end_has_no_timed_saves_by_default() -> None:
     assert CheckpointSection().minutes_between == 30
     assert CheckpointSection(every=0).minutes_between == 0
     assert CheckpointSection(every=0, every_minutes=5).minutes_between == 5

@@ -425,7 +425,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
         check_trackers(config.track)
 
 
-def test_half_an_address_is_no_folder_to_make(text: Path, tmp_path: Path) -> None:
+def test_incomplete_mlflow_address_is_refused_and_creates_no_folder(text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^track.mlflow=postgres is neither .* or track.mlflow=./postgres for"):
         check_trackers(compose(tiny_overrides(text, tmp_path / "run", "track.mlflow=postgres")).track)
     for address in ("./new", "sqlite:///a.db", "databricks", str(tmp_path)):
@@ -464,5 +464,5 @@ def test_a_password_is_kept_out_of_the_config(address: str, advice: str, text: P
         "postgresql://me@host:5432/runs?sslkey=/home/me/key&tokenizer=x", "databricks://profile",
     ],
 )  # fmt: skip
-def test_an_address_without_a_password_is_taken(address: str, text: Path, tmp_path: Path) -> None:
+def test_address_without_a_password_is_accepted(address: str, text: Path, tmp_path: Path) -> None:
     assert compose(tiny_overrides(text, tmp_path / "run", f"track.mlflow='{address}'")).track.mlflow == address

@@ -156,7 +156,7 @@ def test_plus_signs_make_no_difference(prefix: str):
     assert compose([f"{prefix}recipe=llama1b"]).recipe == "llama1b"
 
 
-def test_last_value_of_a_repeated_key_counts_with_one_note():
+def test_last_value_of_a_repeated_key_is_used_with_one_note():
     words = ["trainer.steps=50", "optim.lr=1", "+trainer.steps=60", "optim.lr=1"]
     assert compose(words).trainer.steps == 60
     assert repeated(words) == ["trainer.steps is given 2 times; the last value is used: trainer.steps=60"]
@@ -165,7 +165,7 @@ def test_last_value_of_a_repeated_key_counts_with_one_note():
     assert repeated([*both, "trainer.epochs=null"])[1:] == []
 
 
-def test_references_and_null_and_repetition():
+def test_references_null_and_repeated_keys_are_read():
     config = compose(["run.name=${recipe}-x", "model.head_dim=null", "trainer.steps=50", "trainer.steps=50"])
     assert (config.run.name, config.run.dir.as_posix(), config.model.head_dim) == ("tiny-x", "runs/tiny-x", None)
     assert compose(["recipe=llama1b", "model.rope_scaling=null"]).model.rope_scaling is None
@@ -238,11 +238,11 @@ def test_yaml_gives_the_same_config_back(recipe: str, folder: Path):
     assert compose(["recipe=mine"]) == config.model_copy(update={"recipe": "mine"})
 
 
-def test_every_key_says_what_it_is_for():
+def test_every_key_has_a_description():
     assert [key.path for key in all_keys().values() if not key.purpose] == []
 
 
-def test_every_yaml_file_begins_with_what_it_is():
+def test_every_yaml_file_begins_with_a_description():
     for file in FOLDER.rglob("*.yaml"):
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
         assert re.match(r"# \S", lines[0]), file
@@ -260,7 +260,7 @@ def test_help_is_short_and_complete():
         compose([word.replace("'", "") for word in example.split()])
 
 
-def test_help_breaks_no_sentence_off():
+def test_help_contains_only_full_sentences():
     listed = re.findall(r"^  ([a-z_.]+) {2,}(\S.*)$", help_text().partition("common keys")[2], re.MULTILINE)
     assert {"checkpoint.resume", "parallel.reshard_after_forward"} <= {key for key, _ in listed}
     for key, said in listed:
@@ -285,14 +285,14 @@ def test_help_breaks_no_sentence_off():
         (["--cfg", "job", "--help"], ("help", [])),
     ],
 )
-def test_arguments(argv: list[str], parsed: tuple[str, list[str]]):
+def test_flags_are_split_from_overrides(argv: list[str], parsed: tuple[str, list[str]]):
     assert parse_arguments(argv) == parsed
 
 
 # Refusing
 
 
-def test_a_suggestion_never_repeats_what_was_typed_for_nothing():
+def test_suggestion_for_an_unknown_key_never_repeats_that_key():
     for path in all_keys():
         wrong = f"{path}x=1"
         suggested = unknown_key(f"{path}x", "1", "here", GROUPS).partition("did you mean ")[2]
@@ -316,7 +316,7 @@ def test_suggested_keys_accept_the_value(key: str, value: str, expected: str):
     assert unknown_key(key, value, "here", GROUPS).endswith(f"; did you mean {expected}?")
 
 
-def test_sources_and_validation_sets_have_names_of_the_users():
+def test_sources_and_validation_sets_have_user_chosen_names():
     argv = ["data.sources.web-2.name=text", "data.sources.web-2.path=~/books", "data.sources.web-2.weight=0.7"]
     config = compose(["data=mixture", *argv, "data.sources.code.name=stdlib", "data.validation.held.name=stdlib"])
     assert {name: (getattr(source, "path", None), source.weight) for name, source in config.data.sources.items()} == {
@@ -385,13 +385,13 @@ slips = st.builds(
 
 @settings(max_examples=40)
 @given(slips)
-def test_a_slip_of_one_letter_is_refused(slip: tuple[str, str]):
+def test_typo_of_one_letter_is_refused(slip: tuple[str, str]):
     assert f"{slip[1]}=1" in refusal(f"{slip[1]}=1")
 
 
 @settings(max_examples=150)
 @given(slips)
-def test_a_slip_of_one_letter_leads_to_the_key(slip: tuple[str, str]):
+def test_typo_of_one_letter_suggests_the_key(slip: tuple[str, str]):
     key, typed = slip
     message = unknown_key(typed, "1", "command line", GROUPS)
     assert re.search(rf"(?<![\w.]){re.escape(key)}=", message), message  # a question, or a sentence that has the key
@@ -458,7 +458,7 @@ def test_tokens_need_the_tokenizer_that_made_them(tmp_path: Path):
     compose(["data=tokens", f"data.path={tmp_path}"])  # a folder of serried prepare holds its tokenizer
 
 
-def test_the_only_number_that_divides_stands_alone():
+def test_single_divisor_is_suggested_without_a_list():
     assert "use model.heads=1, or set model.head_dim" in refusal("model.dim=2", "model.heads=3", "model.kv_heads=1")
 
 
@@ -466,7 +466,7 @@ def test_the_only_number_that_divides_stands_alone():
 @pytest.mark.parametrize(
     "more", [["trainer.eval_every=0"], ["data.validation.v.name=text", "data.validation.v.path=v"]]
 )
-def test_comparing_evaluations_is_refused_where_nothing_is_kept_back(key: str, more: list[str]):
+def test_comparing_evaluations_without_held_out_data_is_refused(key: str, more: list[str]):
     message = refusal(key, "data.validation_fraction=0", *more)
     assert message.startswith(f"{key} needs validation data held out from training, but data.validation_fr")
     assert "\n" not in message
@@ -475,7 +475,7 @@ def test_comparing_evaluations_is_refused_where_nothing_is_kept_back(key: str, m
         compose([key, *more, "data.validation_fraction=0.05"])
 
 
-def test_comparing_evaluations_is_accepted_where_a_source_may_bring_its_own():
+def test_comparing_evaluations_is_accepted_if_a_source_may_have_validation_data():
     held = ["data.validation.v.name=text", "data.validation.v.path=v", "data.validation_fraction=0"]
     best = "checkpoint.keep_best=true"
     compose([best, *held, "data=hf", "data.path=a/b", "data.validation_split=test"])

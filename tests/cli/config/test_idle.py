@@ -149,7 +149,7 @@ def noted(*words: str) -> list[str]:
     return notes(words, [Run(config, planned_layout(config)[0], is_on_cpu=is_on_cpu)])
 
 
-def test_each_key_is_read_always_or_has_a_rule() -> None:
+def test_each_key_is_always_read_or_has_a_rule() -> None:
     """A new key belongs into one of the tables above."""
     named = [key.path for keys in all_keys().named.values() for key in keys.values()]
     of_a_choice = {path for path in [*all_keys(), *named] if readers(path) or path.startswith("task.")}
@@ -160,7 +160,7 @@ def test_each_key_is_read_always_or_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("typed", SITUATIONS)
-def test_key_that_nothing_reads_gets_one_line_whose_cure_makes_it_read(typed: str) -> None:
+def test_unread_key_gets_one_note_whose_fix_makes_it_read(typed: str) -> None:
     context = SITUATIONS[typed].split()
     key = typed.partition("=")[0]
     with_it = [each for each in context if each.partition("=")[0] != key]
@@ -178,30 +178,30 @@ def test_key_that_nothing_reads_gets_one_line_whose_cure_makes_it_read(typed: st
     assert [each for each in noted(*again, *processes) if each.startswith(f"{key}=")] == []
 
 
-def test_each_rule_has_a_situation() -> None:
+def test_each_rule_has_a_test_case() -> None:
     typed = [each.partition("=")[0] for each in SITUATIONS]
     assert [pattern for each in READERS for pattern in each.keys.split() if not filter_names(typed, pattern)] == []
 
 
-def test_what_a_recipe_sets_gets_no_line() -> None:
+def test_key_set_by_a_recipe_gets_no_note() -> None:
     assert noted("recipe=sft", "data.path=x") == noted() == []
 
 
 @pytest.mark.parametrize(
     "typed", ["track.notes=null", "checkpoint.keep_every=0", "profile.memory=false", "adapter.modules=null"]
 )
-def test_a_default_that_asks_for_nothing_gets_no_line(typed: str) -> None:
+def test_default_that_turns_nothing_on_gets_no_note(typed: str) -> None:
     assert noted(typed, "checkpoint.every=0") == []
 
 
-def test_keys_of_checkpoints_get_no_line_where_some_are_saved_for_their_time() -> None:
+def test_checkpoint_keys_get_no_note_with_timed_saves() -> None:
     keys = ("checkpoint.keep=5", "checkpoint.keep_every=30", "health.spike=rollback")
     assert noted(*keys, "checkpoint.every=0", "checkpoint.every_minutes=5") == []
     (note,) = noted("checkpoint.keep=5", "health.spike=rollback", "checkpoint.every=300")
     assert "unless checkpoint.every_minutes saves one" in note
 
 
-def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_read_in_one_run_of_a_sweep_gets_no_note(capsys: pytest.CaptureFixture[str]) -> None:
     def note_sweep(swept: str) -> None:
         words = ["dry_run=true", "launch.processes=2", "parallel=fsdp", "parallel.pipeline_schedule=gpipe", swept]
         note_unread(words, [point.config for point in planned_sweep(words).points], is_sweep=True)
@@ -239,7 +239,7 @@ def test_a_sweep_that_reads_a_key_in_one_run_gets_no_line(capsys: pytest.Capture
         ("trainer.max_minutes=1e-300", "must be above 0, and from 1.2e-38 to 3.4e38 in magnitude"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:
+def test_contradictory_keys_are_refused(argv: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose(argv.split())
     assert message in str(caught.value)
@@ -252,5 +252,5 @@ def test_what_cannot_be_meant_is_refused(argv: str, message: str) -> None:
         ["health.spike=skip", "health.non_finite=rollback", "checkpoint.every=20", "trainer.steps=100"],
     ],
 )
-def test_keys_that_are_read_get_no_line(typed: list[str]) -> None:
+def test_keys_that_are_read_get_no_note(typed: list[str]) -> None:
     assert noted(*typed) == []

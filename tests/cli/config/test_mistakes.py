@@ -297,7 +297,7 @@ def test_the_table_is_large_and_its_names_are_unique():
 
 
 @pytest.mark.parametrize("mistake", by_name("compose"))
-def test_is_refused_in_plain_words(mistake: Mistake):
+def test_mistake_is_refused_in_one_line_with_a_fix(mistake: Mistake):
     with pytest.raises(UserError) as caught:
         compose(mistake.argv)
     message = str(caught.value)
@@ -319,5 +319,5 @@ def test_is_refused_in_plain_words(mistake: Mistake):
 
 
 @pytest.mark.parametrize("mistake", by_name("run"))
-def test_what_only_the_run_knows_composes(mistake: Mistake):
+def test_mistake_that_only_the_run_can_detect_composes(mistake: Mistake):
     compose(mistake.argv)

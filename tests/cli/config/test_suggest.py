@@ -197,7 +197,7 @@ def test_what_newcomers_type_leads_to_a_command_that_is_accepted(typed: str, exp
         compose([*pasted, *["data.tokenizer=bytes"] * ("model=auto" in pasted)])
 
 
-def test_no_name_from_another_framework_is_a_key_of_ours() -> None:
+def test_no_name_from_another_framework_is_a_key_of_serried() -> None:
     assert [name for name in NAMES.keys if name in all_keys()] == []
 
 

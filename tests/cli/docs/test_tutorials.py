@@ -58,7 +58,7 @@ def shortened(words: list[str], where: Path) -> list[str]:
     return [*arguments, *short, *sizes, "launch.device=cpu"]
 
 
-def test_commands_of_pages_are_found() -> None:
+def test_commands_are_parsed_from_pages() -> None:
     for page in PAGES:
         found = commands(page)
         assert {words[0] for words in found} <= {"python", "serried", *NOT_RUN}, page

@@ -109,7 +109,7 @@ tensor_maps = st.dictionaries(
 @example(
     {f"{name}.{len(shape)}": random_tensor(shape, dtype) for name, dtype in DTYPES.items() for shape in [(), (3,)]}
 )
-def test_written_files_are_read_bit_for_bit_by_the_library_and_by_us(tensors: dict[str, Tensor]) -> None:
+def test_written_tensors_are_read_bitwise_by_safetensors_and_by_serried(tensors: dict[str, Tensor]) -> None:
     with temporary() as folder:
         path = folder / "model.safetensors"
         write(path, tensors)
@@ -125,7 +125,7 @@ def test_written_files_are_read_bit_for_bit_by_the_library_and_by_us(tensors: di
 
 
 @given(tensor_maps)
-def test_files_of_the_library_are_read_bit_for_bit(tensors: dict[str, Tensor]) -> None:
+def test_files_written_by_safetensors_are_read_bitwise(tensors: dict[str, Tensor]) -> None:
     with temporary() as folder:
         save_file(tensors, folder / "optimizer.safetensors", metadata={"any": "thing"})
         ours = TensorFolder(folder, "optimizer")
@@ -134,7 +134,7 @@ def test_files_of_the_library_are_read_bit_for_bit(tensors: dict[str, Tensor]) -
 
 
 @given(st.data(), shapes.filter(bool), st.sampled_from(list(DTYPES.values())))
-def test_any_elements_are_read_alone(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_any_range_of_elements_is_read(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = random_tensor(shape, dtype)
     begin = data.draw(st.integers(0, tensor.numel()))
     end = data.draw(st.integers(begin, tensor.numel()))
@@ -144,7 +144,7 @@ def test_any_elements_are_read_alone(data: st.DataObject, shape: tuple[int, ...]
         assert bits(ours.read_elements("x", begin, end - begin)) == bits(tensor.reshape(-1)[begin:end])
 
 
-def test_elements_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_elements_out_of_range_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"x": torch.zeros(4, 2)})
     ours = TensorFolder(tmp_path)
     with pytest.raises(ValueError, match="elements"):
@@ -153,7 +153,7 @@ def test_elements_that_are_not_there_are_refused(tmp_path: Path) -> None:
         ours.read_elements("y", 0, 1)
 
 
-def test_a_header_of_what_no_file_can_hold_is_refused() -> None:
+def test_header_of_an_unsupported_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="no name"):
         header([TensorSpec("x", torch.complex128, (2,))])
 
@@ -171,7 +171,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize("size", ["50KB", "1GB"])
-def test_a_folder_of_transformers_is_read(llama: Any, tmp_path: Path, size: str) -> None:
+def test_folder_saved_by_transformers_is_read(llama: Any, tmp_path: Path, size: str) -> None:
     llama.save_pretrained(tmp_path, max_shard_size=size)
     ours = TensorFolder(tmp_path)
     assert (len(ours.files) > 3) == (size == "50KB")
@@ -181,7 +181,7 @@ def test_a_folder_of_transformers_is_read(llama: Any, tmp_path: Path, size: str)
         assert bits(whole(ours, name)) == bits(tensor)
 
 
-def test_our_index_is_that_of_transformers(llama: Any, tmp_path: Path) -> None:
+def test_index_equals_that_of_transformers(llama: Any, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path, max_shard_size="50KB")
     text = (tmp_path / "model.safetensors.index.json").read_text()
     theirs = json.loads(text)
@@ -286,7 +286,7 @@ def test_header_whose_length_reads_like_a_pickle_is_read(length: int, tmp_path: 
     assert read_header(tmp_path / "model.safetensors").keys() == {"x"}
 
 
-def test_a_header_beside_the_strange_ones_is_read(tmp_path: Path) -> None:
+def test_header_with_empty_metadata_is_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(raw({"__metadata__": {}, "x": entry()}))
     assert whole(TensorFolder(tmp_path), "x").tolist() == [0, 0]
 
@@ -389,7 +389,7 @@ def test_a_strange_index_is_refused_in_one_line(index: bytes, tmp_path: Path) ->
     assert "index.json" in refusal(folder)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+def test_file_truncated_while_read_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", {"x": torch.zeros(1000, 1000)})
     ours = TensorFolder(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 1_000_000)
@@ -435,7 +435,7 @@ def verify(folder: Path) -> None:
         st.builds(FileRecord, st.integers(0, 2**63), st.integers(0, 2**32 - 1)),
     )
 )
-def test_the_manifest_is_read_as_it_was_written(files: dict[str, FileRecord]) -> None:
+def test_manifest_is_read_as_written(files: dict[str, FileRecord]) -> None:
     with temporary() as folder:
         write_manifest(folder, files)
         assert read_manifest(folder) == files
@@ -447,7 +447,7 @@ def test_the_manifest_is_read_as_it_was_written(files: dict[str, FileRecord]) ->
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a\0", "a\nb", "\ud800", MANIFEST])
-def test_a_manifest_names_only_files_beside_it(name: str, tmp_path: Path) -> None:
+def test_manifest_names_only_files_in_its_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="manifest"):
         write_manifest(tmp_path, {name: FileRecord(0, 0)})
     files = {name: {"size": 0, "crc32": "00000000"}}
@@ -473,7 +473,7 @@ def test_any_other_manifest_is_damaged_in_one_line(text: str, tmp_path: Path) ->
     assert str(tmp_path / MANIFEST) in str(caught.value)
 
 
-def test_every_bit_and_every_cut_of_the_manifest_shows(tmp_path: Path) -> None:
+def test_any_flipped_bit_or_truncation_of_the_manifest_is_detected(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"model.safetensors": FileRecord(123, 0xDEADBEEF), "state.json": FileRecord(0, 0)})
     path = tmp_path / MANIFEST
     intact = path.read_bytes()
@@ -495,7 +495,7 @@ def test_every_bit_and_every_cut_of_the_manifest_shows(tmp_path: Path) -> None:
     read_manifest(tmp_path)
 
 
-def test_every_file_cut_or_flipped_anywhere_is_found(tmp_path: Path) -> None:
+def test_any_truncated_or_flipped_file_is_detected(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / folder_name(100))
     verify(folder)
     choose = random.Random(0)
@@ -534,7 +534,7 @@ def test_every_file_cut_or_flipped_anywhere_is_found(tmp_path: Path) -> None:
     assert cases >= 300
 
 
-def test_the_checksum_is_that_of_zlib_whatever_the_size(tmp_path: Path) -> None:
+def test_checksum_equals_that_of_zlib_for_any_size(tmp_path: Path) -> None:
     for size in (0, 1, 4 * 2**20 - 1, 4 * 2**20, 9 * 2**20 + 5):
         content = random.Random(size).randbytes(size)
         (tmp_path / "file").write_bytes(content)
@@ -554,7 +554,7 @@ def test_a_file_that_may_not_be_read_is_damaged(tmp_path: Path, monkeypatch: pyt
         check_file(tmp_path, "a", record)
 
 
-def test_a_folder_that_is_not_there_cannot_be_synced(tmp_path: Path) -> None:
+def test_missing_folder_cannot_be_synced(tmp_path: Path) -> None:
     fsync_folder(tmp_path)
     with pytest.raises(FileNotFoundError):
         fsync_folder(tmp_path / "absent")
@@ -576,11 +576,11 @@ def test_a_step_is_read_from_its_folder_name_and_names_sort_by_step(step: int) -
     "name", ["step-100", "step-000000100", "step-0000010x", "step-00000100 ", "step-00000100.tmp", "xstep-00000100",
              "step--0000100", "step-٠٠٠٠٠١٠٠", "STEP-00000100", "step-" + "1" * 5000],
 )  # fmt: skip
-def test_other_names_are_no_checkpoints(name: str) -> None:
+def test_folders_with_other_names_are_not_checkpoints(name: str) -> None:
     assert step_of(Path(name)) is None
 
 
-def test_only_whole_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     assert committed(tmp_path / "absent") == []
     for step in (10**8, 300, 2):
         make_checkpoint(tmp_path / folder_name(step), tensors=0)
@@ -592,7 +592,7 @@ def test_only_whole_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path:
     assert [step_of(path) for path in committed(tmp_path)] == [2, 300, 10**8]
 
 
-def test_sweeping_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
+def test_sweep_removes_only_leftovers(tmp_path: Path) -> None:
     assert sweep(tmp_path / "absent") == []
     make_checkpoint(tmp_path / folder_name(1), tensors=0)
     for name in (".step-00000001.partial.txt", ".hidden", "notes", ".step-1.partial", "step-00000009.partial"):
@@ -662,7 +662,9 @@ losses = st.sampled_from([None, 1.0, 1.5, 2, -1.0, math.nan, math.inf, -math.inf
     st.dictionaries(st.integers(0, 40), st.tuples(damages, losses), max_size=7),
     st.integers(1, 4), st.sampled_from([0, 1, 3, 10]), st.booleans(),
 )  # fmt: skip
-def test_what_stays(made: dict[int, tuple[str | None, Any]], keep: int, keep_every: int, keep_best: bool) -> None:
+def test_retention_keeps_the_expected_checkpoints(
+    made: dict[int, tuple[str | None, Any]], keep: int, keep_every: int, keep_best: bool
+) -> None:
     with temporary() as folder:
         for step, (damage, loss) in made.items():
             path = make_checkpoint(folder / folder_name(step), loss=loss, tensors=0)
@@ -686,13 +688,13 @@ def test_what_stays(made: dict[int, tuple[str | None, Any]], keep: int, keep_eve
         assert prune(folder, keep=keep, keep_every=keep_every, best=LOSS if keep_best else None) == []
 
 
-def test_steps_named_to_stay_are_kept(tmp_path: Path) -> None:
+def test_steps_requested_to_be_kept_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path / folder_name(step), tensors=0)
     assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=None, also=(1, 7))] == [2]
 
 
-def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
+def test_checkpoint_with_damaged_state_is_not_the_best(tmp_path: Path) -> None:
     for step, loss in ((1, 0.5), (2, 2.0), (3, 3.0)):
         make_checkpoint(tmp_path / folder_name(step), loss=loss, tensors=0)
     state = tmp_path / folder_name(1) / "state.json"
@@ -700,7 +702,7 @@ def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
     assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=LOSS)] == [1]
 
 
-def test_the_best_may_be_evaluated_after_it_was_saved(tmp_path: Path) -> None:
+def test_best_checkpoint_may_be_evaluated_after_it_was_saved(tmp_path: Path) -> None:
     """A stop left its evaluation out, which the resumed run made up."""
     later = {"made_up": {"2": {"loss": 0.1}}}
     for step, loss, progress in ((1, 0.5, {}), (2, None, {}), (3, 3.0, {}), (4, 4.0, later)):
@@ -708,7 +710,7 @@ def test_the_best_may_be_evaluated_after_it_was_saved(tmp_path: Path) -> None:
     assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=LOSS)] == [1, 3]
 
 
-def test_the_best_is_that_of_the_metric_that_counts_now(tmp_path: Path) -> None:
+def test_best_checkpoint_follows_the_current_best_metric(tmp_path: Path) -> None:
     """Another ``checkpoint.best_metric`` on resume compares earlier checkpoints by it too."""
     for step, loss, accuracy in ((1, 0.5, 0.1), (2, 2.0, 0.9), (3, 3.0, 0.2), (4, 4.0, 0.3)):
         progress = {"validated_step": step if step < 4 else 3, "validation": {"loss": loss, "accuracy": accuracy}}
@@ -743,7 +745,7 @@ def killed_at(operation: int) -> Iterator[None]:
         yield
 
 
-def test_killed_at_any_point_of_pruning_only_whole_checkpoints_are_listed(tmp_path: Path) -> None:
+def test_kill_while_pruning_leaves_only_complete_checkpoints_listed(tmp_path: Path) -> None:
     points = 0
     while True:
         folder = tmp_path / str(points)

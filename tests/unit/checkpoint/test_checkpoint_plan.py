@@ -104,7 +104,7 @@ def written(layout: Layout, rank: int, plans: list[Plan], held: list[list[Part]]
 
 @settings(max_examples=150, deadline=None)
 @given(states())
-def test_on_any_layout_every_tensor_is_written_once_and_whole(
+def test_every_tensor_is_written_once_in_full_on_any_layout(
     case: tuple[Layout, list[tuple[ShardSpec, tuple[Fragment, ...], Tensor]]],
 ) -> None:
     layout, state = case
@@ -137,7 +137,7 @@ def test_windows_are_intervals_of_memory_that_cover_a_tensor_in_order(shape: lis
     assert all(int(last[-1]) + 1 == int(first[0]) for last, first in pairwise(windows))
 
 
-def test_rows_in_whole_are_sent_without_being_put_into_place() -> None:
+def test_full_rows_are_sent_in_order_without_a_copy() -> None:
     layout = Layout("fsdp", shard=4)
     spec = ShardSpec("weight", (64, 5), (Slice(0, ("shard",)),))
     state = [(spec, unchanged("weight", (64, 5)), torch.randn(64, 5))]
@@ -145,7 +145,7 @@ def test_rows_in_whole_are_sent_without_being_put_into_place() -> None:
     assert all(window.is_in_order for plan in plans_of(layout, held) for each in plan.writes for window in each)
 
 
-def test_a_fragment_finds_a_box_of_a_stack_and_of_a_part() -> None:
+def test_fragment_maps_a_box_of_a_stacked_or_fused_tensor() -> None:
     entry = Fragment.entry("expert", (8, 6, 4), 5)
     assert entry.there(Box((5, 2, 0), (1, 3, 4))) == Box((2, 0), (3, 4))
     keys = Fragment.within("c_attn", (4, 12), 1, 4, (4, 4))

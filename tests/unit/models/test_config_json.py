@@ -93,7 +93,7 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_key_that_is_left_out_or_null_is_what_transformers_takes(kind: str) -> None:
+def test_missing_or_null_key_has_the_default_of_transformers(kind: str) -> None:
     """Every key: what the file then describes is the same, or both refuse it."""
     own = OWN.get(kind, {})
     whole = (own if kind == "gpt2" else SIZES | own) | {"model_type": kind}
@@ -133,7 +133,7 @@ def test_value_of_the_wrong_kind_is_refused_by_the_name_of_its_key(kind: str) ->
                 assert wrong in keys.values() or key in unread, key
 
 
-def test_the_recorded_defaults_are_those_of_transformers() -> None:
+def test_recorded_defaults_equal_those_of_transformers() -> None:
     for name, table in defaults_of_transformers().items():
         assert getattr(recorded, name) == table, "python -m tools.key_tables transformers-defaults has others"
     version = transformers_defaults().partition("VERSION = ")[2].partition("\n")[0]
@@ -141,7 +141,7 @@ def test_the_recorded_defaults_are_those_of_transformers() -> None:
         assert (ROOT / "configs/schema/transformers_defaults.py").read_text() == transformers_defaults() + "\n"
 
 
-def test_a_family_of_ones_own_is_read_with_the_defaults_of_the_built_in_one_that_it_extends() -> None:
+def test_user_family_is_read_with_the_defaults_of_the_family_it_extends() -> None:
     class Own(LlamaSection):
         opens_as = ("own", "OwnForCausalLM")
 
@@ -158,7 +158,7 @@ def test_a_family_of_ones_own_is_read_with_the_defaults_of_the_built_in_one_that
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_began_with_another_value_keeps_it_if_the_key_is_typed(kind: str, tmp_path: Path) -> None:
+def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, tmp_path: Path) -> None:
     """Each key that may be null, and those of which the value for a key left out has changed."""
     folder, run = tmp_path / "model", tmp_path / "run"
     folder.mkdir()
@@ -183,7 +183,7 @@ def test_a_run_that_began_with_another_value_keeps_it_if_the_key_is_typed(kind: 
         assert {key: getattr(untyped.model, key) for key in before} == {key: now[key] for key in before}
 
 
-def test_null_of_a_preset_is_not_taken_for_typed(tmp_path: Path) -> None:
+def test_null_in_a_preset_is_not_treated_as_an_override(tmp_path: Path) -> None:
     preset = compose(["model=tiny", "data.tokenizer=bytes"]).model  # its YAML file leaves kv_heads null: half
     further = {"model_type": "llama", "num_key_value_heads": preset.heads, "rope_theta": preset.rope_theta}
     found = preset.described() | further | {"vocab_size": 257}
@@ -218,7 +218,7 @@ def sized(kind: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_has_the_parameters_that_each_option_of_a_family_makes(kind: str) -> None:
+def test_parameters_of_each_family_option_match_transformers(kind: str) -> None:
     """Names and shapes, of a model from scratch, as ``config.json`` describes it."""
     import transformers
 

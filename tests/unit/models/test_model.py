@@ -100,7 +100,7 @@ def test_loss_and_gradients_equal_full_logits_cross_entropy(tied: bool, monkeypa
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_label_smoothing_and_z_loss_are_added_in_training_alone(
+def test_label_smoothing_and_z_loss_are_added_only_in_training(
     soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
@@ -206,7 +206,7 @@ def test_meta_model_allocates_nothing_and_plan_names_exist() -> None:
         model.get_submodule(name)
 
 
-def test_first_weights_depend_on_name_seed_and_row_alone() -> None:
+def test_initial_weights_depend_only_on_name_seed_and_row() -> None:
     whole = normal_rows(3, "layers.0.weight", (5000, 700), 0, 5000)
     assert abs(whole.mean()) < 2e-3
     assert abs(whole.std() - 1) < 2e-3
@@ -231,7 +231,7 @@ def test_first_weights_depend_on_name_seed_and_row_alone() -> None:
         ("layers.0.mlp.up_proj.weight", (5000, 700), 1496, 3, "5b774d897cc0bfb224092c939958dae4"),
     ],
 )
-def test_first_weights_are_these_bits(
+def test_initial_weights_have_the_recorded_bits(
     name: str, shape: tuple[int, ...], first_row: int, rows: int, digest: str
 ) -> None:
     """Should numpy change its stream, old seeds give other weights: then say so to users, and renew the digests."""
@@ -240,7 +240,7 @@ def test_first_weights_are_these_bits(
     assert hashlib.blake2b(weights.numpy().tobytes(), digest_size=16).hexdigest() == digest
 
 
-def test_rotary_tables_are_kept_once_and_cut_to_any_length() -> None:
+def test_rotary_tables_are_shared_and_sliced_to_any_length() -> None:
     rotary, rope, device = RotaryEmbedding(16), Rope(5e5, LLAMA31_SCALING), torch.device("cpu")
     fresh = {length: RotaryEmbedding(16).table(rope, length, device) for length in (1, 7, 40, 512)}
     for length in (7, 40, 1, 40, 512, 7):

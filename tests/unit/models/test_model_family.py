@@ -50,7 +50,7 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
     return [*(word for word in words if not word.startswith("model.")), "model=bigram", *more]
 
 
-def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, text: Path) -> None:
+def test_user_family_has_the_same_losses_on_every_layout(folder: Path, text: Path) -> None:
     alone = bigram(folder, *overrides(text, folder / "one"))
     assert alone.returncode == 0, alone.stderr
     assert "model      bigram: width 16, vocabulary 257" in alone.stdout
@@ -70,7 +70,7 @@ def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, tex
         ("model.width=x", "model.width=x (command line) is not a whole number"),
     ],
 )
-def test_mistakes_in_its_keys_are_one_line(word: str, answer: str, folder: Path, text: Path) -> None:
+def test_mistakes_in_keys_of_a_user_family_are_one_line(word: str, answer: str, folder: Path, text: Path) -> None:
     ended = bigram(folder, *overrides(text, folder / "run", word, "dry_run=true"))
     assert (ended.returncode, ended.stdout) == (78, "")
     assert answer in ended.stderr

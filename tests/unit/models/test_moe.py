@@ -154,7 +154,7 @@ def test_glm45_air_has_its_published_size() -> None:
     assert f"{family.active_parameters(count):,}" == "13,424,123,904"
 
 
-def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_alone() -> None:
+def test_router_balances_experts_only_after_accepted_steps() -> None:
     router = Router(section(balance_rate=0.5))
     loads = torch.tensor([9, 3, 4, 5, 4, 5], dtype=torch.float64)  # 5 on average
     router.balance(loads, torch.tensor(False))
@@ -174,7 +174,7 @@ def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_
         ((9, 0), 100, torch.float32, False),
     ],
 )
-def test_grouped_products_of_a_gpu_are_used_where_they_are_right(
+def test_grouped_gpu_products_are_used_only_where_they_are_correct(
     capability: tuple[int, int], rows: int, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

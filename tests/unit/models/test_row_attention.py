@@ -59,9 +59,7 @@ def attended(
 
 
 @pytest.mark.parametrize(("tokens", "counts", "scale"), [(256, (4, 2), None), (100, (6, 2), 0.3), (65, (3, 3), None)])
-def test_errors_are_within_a_bound_of_those_of_sdpa_in_bf16(
-    tokens: int, counts: tuple[int, int], scale: float | None
-) -> None:
+def test_error_in_bf16_is_bounded_by_that_of_sdpa(tokens: int, counts: tuple[int, int], scale: float | None) -> None:
     exact = attended(torch.float32, tokens, counts, scale, "sdpa")
     ours, theirs = (
         torch.stack([(found - right).norm() / right.norm() for found, right in zip(each, exact, strict=True)])
@@ -71,7 +69,7 @@ def test_errors_are_within_a_bound_of_those_of_sdpa_in_bf16(
     assert (ours / theirs).max() < TIMES_SDPA
 
 
-def test_shapes_layouts_and_gradients_are_what_torch_requires_of_an_operation() -> None:
+def test_row_attention_passes_the_operator_checks_of_torch() -> None:
     q, k, v = (heads(count, 70, 8, seed).requires_grad_() for seed, count in enumerate((4, 2, 2)))
     for first in (None, torch.arange(70).sub(9).clamp(min=0).expand(2, -1)):
         torch.library.opcheck(attend_by_rows, (q, k, v, 0.2, first, 3.0))
@@ -102,7 +100,7 @@ def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("positions", "window"), MASKED)
 @pytest.mark.parametrize("form", [{}, {"soft_cap": 0.8, "scale": 0.5}], ids=["plain", "capped"])
-def test_documents_and_windows_by_rows_are_those_of_a_mask(
+def test_row_attention_with_documents_and_windows_equals_masked_attention(
     positions: Tensor | None, window: int | None, form: dict[str, float], dtype: torch.dtype
 ) -> None:
     inputs, grad = case(dtype, 2)
@@ -139,7 +137,7 @@ def one_by_one(
 
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize(("positions", "window"), MASKED)
-def test_documents_one_behind_another_are_those_of_a_mask(
+def test_varlen_attention_of_documents_equals_masked_attention(
     positions: Tensor | None, window: int | None, key_heads: int
 ) -> None:
     """``varlen_attn`` has a kernel on GPUs alone; another function takes its arguments here."""
@@ -153,7 +151,7 @@ def test_documents_one_behind_another_are_those_of_a_mask(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("positions", "window"), [*MASKED, (None, 128), (None, 129), (None, 256)])
-def test_blocks_hold_what_a_mask_does(positions: Tensor | None, window: int | None) -> None:
+def test_flex_block_mask_equals_the_dense_mask(positions: Tensor | None, window: int | None) -> None:
     """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
     rows = causal_mask(positions, LENGTH, torch.device("cpu"), window)
     dense = causal_mask(positions, LENGTH, torch.device("cpu"), window, "sdpa")
@@ -209,7 +207,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_takes_it_in_bf16_on_a_cpu_unless_asked_for_sdpa(name: str) -> None:
+def test_every_family_uses_row_attention_in_bf16_on_a_cpu_unless_set_to_sdpa(name: str) -> None:
     own = [] if name == "gpt2" else ["model.kv_heads=2"]
     for kernel in ("auto", "sdpa"):
         argv = [f"model={name}", *SMALL, *own, *FAMILIES[name], "model.vocab_size=300", f"model.attention={kernel}"]
@@ -277,7 +275,7 @@ def test_the_plan_names_the_attention_or_refuses_it_in_one_line(device: str, wor
     ("dtype", "is_masked", "key_heads"),
     [(torch.bfloat16, False, 2), (torch.bfloat16, True, 4), (torch.float32, False, 4), (torch.float32, True, 4)],
 )
-def test_shared_keys_get_a_kernel_of_a_gpu_that_holds_no_scores(
+def test_gpu_kernel_for_shared_keys_never_materializes_scores(
     dtype: torch.dtype, is_masked: bool, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That for fp32 and for masks takes no shared keys: SDPA would fall back to one that holds all scores."""
@@ -294,7 +292,7 @@ def test_shared_keys_get_a_kernel_of_a_gpu_that_holds_no_scores(
     assert found == [(key_heads, key_heads, key_heads == 2)]
 
 
-def test_repeated_keys_are_those_that_queries_share() -> None:
+def test_repeated_keys_equal_repeat_interleave() -> None:
     keys = heads(2, 3, 5, seed=1)
     assert attention._repeated(keys, 6).equal(keys.repeat_interleave(3, dim=1))
 

@@ -36,7 +36,7 @@ def rounded(values: Tensor, step: int, *, spec: ShardSpec | None = None, rank: i
     return result
 
 
-def test_the_mean_of_roundings_is_the_value_and_each_is_a_neighbour() -> None:
+def test_stochastic_rounding_is_unbiased_and_returns_a_neighbour() -> None:
     values = torch.tensor([1.001, -1.001, 0.3, 1e-20, -700.1]).repeat(200, 1)
     sums, steps = torch.zeros(values.shape, dtype=torch.float64), 50
     for step in range(steps):
@@ -52,7 +52,7 @@ def test_the_mean_of_roundings_is_the_value_and_each_is_a_neighbour() -> None:
     assert rounded(exact, 1).view(torch.int16).equal(exact.bfloat16().view(torch.int16))
 
 
-def test_every_rank_rounds_its_part_as_one_process_rounds_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_of_shards_equals_rounding_of_the_full_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "_ON_A_CPU", 50)  # several pieces, also within the first dim
     values = torch.randn(SHAPE)
     whole = rounded(values, 5)
@@ -65,7 +65,7 @@ def test_every_rank_rounds_its_part_as_one_process_rounds_the_whole(monkeypatch:
         assert 0.4 < (other != whole).float().mean() * 1.5 < 0.6  # of two independent roundings a third differ
 
 
-def test_random_bits_are_those_of_the_published_hash() -> None:
+def test_random_bits_equal_the_published_hash() -> None:
     def mixed(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -96,7 +96,7 @@ def trained(optim: str, dtype: torch.dtype, steps: int, lr: float) -> tuple[Tens
     return before, weight.detach().float()
 
 
-def test_weights_move_where_plain_rounding_stands_still() -> None:
+def test_small_updates_change_weights_unlike_with_plain_rounding() -> None:
     steps, lr = 40, 2e-5  # a change of 1 is less than a hundredth of what bf16 resolves there
     large = trained("adamw", torch.float32, 0, lr)[0].abs() > 0.25
     before, exact = trained("adamw", torch.float32, steps, lr)
@@ -140,7 +140,7 @@ def test_gradients_reduced_after_each_micro_batch_add_up_in_fp32() -> None:
         torch.testing.assert_close(seven, 7 * one, rtol=1e-6, atol=0)
 
 
-def test_a_parameter_without_a_gradient_on_ddps_layout_is_one_line() -> None:
+def test_parameter_without_a_gradient_under_ddp_is_refused_in_one_line() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -153,7 +153,7 @@ def test_a_parameter_without_a_gradient_on_ddps_layout_is_one_line() -> None:
         dist.destroy_process_group()
 
 
-def test_a_model_that_may_compute_in_other_types_is_one_line() -> None:
+def test_model_with_other_dtypes_is_refused_in_one_line() -> None:
     chosen = compose(["optim=adamw_bf16", "precision=bf16"]).optim
     with pytest.raises(UserError, match=r"stores weights in bf16, but Linear may compute in other dtypes.*optim=adamw"):
         check_optimizer(chosen, nn.Linear(2, 2), ParallelPlan(), Layout("single"))

@@ -37,7 +37,7 @@ def test_updates_are_near_those_of_adamw(optim: str, nearness: float) -> None:
     assert ours[1].equal(theirs[1]), "vectors have plain AdamW"
 
 
-def test_bytes_of_state() -> None:
+def test_state_has_the_expected_bytes() -> None:
     for name, expected in (("adamw8bit", 2.25), ("adamw4bit", 1.25)):
         section = compose([f"optim={name}"]).optim
         assert [state_bytes(section, ndim=ndim).per_element for ndim in (2, 1)] == [expected, 8]
@@ -82,7 +82,7 @@ def test_a_step_after_one_of_fake_tensors_moves_the_weights() -> None:
     assert (matrix < 0.95).all()
 
 
-def test_tensor_ranks_that_divide_blocks_are_one_line() -> None:
+def test_tensor_sharding_that_splits_quantized_blocks_is_refused_in_one_line() -> None:
     spec = ShardSpec("down.weight", (8, 48), (Slice(1, ("tensor",)),))
     layout = Layout("fsdp", tensor=2)
     with pytest.raises(

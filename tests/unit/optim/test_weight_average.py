@@ -38,7 +38,7 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
     return folder / "plain", folder / "averaged"
 
 
-def test_the_average_follows_the_weights_and_leaves_training_as_it_is(runs: tuple[Path, Path]) -> None:
+def test_average_follows_the_weights_without_changing_training(runs: tuple[Path, Path]) -> None:
     plain, averaged = runs
     assert losses(plain) == losses(averaged)
     trained = weights(averaged, "optimizer")
@@ -75,7 +75,7 @@ def test_an_update_converts_its_factor_once_for_all_parameters() -> None:
     assert all(torch.allclose(each, torch.full((2,), 1 - 2 / 11)) for each in average.of.values())
 
 
-def test_the_average_is_what_is_evaluated(runs: tuple[Path, Path], cluster: Cluster) -> None:
+def test_evaluation_uses_the_average(runs: tuple[Path, Path], cluster: Cluster) -> None:
     plain, averaged = runs
     (theirs,), (ours,) = metrics(plain, "eval"), metrics(averaged, "eval")
     assert abs(ours["loss"] - theirs["loss"]) > 1e-5
@@ -122,7 +122,7 @@ def test_a_stage_without_trained_weights_resumes(cluster: Cluster, text: Path, t
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_rejected_step_leaves_the_average(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_rejected_step_does_not_change_the_average(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, AVERAGED, "parallel=fsdp", "trainer.steps=2", "checkpoint.every=1")
     cluster.run(2, "testing.runs:train_small", argv=argv, fault={"rank": 1, "forwards": [2], "value": math.nan})
     assert [line["skipped"] for line in metrics(tmp_path)] == [0, 1]
@@ -133,7 +133,7 @@ def test_a_rejected_step_leaves_the_average(cluster: Cluster, text: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("first", "then"), [("0", "0.999"), ("0.999", "0")])
-def test_an_average_that_is_not_in_the_checkpoint_is_refused(
+def test_checkpoint_without_the_average_is_refused(
     first: str, then: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = tiny_overrides(text, tmp_path, "parallel=single", "checkpoint.allow_changes=true")

@@ -50,7 +50,7 @@ def test_the_largest_micro_batch_that_leaves_a_tenth_is_chosen() -> None:
     assert line.endswith(f"; {more} with trainer.activation_checkpoint=full")
 
 
-def test_a_number_from_before_stays_while_it_fits() -> None:
+def test_earlier_micro_batch_is_kept_while_it_fits() -> None:
     assert chosen(72.5, earlier=1)[0] == 1
     assert chosen(72.5, earlier=64)[0] == chosen(72.5, earlier=3)[0] == 2
 
@@ -91,7 +91,7 @@ def test_only_micro_batches_that_the_batch_and_the_schedule_allow_are_tried() ->
         allowed_micro_batches(config, Layout("ddp", replicate=5))
 
 
-def test_a_limit_of_each_process_is_not_divided_among_them() -> None:
+def test_memory_limit_per_process_is_not_divided_by_the_processes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, hard))
     try:
@@ -133,7 +133,7 @@ def test_mistakes_are_one_line(argv: list[str], says: str, capsys: pytest.Captur
     assert says in line
 
 
-def test_the_plan_shows_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_the_chosen_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA8B, "launch.processes=8", "dry_run=true"]) == 0
     printed = capsys.readouterr().out
     samples = chosen(78)[0]
@@ -141,7 +141,7 @@ def test_the_plan_shows_the_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"512 samples = {samples} per pass x 8 ranks x {64 // samples} accumulated" in printed
 
 
-def test_a_run_of_any_module_trains_as_with_the_number_written_and_chooses_again_for_another_layout(
+def test_auto_micro_batch_trains_like_the_explicit_number_and_is_chosen_again_for_another_layout(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     script = str(Path(__file__).parents[2] / "support" / "own_task.py")

@@ -249,7 +249,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in RUNS])
-def test_the_trace_is_what_processes_allocate_and_send(name: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_trace_matches_the_bytes_that_processes_allocate_and_send(name: str, cluster: Cluster, tmp_path: Path) -> None:
     """Of several processes to a twentieth: Gloo copies what it sends."""
     processes, close, more = RUNS[name]
     argv = [*TINY, "model.layers=2", f"trainer.global_batch={4 * processes}", *more]
@@ -274,7 +274,7 @@ OPERATIONS = {
 @pytest.mark.parametrize(
     ("recipe", "processes", "answer"), [("llama8b", 8, "yes"), ("llama70b", 16, "tight"), ("llama70b", 32, "yes")]
 )
-def test_large_recipes_fit_as_many_gpus_of_80_gb_as_they_name(recipe: str, processes: int, answer: str) -> None:
+def test_large_recipes_fit_their_number_of_80_gb_gpus(recipe: str, processes: int, answer: str) -> None:
     config = compose([f"recipe={recipe}", "data.tokenizer=bytes", "model.vocab_size=128256"])
     layout, task = resolve_layout(config.parallel, processes), CausalLM(config)
     model, accumulation = build_model(config, task), gradient_accumulation(config.trainer, layout)
@@ -319,19 +319,19 @@ def test_documentation_shows_published_memory_as_planned() -> None:
         assert row.job.layout.context > 1 or memory_line(row) in page, f"{memory_line(row)}: python -m tools.published"
 
 
-def test_figure_of_korthikanti_is_counted_to_the_percent() -> None:
+def test_published_activation_memory_of_korthikanti_is_met_within_a_percent() -> None:
     """Two rows: what a block keeps is traced, and counted as often as a pipeline has micro-batches in flight."""
     rows = {row.run: row for row in rows_with_memory()}
     assert abs(memory_error(rows["22B tp8 pp1 v1 none"])) < 0.01
     assert abs(memory_error(rows["175B tp8 pp8 v3 sp+sel"])) < 0.01
 
 
-def test_work_adds_up() -> None:
+def test_work_of_two_traces_adds_up() -> None:
     one = Work({(2, 3, 4): 1}, 5, 6, 7)
     assert one.plus(one, 2) == Work({(2, 3, 4): 3}, 15, 18, 21)
 
 
-def test_a_plan_of_512_processes_names_what_travels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_512_processes_lists_its_communication(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=llama70b", "launch.processes=512", "parallel.tensor=8", "dry_run=true"]
     assert main([*words, "plan.mode=formula"]) == 0
     printed = capsys.readouterr().out
@@ -340,7 +340,7 @@ def test_a_plan_of_512_processes_names_what_travels(capsys: pytest.CaptureFixtur
     assert "trust      memory: by formula" in printed
 
 
-def test_advice_is_given_where_a_run_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_does_not_fit_gets_advice(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=16", "dry_run=true", "plan.mode=formula"]
     assert main(words) == 0
     printed = capsys.readouterr().out
@@ -368,7 +368,7 @@ def test_advice_for_a_family_without_a_formula_is_traced(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["digits.py", "hf_gpt2.py"])
-def test_a_users_module_is_traced_as_it_is(script: str, tmp_path: Path) -> None:
+def test_user_module_is_traced_unchanged(script: str, tmp_path: Path) -> None:
     argv = ["parallel=fsdp", "launch.processes=2", "dry_run=true", "plan.mode=trace", f"run.dir={tmp_path / 'run'}"]
     ended = typed(f"examples/{script}", *argv)
     assert "trust      memory: traced" in ended.stdout, ended.stdout + ended.stderr
@@ -377,7 +377,7 @@ def test_a_users_module_is_traced_as_it_is(script: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_norms_of_a_gpu_have_the_dtypes_of_torchs(
+def test_traced_gpu_norms_have_the_dtypes_of_torch(
     dtype: torch.dtype, weight_dtype: torch.dtype | None, is_autocast: bool
 ) -> None:
     plain = F.rms_norm

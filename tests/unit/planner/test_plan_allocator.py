@@ -66,7 +66,7 @@ def test_requests_of_many_blocks_follow_from_those_of_a_few() -> None:
     assert extended(model(2), model(3), model(4), 30) == model(32)
 
 
-def test_blocks_that_request_other_things_are_not_extended() -> None:
+def test_blocks_with_different_requests_are_not_extrapolated() -> None:
     other = model(4)
     other[1][3] = (MIB + 512, 0)
     assert extended(model(2), model(3), other, 30) is None

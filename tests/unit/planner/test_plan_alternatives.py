@@ -51,7 +51,7 @@ def lines(*words: str) -> list[tuple[str, str]]:
     return [*plan_lines(*planned(*words))]
 
 
-def test_run_that_leaves_memory_is_told_faster_overrides_that_fit() -> None:
+def test_run_with_free_memory_gets_faster_overrides_that_fit() -> None:
     config, task, plan = planned(*LLAMA, "plan.memory=64GiB")
     found = faster(Planned(config, task, 8, "cuda"), plan)
     assert [each.override for each in found] == ["trainer.compile=true", "trainer.micro_batch=2"]
@@ -64,13 +64,13 @@ def test_run_that_leaves_memory_is_told_faster_overrides_that_fit() -> None:
     assert after.time.step.seconds == pytest.approx(left * plan.time.step.seconds)
 
 
-def test_run_that_fits_with_nothing_to_spare_is_told_nothing_that_needs_memory() -> None:
+def test_run_without_free_memory_gets_no_override_that_needs_memory() -> None:
     named = [text for name, text in lines(*LLAMA, "plan.memory=48GiB") if name == "faster"]
     assert len(named) == 1
     assert re.match("trainer.compile=true +about 11% less time, no more memory", named[0])
 
 
-def test_each_set_of_overrides_for_a_small_card_fits_and_none_has_one_too_many(qwen: list[str]) -> None:
+def test_suggested_overrides_for_a_small_gpu_fit_and_are_minimal(qwen: list[str]) -> None:
     words = [*qwen, "plan.device=rtx4090"]
     config, task, plan = planned(*words)
     assert plan.fits is not None
@@ -92,7 +92,7 @@ def test_each_set_of_overrides_for_a_small_card_fits_and_none_has_one_too_many(q
     assert found[1].changes() == ["holds the base model in 4 bits"]
 
 
-def test_plan_for_a_card_without_a_name_says_what_fits_and_not_how_fast_it_is(qwen: list[str]) -> None:
+def test_plan_for_a_gpu_given_only_by_memory_has_no_time(qwen: list[str]) -> None:
     named = dict(reversed([(name, text) for name, text in lines(*qwen, "plan.memory=12GiB") if name]))
     assert "trainer.activation_checkpoint=full adapter.quantize=nf4 7.8GiB, 2.2GiB are left" in named["fits with"]
     assert named["nearest"].endswith(" are missing")
@@ -125,7 +125,7 @@ def test_search_tries_optimizers_with_less_state_where_nothing_fits(capsys: pyte
     assert plan.fits.answer != "no"
 
 
-def test_ddp_that_does_not_fit_is_told_to_shard() -> None:
+def test_ddp_that_does_not_fit_gets_advice_to_shard() -> None:
     words = ["recipe=llama1b", "launch.processes=4", "parallel=ddp", "trainer.micro_batch=1", "plan.device=rtx4090"]
     config, task, plan = planned(*words)
     found = Search(Planned(config, task, 4, "cuda"), task, plan).found()
@@ -135,7 +135,7 @@ def test_ddp_that_does_not_fit_is_told_to_shard() -> None:
     assert after.fits.needed == found[0].fits.needed
 
 
-def test_optimizer_that_is_named_changes_numerics() -> None:
+def test_suggested_optimizer_is_reported_to_change_numerics() -> None:
     for name in ("adamw8bit", "adamw_bf16", "adamw4bit"):
         (text,) = Fitting({"optim.name": name}, None).changes()  # type: ignore[arg-type]
         assert text.endswith("other numerics than adamw")

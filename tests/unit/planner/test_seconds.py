@@ -63,7 +63,7 @@ def test_zero_bubble_schedule_fills_gaps_with_gradients_of_weights():
 
 @pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
 @pytest.mark.parametrize(("ranks", "per_rank", "micro_batches"), [(4, 2, 8), (2, 3, 6), (3, 2, 9)])
-def test_order_is_that_of_torch(schedule, ranks, per_rank, micro_batches):
+def test_order_of_a_schedule_equals_that_of_torch(schedule, ranks, per_rank, micro_batches):
     name = {"interleaved": "ScheduleInterleaved1F1B", "looped_bfs": "ScheduleLoopedBFS"}[schedule]
     of_torch = SimpleNamespace(
         _stages=[None] * per_rank, n_local_stages=per_rank, pp_group_size=ranks, _n_microbatches=micro_batches,
@@ -150,7 +150,7 @@ def test_trust_covers_fp8_and_adapters(words, low, high, text):
     assert text in time.trust
 
 
-def test_what_rates_cover_is_in_the_rows():
+def test_range_covered_by_rates_matches_the_published_rows():
     for software, seen in SEEN.items():
         known = [row for row in rows() if row.software == software and row.cluster.device.name in seen.devices]
         assert any(row.job.sequence == seen.sequence for row in known)
@@ -265,7 +265,7 @@ def test_time_of_training_on_pairs_is_unknown(capsys):
     assert "\nstep       unknown: there are no rates for the sizes of this model, or for its" in capsys.readouterr().out
 
 
-def test_config_of_a_run_holds_nothing_of_its_plan():
+def test_config_of_a_run_contains_no_plan_keys():
     assert "plan" not in config_yaml(compose(["dry_run=true", "plan.device=h100"]))
 
 

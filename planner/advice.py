@@ -80,7 +80,7 @@ def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] =
     )
     if planned.device == "cpu" or unshardable(planned.model):
         return [*same, *other]
-    last = planned.advice("parallel.offload", True, ", which host memory then holds; much slower")
+    last = planned.advice("parallel.offload", True, ", moved to host memory; much slower")
     if last.saved <= threshold:
         return [*same, *other]
     fits = [planned.memory.total - found.saved <= usable for found in (last, *same)]
@@ -98,10 +98,10 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
         return planned.memory.total - advice.saved <= usable
 
     if stage in (FORWARD, BACKWARD) and budget < 1:
-        yield planned.advice("trainer.activation_memory_budget", budget / 2, ", and computes blocks again")
+        yield planned.advice("trainer.activation_memory_budget", budget / 2, ", but recomputes blocks")
     elif stage in (FORWARD, BACKWARD) and mode in KEEPS_LESS:
         selective, full = (
-            planned.advice("trainer.activation_checkpoint", less, ", and computes blocks again")
+            planned.advice("trainer.activation_checkpoint", less, ", but recomputes blocks")
             for less in ("selective", "full")
         )
         yield selective if fits(selective) and selective.saved else full
@@ -111,11 +111,11 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
         if found:
             yield next(filter(fits, found), found[-1])
     if planned.device != "cpu" and can_offload(config.optim) and not config.parallel.offload:
-        yield planned.advice("optim.offload", True, ", which host memory then holds; slower updates")
+        yield planned.advice("optim.offload", True, ", moved to host memory; slower updates")
     if layout.shard * layout.context > 1:
-        yield planned.advice("parallel.reshard_after_forward", True, ", and is slower")
+        yield planned.advice("parallel.reshard_after_forward", True, ", but is slower")
     if layout.shard > 1 and layout.pipeline == 1:
-        yield planned.advice("parallel.sync_every_micro_batch", True, ", and communicates more")
+        yield planned.advice("parallel.sync_every_micro_batch", True, ", but communicates more")
     fully = {"parallel.strategy": "fsdp", "parallel.replicate": 1, "parallel.shard": -1}
     if layout.replicate > 1:
         yield Advice("parallel=fsdp", planned.saved_by(fully), "")
@@ -136,16 +136,16 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
             yield max(found, key=lambda each: each.saved)
     if layout.strategy != "ddp":
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
-        yield Advice(f"{name}, such as {2 * world}", planned.saved_by(fully, ranks=2), " on each")
+        yield Advice(f"{name}, such as {2 * world}", planned.saved_by(fully, ranks=2), " per rank")
 
 
 def _that_change_them(planned: Planned, stage: str) -> Iterator[Advice]:
     config = planned.config
     if config.optim.name == "adamw":
         saved = planned.saved_by({"optim.name": "adamw8bit"})
-        yield Advice("optim=adamw8bit", saved, " of optimizer state, in a new run; other rounding")
+        yield Advice("optim=adamw8bit", saved, " of optimizer state, in a new run; different rounding")
     if stage in (FORWARD, BACKWARD, EVALUATE) and config.precision.name == "fp32":
-        yield Advice("precision=bf16", planned.saved_by({"precision.name": "bf16"}), "; other rounding")
+        yield Advice("precision=bf16", planned.saved_by({"precision.name": "bf16"}), "; different rounding")
 
 
 def fitting(planned: Planned, limit: int) -> str:

@@ -23,16 +23,16 @@ MICRO_BATCHES = (1, 2, 4, 8)
 SMALLER_OPTIMIZERS = ("adamw8bit", "adamw_bf16", "adamw4bit")
 """Optimizers with less state than AdamW, closest numerics first."""
 OTHER_NUMERICS = {
-    "adamw8bit": "moments in 8 bits: other numerics than adamw",
-    "adamw_bf16": "weights and moments in bf16, rounded stochastically: other numerics than adamw",
-    "adamw4bit": "moments in 4 bits: other numerics than adamw",
+    "adamw8bit": "8-bit moments: numerics differ from adamw",
+    "adamw_bf16": "bf16 weights and moments, rounded stochastically: numerics differ from adamw",
+    "adamw4bit": "4-bit moments: numerics differ from adamw",
 }
 SHORTEST = 512
 """Shortest sample length to try, in tokens."""
 _CHANGES = {
     "adapter.method": "trains adapters only",
-    "adapter.quantize": "holds the base model in 4 bits",
-    "data.sequence_length": "shorter samples",
+    "adapter.quantize": "stores the base model in 4 bits",
+    "data.sequence_length": "trains on shorter samples",
 }
 """Effects of keys other than speed and memory."""
 _WORTH_A_LINE = 0.01

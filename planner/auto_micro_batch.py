@@ -75,8 +75,8 @@ def choose(
     if not found:
         raise UserError(_refusal(planned, fits(allowed[-1]), [*_others(planned, allowed, fits)]))
     others = [f"{samples} with {override}" for override, samples in _others(planned, allowed, fits) if samples > found]
-    why = "as before" if found == kept else "all of a rank's" if found == allowed[0] else "the most that fit"
-    rank = f"{size(fits(found).needed)} of {size(usable)} that a rank may have"
+    why = "as before" if found == kept else "all samples of a rank" if found == allowed[0] else "the most that fit"
+    rank = f"{size(fits(found).needed)} of {size(usable)} usable per rank"
     return (
         found,
         f"{'chosen':<10} trainer.micro_batch={found}, {why}: {rank}{''.join(f'; {other}' for other in others)}",
@@ -121,13 +121,14 @@ def _needed(config: RunConfig, task: RunTask, layout: Layout, planned: Planned, 
 
 def _refusal(planned: Planned, fits: Fits, others: list[tuple[str, int]]) -> str:
     least = planned.config.trainer.micro_batch
-    remedies = [f"{override}, with which {samples} fit" for override, samples in others]
+    remedies = [f"{override} ({samples} fit)" for override, samples in others]
     if not remedies:
         most = 0.9 * fits.usable
         found = advice(planned, BACKWARD, most)
         remedies = [remedy.override for remedy in found if fits.needed - remedy.saved <= most][:1]
-        remedies = remedies or [f"{remedy.override}, which alone is not enough," for remedy in found[:1]]
+        remedies = remedies or [f"{remedy.override} (not enough on its own)" for remedy in found[:1]]
+    choices = " or ".join([*remedies, f"trainer.micro_batch={least} to try"])
     return (
-        f"trainer.micro_batch=auto: {least} needs {size(fits.needed)}, and a rank may have {size(max(0, fits.usable))} "
-        f"and keeps a tenth; use {' or '.join([*remedies, f'trainer.micro_batch={least} to try'])}"
+        f"trainer.micro_batch=auto: a micro-batch of {least} needs {size(fits.needed)}, but a rank can use "
+        f"{size(max(0, fits.usable))}, less a tenth in reserve; use {choices}"
     )

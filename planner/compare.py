@@ -123,7 +123,8 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
         rates_of = measured.cluster.device.driver_name
         if measured.is_gpu != ran.is_gpu or (ran.is_gpu and rates_of != ran.device):
             raise UserError(
-                f"plan.rates={config.plan.rates} were measured on {rates_of}, and the run was on {ran.device}"
+                f"plan.rates={config.plan.rates} were measured on {rates_of}, but the run used {ran.device}; leave "
+                "plan.rates out"
             )
     elif config.plan.device is None and known is not None:
         values["plan.device"] = known.name
@@ -140,8 +141,8 @@ def compared(config: RunConfig, task: RunTask, layout: Layout, accumulation: int
         return json.dumps(
             {"plan": plan.as_data(), "run": vars(ran) | {"exchanged": ran.exchanged and ran.exchanged._asdict()}}
         )
-    lines = [f"{'compared':<10} steps {ran.steps[0]} to {ran.steps[-1]} of {_place(ran)}; {plan.found}"]
-    lines += columns([("term", "plan", "run", "error", "what it says"), *_rows(plan, ran)])
+    lines = [f"{'compared':<10} steps {ran.steps[0]} to {ran.steps[-1]}, {_place(ran)}; {plan.found}"]
+    lines += columns([("term", "plan", "run", "error", "assessment"), *_rows(plan, ran)])
     if isinstance(plan.time, Timed):
         lines.append(f"{'trust':<10} {plan.time.trust}")
     else:
@@ -160,7 +161,7 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
         planned = plan.memory.peak + (0 if ran.is_gpu else plan.memory.on_host)
         yield _row("peak memory", planned, ran.memory_bytes, size, _of_memory(plan, ran))
     else:
-        yield "peak memory", size(plan.memory.peak), "-", "", "the run did not record its own"
+        yield "peak memory", size(plan.memory.peak), "-", "", "the run recorded no memory"
     phases, timed = ran.phases, plan.time if isinstance(plan.time, Timed) else None
     parts = timed.step.parts if timed else {}
     waits, update = parts.get("pipeline", 0.0), parts.get("optimizer", 0.0)
@@ -185,18 +186,18 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
 def _exchanges(planned: float | None, ran: Figures) -> tuple[str, ...]:
     """Return the row on communication that does not overlap with computation. Its time is part of the phases."""
     if (found := ran.exchanged) is None:
-        how = "a run with 'profile.steps=[3,4]' shows them"
-        return "  of it exchanges", "-" if planned is None else seconds_text(planned), "-", "", how
+        how = "recorded in a run with 'profile.steps=[3,4]'"
+        return "  exposed communication", "-" if planned is None else seconds_text(planned), "-", "", how
     hidden = 1 - found.exposed / found.seconds if found.seconds else 0.0
-    says = f"{seconds_text(found.seconds)}, {hidden:.0%} of it beside computing: profile of steps "
+    says = f"{seconds_text(found.seconds)} in total, {hidden:.0%} hidden by computation: profile of steps "
     says += f"{found.steps[0]} to {found.steps[1]}"
-    return _timed_row("  of it exchanges", planned, found.exposed, says)
+    return _timed_row("  exposed communication", planned, found.exposed, says)
 
 
 def _of_memory(plan: StepPlan, ran: Figures) -> str:
     assert ran.memory_bytes is not None
     if not ran.is_gpu:
-        return "resident, less the start's: libraries that are loaded later count too, and what Gloo copies"
+        return "resident memory since the start, including libraries loaded later and copies by Gloo"
     if not ran.reserved_bytes:
         return ""
     lost = ran.reserved_bytes / ran.memory_bytes - 1

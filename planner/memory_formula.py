@@ -37,8 +37,8 @@ from serried.trainer.task import RunTask
 RECEIVE_BUFFERS = "receive buffers"
 """Name of the pipeline receive buffers among the parts of a rank's memory."""
 WHY_RECEIVE_BUFFERS = (
-    "torch has one for each micro-batch of a step and each stage; fewer samples in a step need fewer: a lower "
-    "trainer.global_batch, more data ranks, or parallel.stages_per_rank=1"
+    "torch allocates one per micro-batch and stage; to need fewer, use a lower trainer.global_batch, more data ranks, "
+    "or parallel.stages_per_rank=1"
 )
 _FP32_BYTES = 4
 _WAITS_FOR_THE_NEXT_BACKWARD = ("interleaved_zero_bubble", "zbv")

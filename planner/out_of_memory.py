@@ -90,7 +90,7 @@ def explained(
         with suppress(Exception):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_snapshot(path, session.device)
-            history = "" if config.profile.memory else "; profile.memory=true adds who asked for it"
+            history = "" if config.profile.memory else "; profile.memory=true adds the stack of each allocation"
             lines.append(f"  {'snapshot':<9}  {path}{history}")
     return TrainingFailed("\n".join(lines))
 
@@ -138,7 +138,7 @@ def _asked_bytes(error: BaseException | None) -> int:
 
 def _asked_for(error: BaseException) -> str:
     asked = _asked_bytes(error)
-    return f"{size(asked)} more asked for; " if asked else ""
+    return f"could not allocate {size(asked)}; " if asked else ""
 
 
 # memory in use --------------------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> li
     lines = [f"{'holds' if held else 'needs':<9}  {', '.join(parts)}"]
     if usage.others is not None:
         lines.append(
-            f"{'device':<9}  {size(usage.allocated)} in tensors, {size(usage.reserved_free)} held by the allocator in "
-            f"pieces between them, {size(usage.others)} of other processes and the driver"
+            f"{'device':<9}  {size(usage.allocated)} in tensors, {size(usage.reserved_free)} reserved by the allocator "
+            f"but unused, {size(usage.others)} used by other processes and the driver"
         )
     return lines
 
@@ -196,11 +196,9 @@ def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str
     config, more = planned.config, []
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
         copy = saved_bytes(config, planned.model, planned.plan) // planned.world_size
-        more.append(Advice("checkpoint.mode=sync", copy, " where a save is under way"))
+        more.append(Advice("checkpoint.mode=sync", copy, " while a checkpoint is written"))
     found = advice(planned, stage, _USABLE_SHARE * usage.capacity, more)
     lines = [f"{advised.override:<42} saves about {size(advised.saved)}{advised.note}" for advised in found]
     if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not has_expandable_segments():
-        lines.insert(
-            0, f"{_EXPANDABLE_SEGMENTS:<42} up to {size(usage.reserved_free)}, free in pieces that are too small"
-        )
+        lines.insert(0, f"{_EXPANDABLE_SEGMENTS:<42} uses up to {size(usage.reserved_free)} of fragmented free memory")
     return lines[:_ADVICE_LINES]

@@ -42,8 +42,8 @@ from serried.trainer.run_data import training_data, with_steps
 from serried.trainer.task import Dataset, RunTask, needs_data_for_example
 
 _STATISTICS = (
-    "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
-    "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
+    "BatchNorm computes statistics over the micro-batch of each rank, and a checkpoint stores those of rank 0, "
+    "so the loss depends on the layout; on GPUs use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
 )
 _FP32_BYTES = 4
 _LARGE_GPU_BYTES = 80 * 2**30
@@ -77,14 +77,15 @@ def overview(
     step_weight = trainer.global_batch * task.weight_per_sample()
     mesh = layout.describe(len(plan.blocks), accumulation)
     if layout.shard * layout.context > 1:
-        gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
-        mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
+        frees = parallel.frees_after_forward
+        gathers = ", ZeRO-3 (reshards after forward)" if frees else ", ZeRO-2 (stays gathered)"
+        mesh += ", ZeRO-2 (small and on a CPU: one unit)" if plan.is_one_unit else gathers
     schedule = config.schedule.with_warmup_steps(trainer.steps)
     used_for = check_optimizer(config.optim, model, plan, layout)
     place_of_state = ", state in host memory" if config.offloads_state else ""
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
-    short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
+    short_run = " (longer than the run)" if schedule.warmup_steps >= trainer.steps else ""
     precision = [_precision(config, model, plan, layout, starts=start is not None)]
     precision += ["blocks compiled"] * trainer.compiles + list(filter(None, [task.describe_kernels(device)]))
     lines = [
@@ -95,7 +96,7 @@ def overview(
             f"{trainer.global_batch} samples = {trainer.micro_batch} per pass x {layout.data_ranks} "
             f"{'' if layout.data_ranks == layout.world else 'data '}rank{'s' if layout.data_ranks > 1 else ''} x "
             f"{accumulation} accumulated; "
-            f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
+            f"{step_weight:,} {task.unit} per step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
         ("precision", "; ".join(precision)),
         (
@@ -103,7 +104,7 @@ def overview(
             f"{config.optim.name}{used_for}{place_of_state}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
-            + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
+            + (f"; evaluates and saves averaged weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
         ),
         ("memory", _memory(config, task, accumulation, sizes)),
         *([("reference", text)] if (text := task.describe_reference()) else []),
@@ -135,8 +136,8 @@ def _notes_on_length(config: RunConfig, layout: Layout) -> list[str]:
 def _benchmarks(trainer: TrainerSection) -> str:
     documents = trainer.eval_batches * trainer.global_batch
     return (
-        f"{', '.join(trainer.evaluate)}: at most {documents:,} documents each, every {trainer.evaluates_every:,} "
-        f"steps; the logits of {trainer.micro_batch} whole requests are not in the line memory"
+        f"{', '.join(trainer.evaluate)}: at most {documents:,} documents per task, every {trainer.evaluates_every:,} "
+        f"steps; the line memory does not include the logits of {trainer.micro_batch} full requests"
     )
 
 
@@ -193,7 +194,7 @@ def dry_run(config: RunConfig, task: RunTask, layout: Layout, accumulation: int,
     needed, limit = planned_memory(config, task, accumulation, sizes).total, _gpu_bytes(config)
     if _is_for_gpus(config) and needed > limit:
         if config.launch.processes is None and layout.world == 1:
-            remedy = "to plan for a node of 8: launch.processes=8"
+            remedy = "to plan for a node of 8 GPUs: launch.processes=8"
         else:
             remedy = fitting(Planned(config, task, layout.world, device), limit)
         much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
@@ -233,7 +234,7 @@ def _gpu_bytes(config: RunConfig) -> int:
 
 
 def _data(task: RunTask, training: Dataset | None) -> str:
-    return task.describe_data() or (f"{len(training):,} samples" if training is not None else "the task's own")
+    return task.describe_data() or (f"{len(training):,} samples" if training is not None else "defined by the task")
 
 
 def _passes(config: RunConfig, training: Dataset) -> str:
@@ -250,8 +251,8 @@ def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
     each = passes(training, config.trainer.steps * config.trainer.global_batch)
     return [
         f"{f'source {name}' if name else 'the training data'} is repeated {number:,.0f} times in "
-        f"{config.trainer.steps:,} steps; beyond about {_PASSES_THAT_TEACH} a repetition teaches next to nothing "
-        f"(arXiv 2305.16264): use more data{', a lower weight' if name else ''} or fewer steps"
+        f"{config.trainer.steps:,} steps; more than about {_PASSES_THAT_TEACH} repetitions hardly improve a model "
+        f"(arXiv 2305.16264); use more data{', a lower weight' if name else ''} or fewer steps"
         for name, number in each.items()
         if number > _PASSES_THAT_TEACH
     ]
@@ -310,7 +311,7 @@ def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelP
     when = f"every {' or '.join(intervals)} and at the end" if intervals else "at the end"
     whole = saved_bytes(config, model, plan)
     copied = copied_bytes(config, model, plan, device) / layout.world
-    copy = f" (a copy of {size(copied)} a rank in host memory)" if copied else ""
+    copy = f" (copies {size(copied)} per rank to host memory)" if copied else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
 
@@ -357,7 +358,7 @@ def _memory(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -
     note = ""
     may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp"
     if memory.gradients_while_accumulating and may_sum_each:
-        note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
+        note = f" (unsharded while accumulating; {size(memory.gradients)} with parallel.sync_every_micro_batch=true)"
     here = {
         "parameters": (memory.parameters, ""),
         "gradients": (memory.gradients + memory.gradients_while_accumulating, note),
@@ -373,7 +374,7 @@ def _memory(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes) -
         mix = planned_mix(config, task, layout, plan, sizes.model)
         how = _mixed(mix, layout, len(plan.blocks_in(sizes.model))) if mix else _checkpointing(trainer)
         activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
-    apart = "" if memory.is_of_parts else "; not all at once"
+    apart = "" if memory.is_of_parts else "; not all at the same time"
     apart += "".join(f"; {kind} {size(value)}" for kind, value in memory.apart.items())
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
 
@@ -383,8 +384,8 @@ def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
     firsts = number_of_firsts(mix, layout, blocks, range(layout.stages))
     first, rest = mix.kept
     kept = (firsts * first + (blocks - firsts) * rest) / blocks
-    others = f", {blocks - firsts} {mix.rest if mix.rest != 'none' else 'whole'}" if firsts < blocks else ""
-    return f"within the budget: {firsts} blocks {mix.first}{others}, which keep {kept:.2f} of all"
+    others = f", {blocks - firsts} {mix.rest if mix.rest != 'none' else 'unchanged'}" if firsts < blocks else ""
+    return f"within the budget: {firsts} blocks {mix.first}{others}, keeping {kept:.2f} of all activations"
 
 
 def _checkpointing(trainer: TrainerSection) -> str:
@@ -392,6 +393,5 @@ def _checkpointing(trainer: TrainerSection) -> str:
     every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
     blocks = f"1 of {every} blocks" if every > 1 else "blocks"
     if mode == "offload":
-        return f"{mode}: those of {blocks} are in host memory"
-    again = "computed again" if mode == "full" else "half computed again"
-    return f"{mode}: {blocks} {again} in the backward"
+        return f"{mode}: {blocks} keep them in host memory"
+    return f"{mode}: {blocks} {'' if mode == 'full' else 'partly '}recomputed in the backward"

@@ -34,15 +34,15 @@ _DAY, _HOUR = 86400, 3600
 _NAMES = {
     "products": "matrix products",
     "attention": "attention",
-    "memory": "operations that wait for memory",
-    "recomputed": "blocks computed again",
-    "tensor": "exchanges of tensor ranks",
-    "context": "exchanges of context ranks",
-    "expert": "exchanges of expert ranks",
-    "data": "gathers and sums of FSDP",
-    "pipeline": "waiting in the pipeline",
+    "memory": "memory-bound operations",
+    "recomputed": "recomputation",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "expert-parallel communication",
+    "data": "data-parallel communication",
+    "pipeline": "pipeline bubbles",
     "optimizer": "optimizer",
-    "stragglers": "waiting in large groups",
+    "stragglers": "stragglers in large groups",
 }
 """Names of the parts of a step, as printed."""
 _OWN_WORK = ("products", "attention", "memory", "optimizer")
@@ -103,8 +103,8 @@ def _computes_in_bf16(config: RunConfig) -> bool:
 def no_bf16(config: RunConfig, device: Device) -> str:
     """Return the advice for a device without bf16."""
     return (
-        f"precision={config.precision.name}: {device.name} has no hardware for bf16, and a run on it is refused; use "
-        "precision=fp16"
+        f"precision={config.precision.name}: {device.name} has no hardware support for bf16, so a run is refused; "
+        "use precision=fp16"
     )
 
 
@@ -114,7 +114,7 @@ def _traced_advice(planned: Planned, task: RunTask, plan: StepPlan) -> Iterator[
     changes: list[tuple[str, object, str]] = []
     is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in KEEPS_LESS
     if planned.plan.blocks and is_free:
-        changes.append(("trainer.activation_checkpoint", "full", ", and computes blocks again"))
+        changes.append(("trainer.activation_checkpoint", "full", ", but recomputes blocks"))
     changes += [("trainer.micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
     for key, value, note in changes:
         config = with_values(planned.config, {key: value})
@@ -131,7 +131,7 @@ def _fits(fits: Fits, memory: Memory) -> str:
     rank = f" of rank {memory.rank}" if memory.rank else ""
     left = f"{size(fits.margin)} are left" if fits.margin >= 0 else f"{size(-fits.margin)} are missing"
     if fits.margin < 0 and fits.answer == "tight":
-        left += ": torch's allocator has to free what is not in use"
+        left += ": torch's allocator must release unused memory"
     return f"{fits.answer}: {much}{where}{rank}; {left}"
 
 
@@ -153,13 +153,13 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
         axes[flow.axis, flow.ranks][flow.kind.replace("_", "-")] += flow.bytes
     whole = sum(flow.bytes for flow in flows)
     shown = sorted(axes.items(), key=lambda each: -sum(each[1].values()))
-    first = f"{size(whole)} from each rank in a step: "
+    first = f"{size(whole)} per rank and step: "
     for number, ((axis, ranks), kinds) in enumerate(shown):
         sent = sum(kinds.values())
         if number and sent < _WORTH_NAMING * whole:
             continue
         parts = ", ".join(f"{kind} {size(value)}" for kind, value in sorted(kinds.items(), key=lambda each: -each[1]))
-        yield "" if number else "travels", f"{'' if number else first}{axis} over {ranks} ranks {size(sent)} ({parts})"
+        yield "" if number else "sends", f"{'' if number else first}{axis} over {ranks} ranks {size(sent)} ({parts})"
 
 
 def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
@@ -169,8 +169,8 @@ def _far_apart(config: RunConfig, step_seconds: float) -> str | None:
     if checkpoint.minutes_between or steps * step_seconds <= _HOUR:
         return None
     return (
-        f"{steps:,} steps without a checkpoint take {duration(steps * step_seconds)}, which is lost if the run ends "
-        f"without warning: add checkpoint.every_minutes={DEFAULT_MINUTES_BETWEEN}"
+        f"{steps:,} steps without a checkpoint take {duration(steps * step_seconds)}, and this work is lost if the run "
+        f"is killed; add checkpoint.every_minutes={DEFAULT_MINUTES_BETWEEN}"
     )
 
 
@@ -193,7 +193,7 @@ def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]
     took = seconds_text(step.seconds, *time.range)
     yield "step", f"{took} on {time.processes} {device.name}: {_shares(step)}"
     yield "rate", _rate(config, time)
-    yield "binds", _binds(step)
+    yield "bottleneck", _binds(step)
 
 
 def seconds_text(*seconds: float) -> str:
@@ -217,7 +217,7 @@ def _rate(config: RunConfig, time: Timed) -> str:
     seconds, ranks, device = time.step.seconds, time.processes, time.cluster.device
     each = time.samples * time.weight_per_sample
     low, high = (each / ranks / seconds for seconds in reversed(time.range))
-    text = f"{each / ranks / seconds:,.0f} {time.unit}/s a device ({low:,.0f} to {high:,.0f})"
+    text = f"{each / ranks / seconds:,.0f} {time.unit}/s per device ({low:,.0f} to {high:,.0f})"
     if time.flops_per_sample and device.measured is None and (peak := device.peak(config.precision.name)):
         text += f", MFU {time.samples * time.flops_per_sample / seconds / ranks / peak:.0%}"
     whole = (config.plan.tokens if time.unit == "tokens" else None) or each * config.trainer.steps
@@ -226,7 +226,7 @@ def _rate(config: RunConfig, time: Timed) -> str:
     text += f"; {short(whole)} {time.unit}: {duration(took) if took < 100 * _DAY else f'{took / _DAY:,.0f} days'}"
     text += f", {short(hours)} device-hours"
     return text + (
-        f", {short(hours * config.plan.price)} at {config.plan.price:g} an hour" if config.plan.price else ""
+        f", {short(hours * config.plan.price)} at {config.plan.price:g} per hour" if config.plan.price else ""
     )
 
 
@@ -238,5 +238,5 @@ def _binds(step: Step) -> str:
     waits = {name: seconds for name, seconds in step.parts.items() if name not in _OWN_WORK}
     text = largest({**step.parts})
     if sum(waits.values()) > _WORTH_NAMING_OF_TIME * step.seconds and largest(waits) != text:
-        text += f"; apart from the model's own work, most is {largest(waits)}"
+        text += f"; largest overhead: {largest(waits)}"
     return text

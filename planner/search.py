@@ -86,7 +86,7 @@ class Candidate:
 
     def words(self) -> str:
         """Return the overrides as command-line arguments."""
-        return " ".join(map(word, self.overrides, self.overrides.values())) or "(as it is)"
+        return " ".join(map(word, self.overrides, self.overrides.values())) or "(no change)"
 
 
 def search(config: RunConfig, task: RunTask, processes: int) -> str:
@@ -162,9 +162,9 @@ def search(config: RunConfig, task: RunTask, processes: int) -> str:
     lines += searched.table(fastest, is_numbered=True)
     equal = sum(candidate.seconds <= _EQUAL * fastest[0].seconds for candidate in fastest)
     if equal > 1:
-        lines.append(f"{'equal':<10} 1 to {equal} are within 5%, less than the error of these times: choose by memory")
+        lines.append(f"{'equal':<10} 1 to {equal} differ by less than 5%, the error of these times; choose by memory")
     if covered:
-        lines += [f"{'covered':<10} the fastest of those that published runs cover", *searched.table(covered)]
+        lines += [f"{'covered':<10} the fastest layouts that published runs cover", *searched.table(covered)]
     if frugal:
         lines += [f"{'smaller':<10} layouts that need less memory than any faster one", *searched.table(frugal)]
     if noted := {doubt for candidate in (*fastest, *frugal) for doubt in searched.doubts(candidate)}:
@@ -175,7 +175,7 @@ def search(config: RunConfig, task: RunTask, processes: int) -> str:
 
 
 def _missing(nearest: Candidate, limit: float) -> str:
-    return f"{nearest.words()}, {size(nearest.bytes)}, of which {size(nearest.bytes - limit)} are missing"
+    return f"{nearest.words()}, which needs {size(nearest.bytes)}: {size(nearest.bytes - limit)} are missing"
 
 
 def _smaller(config: RunConfig, task: RunTask, processes: int) -> Iterator["_Search"]:
@@ -314,7 +314,8 @@ class _Search:
         """
         if config.trainer.activation_memory_budget < 1:
             raise UserError(
-                "plan.search=true chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
+                f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g} is not supported with "
+                "plan.search=true, which chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
             )
         self.config, self.task = config, task
         self.processes, self.changes = processes, changes or {}

@@ -68,14 +68,14 @@ def plan_step(
     layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)
     memory = formula_memory(planned_memory(config, task, accumulation, sizes))
     stages: list[Traced] = []
-    found = "by formula, plan.mode=trace to trace it"
+    found = "by formula (plan.mode=trace traces a step instead)"
     if config.plan.mode == "trace":
         try:
             stages = trace_step(config, task, layout, accumulation)
             memory, found = reserved_memory_of(stages, is_expandable=has_expandable_segments()), TRACED
             flows = flows if layout.is_replicated else flows_of(stages)  # the trace of DDP has one process
         except CannotTrace as error:
-            found = f"by formula, as the step cannot be traced: {error}"
+            found = f"by formula, because the step cannot be traced: {error}"
     time: Timed | str | None = None
     if is_timed:
         try:

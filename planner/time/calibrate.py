@@ -97,17 +97,17 @@ def of_all(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _lines(rates: dict[str, Any], out: Path) -> list[str]:
     products, count = rates["products"], rates["processes"]
     best = max(2 * m * n * k / seconds for m, n, k, seconds in products)
-    processes = f"{count} process{'es' if count > 1 else ''}, {rates['per_node']} a node"
+    processes = f"{count} process{'es' if count > 1 else ''}, {rates['per_node']} per node"
     lines = [
         ("device", f"{rates['device']}; {processes}; torch {rates['torch']}"),
-        ("products", f"{rates['precision']}: {best / 1e9:,.4g} GFLOP/s at best, of {len(products)} shapes"),
+        ("products", f"{rates['precision']}: {best / 1e9:,.4g} GFLOP/s for the fastest of {len(products)} shapes"),
         ("attention", f"{rates['attention'] / 1e9:,.4g} GFLOP/s"),
-        ("memory", f"{size(int(rates['memory']))}/s; {rates['launch'] * 1e6:.1f} us an operation"),
+        ("memory", f"{size(int(rates['memory']))}/s; {rates['launch'] * 1e6:.1f} us per operation"),
     ]
-    for name, what in (("links", "exchanges in a node"), ("network", "exchanges of all ranks")):
+    for name, what in (("links", "communication within a node"), ("network", "communication of all ranks")):
         if wire := rates[name]:
             rate, of_call = size(int(wire["bytes_per_second"])), 1e6 * wire["seconds"]
-            lines.append((name, f"{what}: {rate}/s, {of_call:.0f} us a call"))
+            lines.append((name, f"{what}: {rate}/s, {of_call:.0f} us per call"))
     if rates["links"]:
-        lines.append(("hidden", f"{rates['hidden']:.0%} of an exchange, by products beside it"))
+        lines.append(("hidden", f"{rates['hidden']:.0%} of communication is hidden by matrix products"))
     return [*(f"{name:<10} {text}" for name, text in lines), f"written    {out}; use it with plan.rates={out}"]

@@ -49,7 +49,7 @@ class MeasuredRates:
     def notes(self) -> list[str]:
         """Return remarks for the user, such as a different version of torch."""
         here = torch.__version__
-        return [] if self.torch == here else [f"they were measured with torch {self.torch}, and this is {here}"]
+        return [] if self.torch == here else [f"they were measured with torch {self.torch}, but this is {here}"]
 
 
 def read_rates(path: Path) -> MeasuredRates:
@@ -62,11 +62,11 @@ def read_rates(path: Path) -> MeasuredRates:
         return _rates(path, read_json(path))
     except OSError as error:
         raise UserError(
-            f"cannot read plan.rates={path}: {error.strerror}; serried plan calibrate out={path} writes it"
+            f"cannot read plan.rates={path}: {error.strerror}; write it with: serried plan calibrate out={path}"
         ) from None
     except (NotPlainData, LookupError, TypeError, ValueError):
         raise UserError(
-            f"plan.rates={path} holds no rates; serried plan calibrate out=rates.json writes some"
+            f"plan.rates={path} contains no rates; measure them with: serried plan calibrate out=rates.json"
         ) from None
 
 

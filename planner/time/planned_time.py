@@ -90,12 +90,12 @@ def unknown_device(config: RunConfig, device: Device, processes: int) -> str | N
     """Return the reason, as a clause, that the speed of ``processes`` devices is unknown; None if it is known."""
     plan = config.plan
     if plan.memory and not plan.device and not plan.rates and not accelerator_type() is not None:
-        return f"plan.memory={plan.memory} does not tell how fast the device is; add plan.device=NAME of one like it"
+        return f"plan.memory={plan.memory} does not give the speed of the device; add plan.device=NAME of a similar one"
     per_node = planned_cluster(config, device).per_node
     if device.network_rate is None and processes > per_node:
         return (
-            f"how nodes of {per_node} {device.name} are connected is not known; use plan.per_node={processes} for one "
-            "node, or plan.rates=FILE"
+            f"the network between nodes of {per_node} {device.name} is unknown; use plan.per_node={processes} for a "
+            "single node, or plan.rates=FILE"
         )
     return None
 
@@ -166,9 +166,7 @@ def time_of(
 
     if config.plan.rates is not None:
         if config.offloads_state:
-            raise UnknownTime(
-                "how fast parameters and optimizer state are copied from and to host memory was not measured"
-            )
+            raise UnknownTime("the speed of copies of parameters and optimizer state to host memory was not measured")
         measured = measured_rates(config)
         notes = "".join(f"; {note}" for note in measured.notes())
         if stages:
@@ -176,7 +174,7 @@ def time_of(
         elif shape is not None:
             step = step_of(job_of(config, shape, layout, accumulation, mix), cluster, measured.rates)
         else:
-            raise UnknownTime("the sizes of this model are not known; use plan.mode=trace")
+            raise UnknownTime("the sizes of this model are unknown; use plan.mode=trace")
         return timed(step, MEASURED, f"time: rates measured on {measured.date} in {measured.path}{notes}")
     if shape is None:
         raise UnknownTime(unknown_why(config, shape, device))
@@ -190,13 +188,13 @@ def time_of(
 
 
 def _trust(software: str, doubtful: Sequence[str], job: Job) -> str:
-    text = f"time: rates of {software}; published runs that did not determine them are off by 5% (median) to 18% (p90)"
+    text = f"time: rates of {software}; the error for held-out published runs is 5% (median) to 18% (p90)"
     if doubtful:
         text = f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
     if job.precision == "8bit":
-        text += "; torchtitan's in FP8 by 8% (median) to 29% (p90), and NVIDIA's FP8 takes 20 to 40% less time"
+        text += "; for torchtitan's FP8 runs it is 8% (median) to 29% (p90); NVIDIA's FP8 takes 20 to 40% less time"
     if job.is_adapter:
-        text += "; published runs with adapters took 0.75 times as long, on one device, to 1.67 times, in pipelines"
+        text += "; published runs with adapters took 0.75 times (one device) to 1.67 times (pipelines) as long"
     return text
 
 

@@ -56,11 +56,11 @@ def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
     """Return the reason, as a clause, that no step time is known for a model of this shape."""
     if device.measured is not None:
         known = ", ".join(device.measured)
-        return f"{device.source} has rates of precision={known} alone; serried plan calibrate measures others"
+        return f"{device.source} has rates only for precision={known}; measure others with serried plan calibrate"
     if shape is None:
-        return "there are no rates for the sizes of this model, or for its task"
+        return "there are no rates for this kind of model or task"
     if device.lacks_bf16 and config.precision.name in ("bf16", "float8", "int8"):
-        return f"{device.name} has no hardware for bf16; use precision=fp16"
+        return f"{device.name} has no hardware support for bf16; use precision=fp16"
     return f"there are no rates for precision={config.precision.name} on {device.name}"
 
 
@@ -162,11 +162,11 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
     if cluster.device.name not in seen.devices:
         yield f"{cluster.device.name} with rates of {seen.devices[0]}"
     if job.frees_after_forward and sharding > FAR * seen.sharding:
-        yield f"groups of more than {FAR * seen.sharding} ranks that gather for each block"
+        yield f"gathers over more than {FAR * seen.sharding} ranks for each block"
     if job.sequence > seen.sequence:
-        yield f"sequences of more than {seen.sequence}"
+        yield f"sequences longer than {seen.sequence}"
     if job.layout.context > _LARGEST_CONTEXT:
-        yield f"sequences divided over more than {_LARGEST_CONTEXT} ranks"
+        yield f"sequences sharded over more than {_LARGEST_CONTEXT} ranks"
     if job.shape.experts:
         yield "experts"
     if job.precision not in ("bf16", "8bit"):
@@ -176,4 +176,4 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
     if job.gathers_fp32:
         yield "code of transformers"
     if job.recompute == "offload" or job.offloads:
-        yield "copies to the host"
+        yield "copies to host memory"

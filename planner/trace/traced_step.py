@@ -107,9 +107,9 @@ def trace_step(
         CannotTrace: the module or its communication needs data.
     """
     if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
-        raise CannotTrace("ring attention has other kernels on GPUs than here")
+        raise CannotTrace("ring attention uses different kernels on GPUs")
     if config.trainer.activation_checkpoint == "offload" and config.launch.device != "cpu":
-        raise CannotTrace("copies in host memory would count as the GPU's")
+        raise CannotTrace("copies in host memory would be counted as GPU memory")
     if needs_data_for_example(task) and not is_open:
         task.open_data(task.prepare(lambda _: None))
     try:

@@ -265,7 +265,7 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING ")]
 
     (warning,) = warnings("recipe=llama8b")
-    assert warning.endswith("more than the 80.0GiB of a GPU; to plan for a node of 8: launch.processes=8")
+    assert warning.endswith("more than the 80.0GiB of a GPU; to plan for a node of 8 GPUs: launch.processes=8")
     for recipe, processes in (
         ("llama1b", 8),
         ("llama3b", 8),

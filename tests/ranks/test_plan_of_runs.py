@@ -65,7 +65,7 @@ def test_the_plan_of_a_run_folder_is_for_its_own_processes_and_takes_overrides(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, run, "plan.mode=formula")
-    assert "fsdp, shard 2, ZeRO-3 (gathers for use); planned for 2 processes" in text
+    assert "fsdp, shard 2, ZeRO-3 (reshards after forward); planned for 2 processes" in text
     text = printed(capsys, run, "plan.mode=formula", "parallel=ddp", "launch.processes=3")
     assert "planned for 3 processes" in text
     assert "ddp, replicate 3" in text
@@ -109,15 +109,15 @@ def test_exchanges_are_read_from_a_profile_with_the_part_that_computing_hides(
 ) -> None:
     def row(*words: object) -> str:
         text = printed(capsys, "compare", run, *words)
-        return " ".join(next(line for line in text.splitlines() if "of it exchanges" in line).split())
+        return " ".join(next(line for line in text.splitlines() if "exposed communication" in line).split())
 
-    assert row("plan.mode=formula").endswith("- - a run with 'profile.steps=[3,4]' shows them")
+    assert row("plan.mode=formula").endswith("- - recorded in a run with 'profile.steps=[3,4]'")
     events = [("aten::mm", 0, 10_000), ("gloo:all_gather", 5_000, 20_000), ("gloo:send", 30_000, 9_000)]
     trace = {"traceEvents": [{"name": name, "ts": began, "dur": took} for name, began, took in events]}
     (run / "profile").mkdir()
     with gzip.open(run / "profile/steps-2-3-rank-0.json.gz", "wt") as file:
         json.dump(trace, file)
-    assert "7.5 ms 10 ms, 25% of it beside computing: profile of steps 2 to 3" in row("plan.mode=formula")
+    assert "7.5 ms 10 ms in total, 25% hidden by computation: profile of steps 2 to 3" in row("plan.mode=formula")
     found = row(f"plan.rates={rates}")
     assert re.search(r"exchanges [\d.]+ ms 7.5 ms [+-][\d.]+% ", found), found
     (run / "profile/steps-2-3-rank-0.json.gz").write_bytes(b"cut short")
@@ -135,7 +135,7 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
     (step,) = (line for line in table.splitlines() if line.startswith("step"))
     assert f"{seconds / 0.2 - 1:+.1%}" in step
     assert "faster" not in step
-    assert "measured with torch 2.0, and this is" in table
+    assert "measured with torch 2.0, but this is" in table
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,10 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search, which uses formulas; leave it out"),
         (["compare", "{run}", "parallel=ddp"], "parallel=ddp has no effect here"),
         (["compare", "{run}", "plan.rates={folder}/none.json"], "cannot read plan.rates={folder}/none.json: No such"),
-        (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),
+        (
+            ["compare", "{run}", "plan.rates={run}/metrics.jsonl"],
+            "contains no rates; measure them with: serried plan calibrate",
+        ),
         (
             ["plan.rates={rates}", "plan.device=h100"],
             "plan.rates={rates} were measured on A CPU, but plan.device=h100; leave",
@@ -183,7 +186,7 @@ def test_wrong_input_is_refused_in_one_line(
 )
 def test_damaged_rates_are_refused(damage: dict[str, object], rates: Path) -> None:
     rates.write_text(json.dumps(json.loads(rates.read_text()) | damage))
-    with pytest.raises(UserError, match="holds no rates; serried plan calibrate"):
+    with pytest.raises(UserError, match="contains no rates; measure them with: serried plan calibrate"):
         read_rates(rates)
 
 
@@ -193,7 +196,7 @@ def test_rates_of_another_device_than_the_runs_are_refused(
     lines = (run / "metrics.jsonl").read_text().replace('"cpu"', '"NVIDIA A100-SXM4-80GB"')
     (run / "metrics.jsonl").write_text(lines)
     error = printed(capsys, "compare", run, "plan.mode=formula", f"plan.rates={rates}", code=78)
-    assert f"plan.rates={rates} were measured on A CPU, and the run was on NVIDIA A100-SXM4-80GB" in error
+    assert f"plan.rates={rates} were measured on A CPU, but the run used NVIDIA A100-SXM4-80GB" in error
 
 
 def test_a_step_that_cannot_be_traced_has_no_products_to_time() -> None:

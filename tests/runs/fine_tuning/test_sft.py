@@ -71,7 +71,7 @@ def test_model_is_trained_on_the_replies_of_the_assistant(model: Path, tmp_path:
     steps = runs.metrics(tmp_path / "run")
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["tokens"] < 0.5 * 3 * 4 * 256, "targets are what the assistant says"
-    assert "; 1,024 tokens a step, 3.1k in 3 steps\n" in ended.printed
+    assert "; 1,024 tokens per step, 3.1k in 3 steps\n" in ended.printed
     assert f"3 steps, {steps[-1]['tokens']} tokens, " in ended.printed
     saved = AutoTokenizer.from_pretrained(runs.checkpoint(tmp_path / "run"))
     rendered = saved.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)

@@ -72,14 +72,14 @@ def test_invalid_micro_batch_of_a_checkpoint_is_not_kept(earlier: dict[str, Any]
 @pytest.mark.parametrize(
     ("usable_gib", "argv", "says"),
     [
-        (72.5, ["trainer.activation_checkpoint=none"], "use trainer.activation_checkpoint=selective, with which"),
-        (30, [], "use trainer.activation_checkpoint=full, with which 2 fit or trainer.micro_batch=1 to try"),
+        (72.5, ["trainer.activation_checkpoint=none"], "use trainer.activation_checkpoint=selective ("),
+        (30, [], "use trainer.activation_checkpoint=full (2 fit) or trainer.micro_batch=1 to try"),
         (22, ["trainer.activation_checkpoint=full"], "use optim.offload=true or trainer.micro_batch=1 to try"),
-        (10, ["trainer.activation_checkpoint=full"], "true, which alone is not enough, or trainer.micro_batch=1"),
+        (10, ["trainer.activation_checkpoint=full"], "true (not enough on its own) or trainer.micro_batch=1"),
     ],
 )
 def test_if_nothing_fits_the_error_says_what_would_help(usable_gib: float, argv: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=r"trainer\.micro_batch=auto: 1 needs ") as refused:
+    with pytest.raises(UserError, match=r"trainer\.micro_batch=auto: a micro-batch of 1 needs ") as refused:
         chosen(usable_gib, *argv)
     assert says in str(refused.value)
 

@@ -89,14 +89,16 @@ def test_suggested_overrides_for_a_small_gpu_fit_and_are_minimal(qwen: list[str]
     *_, after = planned(*words, *nearest.words().split())
     assert after.fits is not None
     assert after.fits.margin == nearest.fits.margin < 0
-    assert found[1].changes() == ["holds the base model in 4 bits"]
+    assert found[1].changes() == ["stores the base model in 4 bits"]
 
 
 def test_plan_for_a_gpu_given_only_by_memory_has_no_time(qwen: list[str]) -> None:
     named = dict(reversed([(name, text) for name, text in lines(*qwen, "plan.memory=12GiB") if name]))
     assert "trainer.activation_checkpoint=full adapter.quantize=nf4 7.8GiB, 2.2GiB are left" in named["fits with"]
     assert named["nearest"].endswith(" are missing")
-    assert named["step"].startswith("unknown: plan.memory=12GiB does not tell how fast the device is; add plan.device=")
+    assert named["step"].startswith(
+        "unknown: plan.memory=12GiB does not give the speed of the device; add plan.device="
+    )
 
 
 def test_search_for_one_card_quantizes_the_base_model_where_nothing_fits_without(
@@ -108,7 +110,8 @@ def test_search_for_one_card_quantizes_the_base_model_where_nothing_fits_without
     assert cli.main(["plan", "search", *qwen, "plan.device=rtx3090", "plan.memory=10GiB"]) == 0
     printed = capsys.readouterr().out
     assert (
-        "\nchanged    adapter.quantize=nf4; holds the base model in 4 bits\nnearest    without this change: " in printed
+        "\nchanged    adapter.quantize=nf4; stores the base model in 4 bits\nnearest    without this change: "
+        in printed
     )
     assert re.search("\n1 .* adapter.quantize=nf4 trainer.micro_batch=4 ", printed)
 
@@ -117,7 +120,7 @@ def test_search_tries_optimizers_with_less_state_where_nothing_fits(capsys: pyte
     words = ["recipe=llama8b", "launch.processes=4", "plan.device=h100", "plan.memory=30GiB", "data.tokenizer=bytes"]
     assert cli.main(["plan", "search", *words]) == 0
     printed = capsys.readouterr().out
-    assert "\nchanged    optim=adamw8bit; moments in 8 bits: other numerics than adamw\n" in printed
+    assert "\nchanged    optim=adamw8bit; 8-bit moments: numerics differ from adamw\n" in printed
     overrides = re.findall(r"^\d .*?(optim=.*)", printed, re.MULTILINE)
     assert overrides
     *_, plan = planned(*words, *overrides[0].split())
@@ -138,7 +141,7 @@ def test_ddp_that_does_not_fit_gets_advice_to_shard() -> None:
 def test_suggested_optimizer_is_reported_to_change_numerics() -> None:
     for name in ("adamw8bit", "adamw_bf16", "adamw4bit"):
         (text,) = Fitting({"optim.name": name}, None).changes()  # type: ignore[arg-type]
-        assert text.endswith("other numerics than adamw")
+        assert text.endswith("numerics differ from adamw")
 
 
 # cards ---------------------------------------------------------------------------------------------------------------
@@ -173,8 +176,8 @@ def test_memory_of_a_card_is_read_with_its_unit(text: str, size: int) -> None:
 def test_bf16_on_a_card_without_it_is_one_line(qwen: list[str], device: str) -> None:
     named = [text for name, text in lines(*qwen, f"plan.device={device}") if name in ("step", "WARNING")]
     assert named == [
-        f"unknown: {device} has no hardware for bf16; use precision=fp16",
-        f"precision=bf16: {device} has no hardware for bf16, and a run on it is refused; use precision=fp16",
+        f"unknown: {device} has no hardware support for bf16; use precision=fp16",
+        f"precision=bf16: {device} has no hardware support for bf16, so a run is refused; use precision=fp16",
     ]
     assert not any(name == "WARNING" for name, _ in lines(*qwen, f"plan.device={device}", "precision=fp16"))
 
@@ -182,5 +185,7 @@ def test_bf16_on_a_card_without_it_is_one_line(qwen: list[str], device: str) -> 
 def test_time_of_several_nodes_of_cards_whose_network_is_unknown_is_unknown() -> None:
     words = ["recipe=llama8b", "launch.processes=16", "plan.device=rtx4090"]
     (text,) = [text for name, text in lines(*words) if name == "step"]
-    assert text.startswith("unknown: how nodes of 8 rtx4090 are connected is not known; use plan.per_node=16 for one")
+    assert text.startswith(
+        "unknown: the network between nodes of 8 rtx4090 is unknown; use plan.per_node=16 for a single"
+    )
     assert " s (" in dict(lines(*words, "plan.per_node=16"))["step"]

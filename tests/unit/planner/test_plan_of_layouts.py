@@ -72,7 +72,7 @@ def test_a_plan_names_processes_and_data_ranks_apart() -> None:
     config = compose(argv)
     layout = resolve_layout(config.parallel, 64)
     text = dry_run(config, CausalLM(config), layout, gradient_accumulation(config.trainer, layout))
-    assert "mesh       fsdp, shard 8, tensor 8, ZeRO-3 (gathers for use); planned for 64 processes" in text
+    assert "mesh       fsdp, shard 8, tensor 8, ZeRO-3 (reshards after forward); planned for 64 processes" in text
     assert " per pass x 8 data ranks x " in text
 
 
@@ -83,5 +83,5 @@ def test_a_plan_without_another_device_is_for_this_cpu_where_there_is_no_gpu() -
         return dry_run(config, CausalLM(config), layout, gradient_accumulation(config.trainer, layout))
 
     is_cpu = not torch.cuda.is_available()
-    assert ("ZeRO-2 (small and on a CPU: gathered at once)" in text_of()) == is_cpu
-    assert "ZeRO-3 (gathers for use)" in text_of("plan.device=h100", "plan.mode=formula")
+    assert ("ZeRO-2 (small and on a CPU: one unit)" in text_of()) == is_cpu
+    assert "ZeRO-3 (reshards after forward)" in text_of("plan.device=h100", "plan.mode=formula")

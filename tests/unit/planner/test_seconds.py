@@ -136,8 +136,8 @@ def test_ranges_of_fp8_and_adapters_are_those_of_their_rows_with_torchtitans_rat
 @pytest.mark.parametrize(
     ("words", "low", "high", "text"),
     [
-        (["precision=float8"], FLOAT8[0], FLOAT8[1], "in FP8 by 8% (median) to 29% (p90)"),
-        (["adapter=lora"], ADAPTERS[0], ADAPTERS[1], "with adapters took 0.75 times as long, on one device, to 1.67"),
+        (["precision=float8"], FLOAT8[0], FLOAT8[1], "FP8 runs it is 8% (median) to 29% (p90)"),
+        (["adapter=lora"], ADAPTERS[0], ADAPTERS[1], "with adapters took 0.75 times (one device) to 1.67"),
     ],
 )
 def test_trust_covers_fp8_and_adapters(words, low, high, text):
@@ -216,15 +216,15 @@ def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
         float, re.match(r"([\d.]+) s \(([\d.]+) to ([\d.]+)\) on 512 h100: ", lines["step"]).groups()
     )
     assert 10 < low < seconds < high < 25
-    tokens_a_second = int(re.match(r"([\d,]+) tokens/s a device", lines["rate"])[1].replace(",", ""))
+    tokens_a_second = int(re.match(r"([\d,]+) tokens/s per device", lines["rate"])[1].replace(",", ""))
     assert tokens_a_second == pytest.approx(512 * 8192 / seconds / 512, rel=0.01)
     days, cost = map(
-        float, re.search(r"15\.0T tokens: (\d+) days, .* ([\d.]+)M at 2.5 an hour", lines["rate"]).groups()
+        float, re.search(r"15\.0T tokens: (\d+) days, .* ([\d.]+)M at 2.5 per hour", lines["rate"]).groups()
     )
     assert days == pytest.approx(15e12 / tokens_a_second / 512 / 86400, rel=0.01)
     assert cost == pytest.approx(days * 24 * 512 * 2.5 / 1e6, rel=0.01)
-    assert "exchanges of tensor ranks" in lines["step"]
-    assert lines["binds"].startswith("matrix products")
+    assert "tensor-parallel communication" in lines["step"]
+    assert lines["bottleneck"].startswith("matrix products")
     assert "torchtitan" in lines["trust"]
 
 
@@ -262,7 +262,7 @@ def test_time_of_a_model_of_transformers_is_known_if_its_sizes_explain_its_param
 def test_time_of_training_on_pairs_is_unknown(capsys):
     words = ["recipe=dpo", "task.loss=orpo", "data.tokenizer=bytes", "dry_run=true", "plan.device=h100"]
     assert main(words) == 0
-    assert "\nstep       unknown: there are no rates for the sizes of this model, or for its" in capsys.readouterr().out
+    assert "\nstep       unknown: there are no rates for this kind of model or task" in capsys.readouterr().out
 
 
 def test_config_of_a_run_contains_no_plan_keys():
@@ -291,7 +291,7 @@ def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, cap
     every = {each["words"] for name in ("fastest", "covered", "smaller", "others") for each in shown[name]}
     assert len(every) == shown["fitting"]
     for seconds, overrides in listed[::3]:
-        assert main([*words, "dry_run=true", *overrides.replace("(as it is)", "").split()]) == 0
+        assert main([*words, "dry_run=true", *overrides.replace("(no change)", "").split()]) == 0
         assert f"step       {seconds} (" in capsys.readouterr().out
 
 
@@ -310,7 +310,7 @@ def test_search_says_which_groups_are_larger_than_any_measured():
         return [*doubts(job(shard=ranks), H100, "torchtitan")]
 
     assert of(512) == []
-    assert of(4096) == ["groups of more than 512 ranks that gather for each block"]
+    assert of(4096) == ["gathers over more than 512 ranks for each block"]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_search_says_which_groups_are_larger_than_any_measured():
             "none of [\\d,]+ valid layouts of 2 h100 fits 67.1GiB, nor with optim=adamw8bit, .*=512; the nearest is "
             ".* [\\d.]+GiB are missing; use more processes",
         ),
-        (["recipe=llama8b", "plan.memory=24GiB"], "plan.memory=24GiB does not tell how fast the device is; add"),
+        (["recipe=llama8b", "plan.memory=24GiB"], "plan.memory=24GiB does not give the speed of the device; add"),
         (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
         (["precision=fp32", "plan.device=b200"], "there are no rates for precision=fp32 on b200"),
         (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is not a file in an existing folder"),

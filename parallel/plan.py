@@ -210,6 +210,10 @@ class Vocabulary:
         """Sum ``gradient`` [T, D] over ranks and return the shard for this rank's tokens."""
         return gradient
 
+    def shared(self, rows: Tensor) -> Tensor:
+        """Return ``rows``, which every rank has, for use by the rank that has their place in the vocabulary."""
+        return rows
+
     def all_rows(self, rows: int) -> int:
         """Return the size of the full vocabulary. ``rows`` is the number of rows on this rank."""
         return rows

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import (
     ADAPTER_CONFIG,
     PREFIX,
+    ROWS_END,
     described_adapters,
     layer_value,
     matches_layer,
@@ -29,9 +31,10 @@ from serried.parallel.layout.local_shards import HeldTensor, is_sharded
 from serried.parallel.lora import MAGNITUDE, A, Adapter, B, attach, is_linear
 from serried.parallel.nf4 import BLOCK, can_quantize, pack, quantize
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.token_rows import ROWS, attach_rows, with_rows
 from serried.records.safetensors_files import TensorFolder
 from serried.trainer.checkpoint.retention import ADAPTER
-from serried.trainer.checkpoint.tensors import Exported, tied_parameters
+from serried.trainer.checkpoint.tensors import Exported, mean_of_rows, tied_parameters
 
 _PIECE_NUMBERS = 2**23
 """Number of weights that are quantized at a time."""
@@ -75,19 +78,53 @@ class Adapters:
         }
         """Location of each adaptable layer's weight in the base model's checkpoint."""
         self._experts = _experts(model, plan, exported)
-        self._chosen = self._choose(section.modules, plan)
+        chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
         """Original shapes of the quantized weights by parameter name."""
-        self._ranks = self._by_layer("rank_pattern", section.rank)
-        self._alphas = self._by_layer("alpha_pattern", section.alpha)
+        self._ranks = self._by_layer(chosen, "rank_pattern", section.rank)
+        """Rank of each adapted layer."""
+        self._alphas = self._by_layer(chosen, "alpha_pattern", section.alpha)
         self._is_conv1d = self._attach(model)
         for head in heads:
             model.get_submodule(head).requires_grad_(True)
         self._saved_modules = _modules_in_checkpoint(model, heads, exported)
         self._tied = {name: of for name, of in tied_parameters(model).items() if self.is_of_head(of)}
         """Further names of fully trained parameters, mapped to their names."""
+        self._row_weights = self._attach_rows(model, plan)
+        """Location of the weights of which some rows are trained, by the name of the module."""
         if section.quantize != "none":
             self._quantize(model, plan)
+
+    def _attach_rows(self, model: nn.Module, plan: ParallelPlan) -> dict[str, Fragment]:
+        """Make the rows of ``adapter.trainable_token_indices`` trainable, in the embedding and the head."""
+        if not (tokens := self._section.trainable_token_indices):
+            return {}
+        key = f"adapter.trainable_token_indices=[{','.join(map(str, tokens[:3]))}{',...' if tokens[3:] else ''}]"
+        modules = dict(model.named_modules())
+        names = {role: [name for name in modules if plan.role(name) == role] for role in ("vocabulary", "head")}
+        if [len(found) for found in names.values()] != [1, 1] or not hasattr(modules[names["head"][0]], "with_rows"):
+            raise UserError(
+                f"{key} needs a model of a built-in family, with one embedding and one head; use "
+                "adapter.modules_to_save"
+            )
+        (embedding,), (head,) = names.values()
+        (rows, _), is_tied = modules[embedding].weight.shape, modules[head].weight is None
+        if max(tokens) >= rows:
+            raise UserError(f"{key}: the embedding has {rows} rows, and none for token {max(tokens)}; leave it out")
+        if whole := next((name for name in (embedding, head) if self.is_of_head(f"{name}.")), None):
+            raise UserError(
+                f"{key}: all rows of {whole} are trained with adapter.modules_to_save; leave one of them out"
+            )
+        owners = [embedding] if is_tied else [embedding, head]
+        for owner in owners:
+            attach_rows(modules[owner], tokens)
+        modules[head].with_rows = partial(with_rows, modules[owners[-1]])
+        return {owner: self._of_base(f"{owner}.weight", modules[owner].weight.shape)[0] for owner in owners}
+
+    @property
+    def trains_tied_rows(self) -> bool:
+        """Whether rows that the embedding and the head share are trained."""
+        return len(self._row_weights) == 1
 
     def is_of_head(self, name: str) -> bool:
         """Return whether parameter ``name`` is in a fully trained head."""
@@ -98,10 +135,10 @@ class Adapters:
         weight = self._weights[name]
         return {_module_of(weight.name), *([name] if weight.is_whole else [])}
 
-    def _by_layer(self, key: str, otherwise: _Number) -> dict[str, _Number]:
-        """Return the value of each adapted layer: that of the first pattern of ``key`` that matches, or
+    def _by_layer(self, chosen: Sequence[str], key: str, otherwise: _Number) -> dict[str, _Number]:
+        """Return the value of each ``chosen`` layer: that of the first pattern of ``key`` that matches, or
         ``otherwise``."""
-        patterns, names = getattr(self._section, key), {name: self._aliases(name) for name in self._chosen}
+        patterns, names = getattr(self._section, key), {name: self._aliases(name) for name in chosen}
         for pattern, value in patterns.items():
             if not any(matches_layer(alias, pattern) for known in names.values() for alias in known):
                 raise CannotAdapt(pattern, _unmatched(f"adapter.{key}={{{pattern}: {value}}}", pattern, names))
@@ -112,7 +149,7 @@ class Adapters:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         section = self._section
-        kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in self._chosen}
+        kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in self._ranks}
         if len(kinds) > 1:
             raise UserError(
                 "adapter.modules: PEFT's format cannot store adapters of both Conv1D and Linear layers; select one kind"
@@ -148,12 +185,12 @@ class Adapters:
         """
         owner, _, key = name.rpartition(".")
         if self.is_of_head(name):
-            names = [
-                name,
-                *(further for further, of in self._tied.items() if of == name),
-            ]  # PEFT needs tied weights twice
+            # PEFT needs tied weights twice.
+            names = [name, *(further for further, of in self._tied.items() if of == name)]
             parts = [part for each in names for part in self._of_base(each, shape)]
             return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in parts)
+        if owner in self._row_weights and key == ROWS:
+            return (Fragment.whole(f"{PREFIX}{_module_of(self._row_weights[owner].name)}{ROWS_END}", shape),)
         if not self._is_of_adapter(name):
             return ()
         weight = self._weights[owner]
@@ -173,7 +210,7 @@ class Adapters:
 
     def _is_of_adapter(self, name: str) -> bool:
         owner, _, key = name.rpartition(".")
-        return owner in self._chosen and key in _ENDINGS
+        return (owner in self._ranks and key in _ENDINGS) or (owner in self._row_weights and key == ROWS)
 
     @torch.no_grad()
     def load_packed(self, folder: Path, parameters: Iterable[HeldTensor]) -> None:
@@ -192,6 +229,26 @@ class Adapters:
                 into.copy_(pack(values.view(len(into), whole[1]).to(into.device)).view(torch.uint8))
 
     @torch.no_grad()
+    def load_rows(self, folder: Path | None, parameters: Iterable[HeldTensor]) -> None:
+        """Load this rank's part of the trained rows from the base model's folder. Rows that it lacks are the mean of
+        its rows."""
+        if not self._row_weights:
+            return
+        if folder is None:
+            raise UserError("adapter.trainable_token_indices needs a base model: model.path=FOLDER_OR_NAME")
+        tensors = TensorFolder(folder).named_like([weight.name for weight in self._row_weights.values()])
+        for held in parameters:
+            owner, _, key = held.name.rpartition(".")
+            if key != ROWS or not held.box.numel:
+                continue
+            name, first = self._row_weights[owner].name, held.box.starts[0]
+            rows, width = tensors.specs[name].shape
+            for index, token in enumerate(self._section.trainable_token_indices[first : first + held.box.sizes[0]]):
+                is_new = token >= rows
+                row = mean_of_rows(tensors, name) if is_new else tensors.read_elements(name, token * width, width)
+                held.local[index] = row[held.box.columns()].to(held.local)
+
+    @torch.no_grad()
     def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:
         """Initialize the adapters so that they add zero.
 
@@ -201,7 +258,7 @@ class Adapters:
         held = {parameter.name: parameter for parameter in parameters}
         for name, parameter in held.items():
             owner, _, key = name.rpartition(".")
-            if owner not in self._chosen:
+            if owner not in self._ranks:
                 continue
             if key == A:
                 initialize_uniform(parameter, 1 / math.sqrt(parameter.spec.shape[1]), seed)
@@ -235,11 +292,18 @@ class Adapters:
             "fan_in_fan_out": self._is_conv1d,
             "modules_to_save": self._saved_modules or None,
             "ensure_weight_tying": bool(self._tied),
+            "trainable_token_indices": self._token_indices(),
             "bias": "none",
             "inference_mode": True,
             **further,
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _token_indices(self) -> list[int] | dict[str, list[int]] | None:
+        """Return ``trainable_token_indices`` for PEFT: a list trains the embedding, and a head that is tied to it."""
+        tokens = list(self._section.trainable_token_indices)
+        names = [_module_of(weight.name).rpartition(".")[2] for weight in self._row_weights.values()]
+        return dict.fromkeys(names, tokens) if len(names) > 1 else tokens or None
 
     def _other_values(self, values: Mapping[str, _Number], default: _Number) -> dict[str, _Number]:
         """Return the ``values`` by layer that differ from ``default``, by the name of the layer in a checkpoint."""
@@ -249,7 +313,7 @@ class Adapters:
     @property
     def _adapted(self) -> set[str]:
         """Names that the adapted layers have in a checkpoint."""
-        return {_module_of(self._weights[name].name) for name in self._chosen}
+        return {_module_of(self._weights[name].name) for name in self._ranks}
 
     def check_folder(self, folder: Path) -> None:
         """Raise ``UserError`` if the PEFT adapters in ``folder`` do not match these adapters."""
@@ -266,6 +330,8 @@ class Adapters:
                 differing[key] = shown(found[key])
         if theirs != self._adapted:
             differing["modules"] = f"[{','.join(self._target_modules(theirs))}]"
+        if (tokens := found.get("trainable_token_indices", ())) != self._section.trainable_token_indices:
+            differing["trainable_token_indices"] = f"[{','.join(map(str, tokens))}]"
         if (saved := found.get("modules_to_save", [])) != self._saved_modules:
             differing["modules_to_save"] = f"[{','.join(saved)}]"
         if differing:

@@ -97,6 +97,8 @@ class Model:
         if weights is not None and self.adapters is not None:
             self.adapters.load_packed(weights, parallel.parameters)
         if self.adapters is not None:
+            self.adapters.load_rows(weights, parallel.parameters)
+        if self.adapters is not None:
             self.adapters.initialize(parallel.parameters, seed)
 
     def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
@@ -194,6 +196,11 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
     Call this before sharding.
     """
     check_plan(module, plan, layout)
+    if config.adapter.trainable_token_indices and plan.tied and layout.stages > 1:
+        raise UserError(
+            f"adapter.trainable_token_indices with parallel.pipeline={layout.pipeline} and tied embeddings: the first "
+            "and the last stage would train the same rows; use parallel.pipeline=1, or adapter.modules_to_save"
+        )
     if config.parallel.offload:
         check_offloadable(module)
     if config.trainer.compiles:

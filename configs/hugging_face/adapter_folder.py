@@ -20,6 +20,8 @@ PREFIX = "base_model.model."
 """Prefix that PEFT writes before the name of a module of the base model."""
 _A, *_OTHERS = ENDINGS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 """Suffixes of the tensor names of an adapter."""
+ROWS_END = ".token_adapter.trainable_tokens_delta"
+"""Suffix of the tensor with trained rows of an embedding or a head."""
 _MERGE = "merge the adapters with PEFT's merge_and_unload()"
 _FREE = {
     "base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "inference_mode",  # origin of the adapters
@@ -56,11 +58,15 @@ def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]
         if key in _FREE or key in _NUMBERS or key in _PATTERNS:
             continue
         taken = _TAKEN.get(key, (value,) if not value else ())
+        if key == "trainable_token_indices":
+            continue
         if key == "modules_to_save" and isinstance(value, list) and all(isinstance(name, str) for name in value):
             continue
         if not any(value is known or (value == known and isinstance(value, str)) for known in taken):
             instead = f", only {' or '.join(map(shown, _TAKEN[key]))}" if key in _TAKEN else ""
             raise UserError(f"{file} has {key} {shown(value)}; this value is not supported{instead}; {_MERGE}")
+    rows = [name for name in tensors if name.endswith(ROWS_END)]
+    tokens, tensors = _trained_tokens(file, found, rows), [name for name in tensors if name not in rows]
     listed, is_tied = tuple(found.get("modules_to_save") or ()), bool(found.get("ensure_weight_tying"))
     saved = {name: saved_module(name, listed) for name in tensors if not name.endswith(ENDINGS)}
     for name in tensors:
@@ -70,13 +76,15 @@ def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]
                 f"{_MERGE}"
             )
     names = [name for name in tensors if name.endswith(_A)]
-    keys = {
+    keys: dict[str, Any] = {
         "method": "dora" if found.get("use_dora") else "lora",
         "scale": "rslora" if found.get("use_rslora") else "standard",
         "modules": [name.removeprefix(PREFIX).removesuffix(_A) for name in names],
     }
     if whole := {*filter(None, saved.values())}:  # a tied weight is stored a second time, without being listed
         keys["modules_to_save"] = sorted(whole)
+    if tokens:
+        keys["trainable_token_indices"] = tokens
     keys |= {ours: _number(file, key, ours, found.get(key)) for key, ours in _NUMBERS.items()}
     return keys | {key: named for key in _PATTERNS if (named := _by_layer(file, found, key, keys["modules"]))}
 
@@ -110,6 +118,20 @@ def scales_in(folder: Path, modules: Collection[str]) -> dict[str, float]:
 def scale_of(rank: int, alpha: float, scale: str) -> float:
     """Return the factor of B A. ``scale``: value of ``adapter.scale``."""
     return alpha / (math.sqrt(rank) if scale == "rslora" else rank)
+
+
+def _trained_tokens(file: Path, found: Mapping[str, Any], rows: Collection[str]) -> tuple[int, ...]:
+    """Return the tokens in ``trainable_token_indices``: a list, or the same list for each of several modules.
+
+    ``rows``: names of the tensors with their rows.
+    """
+    value = found.get("trainable_token_indices") or []
+    lists = [*value.values()] if isinstance(value, dict) else [value]
+    tokens = lists[0] if lists else []
+    is_list = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    if not is_list or any(other != tokens for other in lists) or bool(tokens) != bool(rows):
+        raise UserError(f"{file} has trainable_token_indices {shown(value)}; this value is not supported; {_MERGE}")
+    return tuple(tokens)
 
 
 def saved_module(tensor: str, listed: tuple[str, ...]) -> str:

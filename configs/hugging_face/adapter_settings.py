@@ -22,7 +22,10 @@ from serried.configs.schema.sections import AdapterSection
 
 KEY = "adapter.path"
 _STEM = "adapter_model"
-_TAKEN = ("method", "rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+_TAKEN = (
+    "method", "rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "trainable_token_indices",
+    "rank_pattern", "alpha_pattern",
+)  # fmt: skip
 """Keys of ``adapter`` that are taken from the adapters."""
 _FREE = ("dropout", "modules_to_save")
 """Keys that the user may set to another value, or to other names for the same modules."""

@@ -197,6 +197,8 @@ class AdapterSection(Section):
     linear layers of the blocks."""
     modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Modules to train in full beside the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
+    trainable_token_indices: tuple[Annotated[int, Field(ge=0, le=10**7)], ...] = ()
+    """Ids of tokens whose rows of the embedding and the head are trained beside the adapters."""
     rank_pattern: dict[str, Annotated[Count, Field(ge=1, le=10**5)]] = Field(default_factory=dict)
     """Other ranks for layers whose name or pattern is listed, such as ``{down_proj: 8}``; the first that matches."""
     alpha_pattern: dict[str, Annotated[Number, Field(gt=0, le=10**6)]] = Field(default_factory=dict)
@@ -216,10 +218,13 @@ class AdapterSection(Section):
             )
         if self.merge and self.path is None:
             yield "adapter.merge=true names no adapters to merge; use adapter.path=FOLDER, or adapter.merge=false"
-        names = ("rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern")
+        names = ["rank", "alpha", "dropout", "scale", "modules", "modules_to_save", "rank_pattern", "alpha_pattern"]
+        names += ["trainable_token_indices"]
+        if len({*self.trainable_token_indices}) < len(self.trainable_token_indices):
+            yield "adapter.trainable_token_indices names a token twice; name each once"
         for name in names if self.method == "none" else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
-                shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+                shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value
                 given = f"adapter.{name}={shown}"
                 yield f"{given} has no effect with adapter.method=none; use adapter=lora, or leave it out"
 

@@ -35,6 +35,7 @@ from serried.parallel.layout.mesh import Coordinates, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import Slice, chunk
 from serried.parallel.plan import ParallelPlan, Vocabulary, Width
+from serried.parallel.token_rows import share_tokens
 
 _SLICED_DIMS = {
     "vocabulary": {"weight": 0},
@@ -86,6 +87,7 @@ class Tensors:
                 continue  # runs on another pipeline stage
             if role == "vocabulary":
                 each.forward = partial(_embed, each, stream, _rows(rows[name], layout, place)[0])
+                share_tokens(each, stream.own_part)
             elif role == "source":
                 each.register_forward_hook(lambda _module, _arguments, output: stream.own_part(output))
             elif role == "region":
@@ -162,6 +164,10 @@ class ShardedVocabulary(Vocabulary):
     def most_rows(self, rows: int) -> int:
         del rows
         return max(self._rows)
+
+    def shared(self, rows: Tensor) -> Tensor:
+        # The gradient is summed here, or with those of all replicated parameters if the stream is sharded.
+        return collectives.copy(rows, self._group) if self._parts == 1 else rows
 
     def all_rows(self, rows: int) -> int:
         del rows

@@ -295,7 +295,7 @@ class CausalLM(TextTask):
         truncation = None
         if self._text.sources:
             notes += note_of_other_ids(self._data, self._text.tokenizer)
-            notes += notes_of_added_tokens(self._data, self.run.adapter, self._embeddings)
+            notes += notes_of_added_tokens(self._data, self._text.tokenizer, self.run.adapter, self._embeddings)
             truncation = getattr(self.dataset("train"), "truncation", None)
         notes += [warning] if truncation is not None and (warning := truncation()) else []
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)

@@ -146,7 +146,7 @@ class Preference(PairTask):
     def _compares_with_base(self) -> bool:
         """Whether the reference is the base model of adapters, computed in each step."""
         adapter = self.run.adapter  # modules that are trained in full change the model without its adapters
-        is_base = adapter.method != "none" and not adapter.modules_to_save
+        is_base = adapter.method != "none" and not (adapter.modules_to_save or adapter.trainable_token_indices)
         return self.config.needs_reference and is_base and self.sample_split.pipeline == 1
 
     def reference_numbers(self) -> Reference | None:

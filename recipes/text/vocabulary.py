@@ -67,10 +67,16 @@ def exported_with_fewer_rows(
     return lambda name, shape: tuple(fewer(part) if part.is_whole else part for part in exported(name, shape))
 
 
-def notes_of_added_tokens(data: DataSection, adapter: AdapterSection, embeddings: Sequence[str]) -> list[str]:
+def notes_of_added_tokens(
+    data: DataSection, tokenizer: Tokenizer, adapter: AdapterSection, embeddings: Sequence[str]
+) -> list[str]:
     """Return notes about tokens to add that exist already, and about new tokens whose rows are not trained.
 
-    ``embeddings``: names of the modules with a row for each token.
+    Args:
+        data: The data section, whose tokenizer lacks the new tokens.
+        tokenizer: The tokenizer with the new tokens.
+        adapter: The adapters.
+        embeddings: Names of the modules with a row for each token.
     """
     if not data.added_tokens:
         return []
@@ -81,11 +87,16 @@ def notes_of_added_tokens(data: DataSection, adapter: AdapterSection, embeddings
         listed = ", ".join(f"{token!r} ({number})" for token, number in [*found.items()][:_SHOWN])
         more = ", ..." if len(found) > _SHOWN else ""
         notes.append(f"data.add_tokens: the vocabulary has these tokens already, with their ids: {listed}{more}")
-    if adapter.method != "none" and not adapter.modules_to_save and len(found) < len(data.added_tokens):
+    new = [token for token in data.added_tokens if token not in known]
+    is_trained = bool(adapter.modules_to_save or adapter.trainable_token_indices)
+    if adapter.method != "none" and not is_trained and new:
         names = ",".join(name.rpartition(".")[2] for name in embeddings)
+        now = ids_of_tokens(parse_json(hugging_face_files(tokenizer)["tokenizer.json"]))
+        ids = ",".join(str(now[token]) for token in new)
         notes.append(
             f"data.add_tokens with adapter.method={adapter.method}: the rows of new tokens are not trained and stay at "
-            f"their initial values; to train the embeddings too: 'adapter.modules_to_save=[{names}]'"
+            f"their initial values; to train them: 'adapter.trainable_token_indices=[{ids}]'; or all rows: "
+            f"'adapter.modules_to_save=[{names}]'"
         )
     return notes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import PREFIX, saved_module, scales_in
+from serried.configs.hugging_face.adapter_folder import PREFIX, ROWS_END, saved_module, scales_in
 from serried.records.safetensors_files import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.tensors import Exported, mean_of_rows
 
@@ -92,6 +92,13 @@ class Merged:
         adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
         self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
         heads = {name.removeprefix(PREFIX): each for name, each in adapters.specs.items() if ".lora_" not in name}
+        self._rows = {
+            f"{name.removesuffix(ROWS_END)}.weight": PREFIX + name for name in heads if name.endswith(ROWS_END)
+        }
+        """Tensors with trained rows, by the name of the weight."""
+        heads = {name: each for name, each in heads.items() if not name.endswith(ROWS_END)}
+        tokens = config.get("trainable_token_indices") or []
+        self._tokens: list[int] = next(iter(tokens.values())) if isinstance(tokens, dict) else tokens
         left_out = {_REPLACED} if heads.keys() - self._base.specs.keys() else set()
         if config.get("ensure_weight_tying"):
             left_out = {name for name in heads if not saved_module(name, tuple(config["modules_to_save"]))}
@@ -131,12 +138,24 @@ class Merged:
         """Read elements like ``TensorFolder.read_elements``. Adapted matrices are returned in fp32."""
         if name in self._heads:
             return self._adapters.read_elements(PREFIX + name, first, count)
+        if name in self._rows:
+            return self._with_rows(name, first, self._base.read_elements(name, first, count))
         module = PREFIX + name.removesuffix(".weight")
         if f"{module}.lora_A.weight" not in self._adapters.specs:
             return self._base.read_elements(name, first, count)
         if self._merged[0] != name:
             self._merged = name, self._added(name, module)
         return self._merged[1][first : first + count].clone()
+
+    def _with_rows(self, name: str, first: int, values: Tensor) -> Tensor:
+        """Return elements of a weight, starting at ``first``, with the trained rows."""
+        rows = _whole(self._adapters, self._rows[name])
+        width = rows.shape[1]
+        for token, row in zip(self._tokens, rows, strict=True):
+            begin, end = max(token * width, first), min((token + 1) * width, first + len(values))
+            if begin < end:
+                values[begin - first : end - first] = row[begin - token * width : end - token * width].to(values)
+        return values
 
     def _added(self, name: str, module: str) -> Tensor:
         weight = _whole(self._base, name)

@@ -48,10 +48,14 @@ class LanguageModelHead(nn.Module):
         """Function that computes the loss if targets are given. A task may replace it."""
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
         self.vocabulary = Vocabulary()
+        self.with_rows: Callable[[Tensor, Vocabulary], Tensor] | None = None
+        """Replaces rows of the weight with trained ones; see ``parallel.token_rows``."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, shared_weight: Tensor | None = None) -> Tensor:
         weight = shared_weight if self.weight is None else self.weight
         assert weight is not None
+        if self.with_rows is not None:
+            weight = self.with_rows(weight, self.vocabulary)
         if targets is None:
             logits = self.vocabulary.logits(hidden, weight.to(hidden.dtype))
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -112,7 +112,8 @@ SITUATIONS = {
 """Overrides that nothing reads -> the other overrides of such a command."""
 
 REFUSED = {
-    "adapter.modules", "adapter.modules_to_save", "adapter.merge", "checkpoint.weights_only", "parallel.offload",
+    "adapter.modules", "adapter.modules_to_save", "adapter.trainable_token_indices", "adapter.merge",
+    "checkpoint.weights_only", "parallel.offload",
     "trainer.activation_memory_budget", "trainer.evaluate", "task.margin", "trainer.compile_mode",
     "trainer.sample_tokens", "data.vocab_size", "data.add_tokens", "data.add_special_tokens", "data.chat_template",
     "slurm.dry_run", "kubernetes.dry_run",

@@ -258,7 +258,9 @@ def test_rows_that_adapters_leave_untrained_are_warned_about_and_merged_at_their
 ) -> None:
     ended = runs.run_here(tuned(models, tmp_path / "run", "recipe=lora", "model.vocab_multiple=8"))
     assert ended.code == 0, ended.printed
-    assert "to train the embeddings too: 'adapter.modules_to_save=[embed_tokens,lm_head]'" in ended.printed
+    before = rows_in(models / "untied")
+    assert f"to train them: 'adapter.trainable_token_indices=[{before},{before + 1}]'" in ended.printed
+    assert "or all rows: 'adapter.modules_to_save=[embed_tokens,lm_head]'" in ended.printed
     assert export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
     merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", models / "untied"))
     rows = rows_in(tmp_path / "merged")
@@ -342,3 +344,85 @@ def test_adapters_that_save_the_same_module_are_not_added(tmp_path: Path, adapte
     assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'adapters'}"]) == 0
     with pytest.raises(UserError, match=r"both hold all of .*\.weight, and modules saved in full"):
         export_models.merge([f"run.dir={run_dir}", f"adapters={tmp_path / 'adapters'}", f"out={tmp_path / 'out'}"])
+
+
+# rows of some tokens --------------------------------------------------------------------------------------------------
+
+
+def rows_argv(models: Path, run_dir: Path, model: str, *more: str) -> list[str]:
+    """A run that trains the rows of a token of the base model and of both added tokens."""
+    before = rows_in(models / model)
+    tokens = f"adapter.trainable_token_indices=[{before + 1},70,{before}]"
+    return tuned(models, run_dir, "recipe=lora", "adapter.modules=[q_proj]", tokens, *more, model=model)
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def with_rows(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    run_dir = tmp_path_factory.mktemp("rows") / "run"
+    ended = runs.run_here(rows_argv(models, run_dir, request.param))
+    assert ended.code == 0, ended.printed
+    assert "are not trained" not in ended.printed
+    return request.param, run_dir
+
+
+def test_trained_rows_change_alone_and_peft_and_transformers_open_them(
+    models: Path, tmp_path: Path, with_rows: tuple[str, Path]
+) -> None:
+    import peft
+
+    import serried
+
+    model, run_dir = with_rows
+    for folder, how in (("adapters", "false"), ("merged", "true")):
+        assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / folder}", f"merge={how}"]) == 0
+    merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", models / model))
+    rows, before = rows_in(tmp_path / "merged"), rows_in(models / model)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in base:
+            changed = (merged[name] != expected_rows(base[name], rows)).any(dim=1).nonzero().flatten().tolist()
+            # Only the first added token is in the data, and the head changes the probability of every token.
+            is_looked_up = model == "untied" and name != "lm_head.weight"
+            assert changed == ([before] if is_looked_up else [70, before, before + 1]), name
+    resized = opened(models / model)
+    resized.resize_token_embeddings(rows, mean_resizing=False)
+    tokens = torch.cat((TOKENS, torch.tensor([[70, before, before + 1, 3]] * 2)), dim=1)
+    with torch.no_grad():
+        ours = serried.load_model(run_dir)(tokens)
+        theirs = peft.PeftModel.from_pretrained(resized, tmp_path / "adapters").eval()
+        torch.testing.assert_close(theirs(tokens).logits, ours, atol=2e-5, rtol=0)
+        torch.testing.assert_close(opened(tmp_path / "merged")(tokens).logits, ours, atol=2e-5, rtol=0)
+        again = config_of_model(tmp_path / "adapters", ["precision=fp32"])
+        again = as_saved(again, tmp_path / "adapters", world_size=1, is_resharded=True, is_other_data=True)
+        module = load_model(again, CausalLM(again), Layout("single"), torch.device("cpu"), tmp_path / "adapters").module
+        torch.testing.assert_close(module(tokens), ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["tensor", *SLOW, pytest.param("sequence", marks=pytest.mark.slow)])
+def test_losses_with_trained_rows_of_two_ranks_equal_those_of_one(
+    cluster: Cluster, models: Path, tmp_path: Path, with_rows: tuple[str, Path], layout: str
+) -> None:
+    model, run_dir = with_rows
+    how = LAYOUTS["tensor"] + ["parallel.sequence=true"] if layout == "sequence" else LAYOUTS[layout]
+    argv = rows_argv(models, tmp_path / "run", model, *how)
+    if layout == "pipeline" and model == "tied":
+        answers = cluster.run(2, "testing.runs:train_reported", argv=argv)
+        assert any("the first and the last stage would train the same rows" in answer.printed for answer in answers)
+        return
+    assert trained(cluster, argv, tmp_path / "run") == pytest.approx(runs.losses(run_dir), abs=1e-5)
+    ours, theirs = (runs.weights(folder, "adapter_model") for folder in (tmp_path / "run", run_dir))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["adapter.trainable_token_indices=[1,1]"], "names a token twice"),
+        (["adapter.trainable_token_indices=[1000]"], "and none for token 1000; leave it out"),
+        (["adapter.modules_to_save=[lm_head]"], "all rows of lm_head are trained with adapter.modules_to_save"),
+        (["model=hf"], "needs a model of a built-in family, with one embedding and one head"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused(models: Path, tmp_path: Path, more: list[str], message: str) -> None:
+    error = runs.run_here(rows_argv(models, tmp_path / "run", "untied", *more)).error
+    assert message in error

@@ -147,7 +147,7 @@ def test_settings_are_those_of_the_adapters(models: Path, made_by_peft: dict[str
     config = compose(["recipe=sft", *words])
     assert config.adapter.model_dump(exclude={"path", "modules", "merge"}) == {
         "method": "lora", "rank": 4, "alpha": 8, "dropout": 0.1, "scale": "rslora", "quantize": "none",
-        "modules_to_save": (),
+        "modules_to_save": (), "trainable_token_indices": (),
         "rank_pattern": {"down_proj": 2, "model.layers.1.self_attn.q_proj": 5},
         "alpha_pattern": {"model.layers.0.self_attn.v_proj": 3},
     }  # fmt: skip

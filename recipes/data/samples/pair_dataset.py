@@ -62,7 +62,8 @@ class PairBatch(NamedTuple):
     weights: Tensor
     """[batch, P], fp64: weight of each pair; 0 where there is none"""
     positions: Tensor | None = None
-    """[2 x batch, sequence], int64, position in the answer with its prompt; None if there is one in each sequence"""
+    """[2 x batch, sequence], int64, position in the answer with its prompt; None if there is one in each sequence and
+    its length does not matter to the model"""
     pairs: Tensor | None = None
     """[2 x batch, sequence], int64: index of each token's pair, up to P - 1; None if there is one in each sequence"""
     is_desired: Tensor | None = None
@@ -232,6 +233,7 @@ def collate_pairs(
     whole: bool,
     packed: bool = False,
     labelled: bool = False,
+    isolated: bool = False,
 ) -> PairBatch:
     """Stack samples into a batch, padded at the end to about the longest one, or to ``sequence_length`` if ``whole``.
 
@@ -241,6 +243,7 @@ def collate_pairs(
         whole: Whether to pad to ``sequence_length``.
         packed: Whether samples may have several pairs, which must not see each other.
         labelled: Whether these are single answers with labels.
+        isolated: Whether positions are needed even if a sample has one pair, to separate it from its padding.
     """
     sequences = [[pair.tokens[side] for pair in sample] for sample in samples for side in (0, 1)]
     longest, most = max(sum(map(len, parts)) for parts in sequences), max(map(len, samples))
@@ -267,7 +270,7 @@ def collate_pairs(
         torch.from_numpy(ids.astype(np.int64)),
         torch.from_numpy(reference),
         torch.from_numpy(weights),
-        torch.from_numpy(positions) if packed else None,
+        torch.from_numpy(positions) if packed or isolated else None,
         torch.from_numpy(pairs) if packed else None,
         torch.from_numpy(desired) if labelled else None,
     )

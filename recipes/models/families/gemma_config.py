@@ -49,6 +49,11 @@ class GemmaSection(MistralSection):
                 f"model.{key} is not supported with model.family={self.family}; use model.{key}=null, or "
                 f"model.family={instead}"
             )
+        if self.family == "gemma3_text" and self.rope_scaling and not self.rope_scaling.truncate:
+            yield (
+                "model.rope_scaling.truncate=false is not supported with model.family=gemma3_text, where transformers "
+                "ignores it; leave it out"
+            )
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +66,8 @@ class GemmaSection(MistralSection):
             both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
             refuse_unless(both["sliding"], rope_type="default")
             local = float(both["sliding"].get("rope_theta") or found["rope_local_base_freq"])
-            found["rope_parameters"] = both["full"] | (found.get("rope_scaling") or {})
+            rope = both["full"] | (found.get("rope_scaling") or {})
+            found["rope_parameters"] = {key: rope[key] for key in rope if key != "truncate"}  # as in transformers
             found["rope_scaling"] = None
         keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"]})
         return keys | {

@@ -387,6 +387,19 @@ def test_batches_have_one_shape_where_a_gpu_compiles_attention_for_each(
     assert Preference(compose([*words, f"model.sliding_window={window}"]))._needs_one_shape == is_whole
 
 
+def test_padding_does_not_lengthen_a_sequence_for_rope(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = "short_factor: [1,1,1,1], long_factor: [9,9,9,9], attention_factor: 30"
+    scaling = f"model.rope_scaling={{rope_type: longrope, factor: 2, original_max_sequence_length: 96, {factors}}}"
+    words = [scaling, "trainer.steps=1", "task.loss=simpo"]
+    train(dpo(model, tmp_path / "longest", *words))
+    monkeypatch.setattr(Preference, "_needs_one_shape", True)
+    train(dpo(model, tmp_path / "whole", *words))
+    losses = [runs.metrics(tmp_path / name)[0]["chosen_log_prob"] for name in ("longest", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_all_pairs_are_trained_on(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(dpo(model, run, "data.validation_fraction=0", "trainer.eval_every=0", "trainer.steps=1", "task.loss=simpo"))

@@ -177,7 +177,7 @@ def _by_layer(file: Path, found: Mapping[str, Any], key: str, modules: Iterable[
         number = _number(file, f"{key}.{pattern}", _PATTERNS[key], value)
         try:
             if re.search(_REPEATED, pattern):
-                raise re.error("it repeats too much")
+                raise re.error("nested repetition is not supported")
             expression = re.compile(rf"(.*\.)?({pattern})$")
         except re.error as error:
             raise UserError(f"{file} has {key} {shown(pattern)}, which cannot be read: {error}; {_MERGE}") from None

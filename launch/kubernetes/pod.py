@@ -68,7 +68,7 @@ class Attempt:
     def _left_seconds(self) -> float:
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("not all pods were there in time")
+            raise TimeoutError("not all pods started in time")
         return left
 
     def _gathered(self, nodes: int, port: int) -> list[socket.socket]:

@@ -55,7 +55,7 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     kind = section.kind
     lines = [
         ("submitted", f"{kind} {name}: {nodes} pod{'s' * (nodes > 1)} x {processes} process{'es' * (processes > 1)}"),
-        ("grace", f"a pod that is asked to end gets {seconds} s to save"),
+        ("grace", f"a pod has {seconds} s to save when it is asked to end"),
         (
             "watch",
             f"kubectl logs{namespace} --follow --selector serried/run={name} --prefix --max-log-requests {nodes}",
@@ -92,7 +92,7 @@ def _check(config: RunConfig) -> None:
         )
     if config.run.dir.is_absolute() and not config.run.dir.is_relative_to(WORKSPACE):
         raise UserError(
-            f"run.dir={config.run.dir} is not on the volume kubernetes.claim={section.claim}, which the pods have at "
+            f"run.dir={config.run.dir} is not on the volume kubernetes.claim={section.claim}, mounted in the pods at "
             f"{WORKSPACE}; use run.dir=runs/{name}, relative to it"
         )
 

@@ -107,7 +107,7 @@ def test_pods_get_the_options_the_secret_and_a_grace_period_for_the_checkpoint(
     [
         (["run.name=Llama_8B"], "run.name=Llama_8B cannot be the name of a job: Kubernetes allows at most 40 of"),
         (["kubernetes.claim=null"], "run.dir=runs/tiny would be inside the pods and vanish with them; use "),
-        (["run.dir=/tmp/a"], "run.dir=/tmp/a is not on the volume kubernetes.claim=runs, which the pods"),
+        (["run.dir=/tmp/a"], "run.dir=/tmp/a is not on the volume kubernetes.claim=runs, mounted in the pods"),
         (["kubernetes.image=serried"], "kubernetes.image=serried has no tag, so pods may run different versions; use"),
         (["kubernetes.image=null"], "launch=kubernetes needs a container image with serried; build one from"),
         (["kubernetes.memory=lots"], "kubernetes.memory=lots is not a size in Kubernetes' format; e.g. "),

@@ -437,10 +437,10 @@ class CheckpointSection(Section):
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a folder of weights (with adapters, a PEFT folder).
     From weights, and from a run of another task, a run starts at step 0."""
     weights_only: bool = False
-    """With a path in ``resume``: start at step 0 with the weights alone and a fresh optimizer, also from a run."""
+    """Use only the weights of a path in ``resume``, even of a run: start at step 0 with a new optimizer."""
     strict: bool = True
-    """Refuse weights to start from unless all of their tensors fit the model. ``false``: load those that fit, and list
-    the others; parameters without a tensor keep their initial values."""
+    """Refuse weights to start from unless all of their tensors fit the model. ``false``: load the tensors that fit, and
+    list the others; parameters without a tensor keep their initial values."""
     allow_changes: bool | tuple[str, ...] = False
     """Keys or sections that may differ from the checkpoint although they change the loss curve, such as
     ``[optim.lr,data.path]``; true: all. Other weights or another tokenizer are always refused."""

@@ -100,7 +100,7 @@ def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals
         return EXIT_FINISHED
     reasons = ", ".join(dict.fromkeys(filter(None, stopped))) or "before the last step"
     has_limit = any(reason.startswith("trainer.stop_at=") for reason in stopped)
-    limit = " without trainer.stop_at, or with a higher one," if has_limit else ""
+    limit = " without trainer.stop_at, or with a higher value," if has_limit else ""
     say(f"stopped    {reasons}: {done}; run the same command{limit} to resume")
     return EXIT_STOPPED
 

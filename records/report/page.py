@@ -183,7 +183,7 @@ def _next(run: Records, state: str) -> dict[str, str]:
     if state == "running":
         return {"text": "Show the current state", "command": f"serried status run.dir={folder}"}
     if state == "stopped" and run.status and run.config.get("trainer.stop_at") == run.status.step:
-        return {"text": "To resume, run the same command without trainer.stop_at, or with a higher one"}
+        return {"text": "To resume, run the same command without trainer.stop_at, or with a higher value"}
     if state in ("stopped", "failed") and saved:
         return {"text": f"Run the same command to resume from the newest checkpoint (step {max(saved)})"}
     if state in ("stopped", "failed"):

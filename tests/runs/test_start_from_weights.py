@@ -206,7 +206,7 @@ def test_language_model_takes_the_architecture_of_a_run_of_another_task(tmp_path
     ("more", "message"),
     [
         (["checkpoint.weights_only=true"], "name the run or folder whose weights to start from"),
-        (["checkpoint.weights_only=true", "checkpoint.resume={run}"], "is a checkpoint of this run, which would be"),
+        (["checkpoint.weights_only=true", "checkpoint.resume={run}"], "is a checkpoint of this run, but a start"),
         (["checkpoint.resume={run}/none"], "is not auto, never, must or an existing folder"),
     ],
 )

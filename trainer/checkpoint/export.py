@@ -109,7 +109,7 @@ def export(
 def write_merged(adapters: Path, base: TensorFolder | Built, out: Path) -> None:
     """Write the model folder ``out``: ``base`` with ``adapters`` merged into it, whose matrices are in fp32.
 
-    The other files are those of the checkpoint ``adapters``, or of ``base`` if ``adapters`` was saved by PEFT. An
+    The other files are copied from the checkpoint ``adapters``, or from ``base`` if ``adapters`` was saved by PEFT. An
     earlier folder ``out`` is replaced. Raises ``UserError`` if the adapters do not fit ``base``, or if the disk is too
     full or fails.
     """
@@ -160,7 +160,8 @@ def _with_adapters(base: TensorFolder | Built, checkpoint: Path, factors: Mappin
     for folder, config in configs.items() if len(factors) > 1 or {*factors.values()} != {1.0} else ():
         if config.get("use_dora"):
             raise UserError(
-                f"{folder} holds adapters of DoRA, which scale the weights and cannot be added; merge them alone"
+                f"{folder} has adapters of DoRA, but these scale the weights and cannot be added; merge this folder "
+                "alone"
             )
     first, *others = factors
     weights = Merged(_resized(base, checkpoint), TensorFolder(first, ADAPTER), configs[first], factors[first])

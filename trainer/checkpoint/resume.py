@@ -134,8 +134,8 @@ def _with_weights(
     """Return the start of a new run with the weights of the checkpoint ``path``. ``state``: its state.json."""
     if path.parent == config.run.dir / CHECKPOINTS:
         raise UserError(
-            f"{path} is a checkpoint of this run, which would be moved aside when it starts again with weights alone; "
-            f"add {config.another_run}"
+            f"{path} is a checkpoint of this run, but a start from its weights would move it aside; add "
+            f"{config.another_run}"
         )
     if not config.checkpoint.weights_only:
         name = value_at("config.task.name", state)

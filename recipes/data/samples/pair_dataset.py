@@ -75,7 +75,7 @@ class PairBatch(NamedTuple):
     def side(self, side: int) -> "PairBatch":
         """Return only the first (0) or the second (1) sequence of each sample."""
         rows = (self.tokens, self.targets, self.positions, self.pairs)
-        tokens, targets, positions, pairs = (None if each is None else each[side::2].contiguous() for each in rows)
+        tokens, targets, positions, pairs = (None if row is None else row[side::2].contiguous() for row in rows)
         assert tokens is not None and targets is not None
         reference = self.reference[:, :, side : side + 1]
         return self._replace(tokens=tokens, targets=targets, positions=positions, pairs=pairs, reference=reference)

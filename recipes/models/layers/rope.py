@@ -1,6 +1,6 @@
 """Rotary embeddings (https://arxiv.org/abs/2104.09864) and the scaling of their frequencies for long contexts.
 
-The formulas are those of transformers. Two types of scaling depend on the length of a document: ``dynamic`` and
+The formulas are the same as in transformers. Two types of scaling depend on the length of a document: ``dynamic`` and
 ``longrope`` change the frequencies of documents that are longer than the original context. The length is that of the
 whole document in the batch, whatever it is packed with and however the sequence is sharded; in generation, it is the
 number of tokens so far.

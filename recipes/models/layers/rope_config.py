@@ -27,7 +27,7 @@ _OPTIONAL: Mapping[str, Collection[str]] = {
 
 
 class RopeScaling(Section):
-    """Scaled rotary frequencies, for contexts longer than those of the original training."""
+    """Scaled rotary frequencies, for contexts longer than in the original training."""
 
     names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
     """Keys that have another name in a ``config.json``."""
@@ -35,7 +35,7 @@ class RopeScaling(Section):
     rope_type: RopeType = "llama3"
     """``linear`` divides all frequencies by ``factor``; ``dynamic`` raises the base with the length of a document;
     ``yarn`` divides low frequencies only (arXiv 2309.00071); ``longrope`` divides each frequency by its own factor
-    (arXiv 2402.13753); ``llama3`` is that of Llama 3.1."""
+    (arXiv 2402.13753); ``llama3`` is the scaling of Llama 3.1."""
     factor: Number = Field(gt=0)
     """Ratio of the extended context length to the original one."""
     low_freq_factor: Number | None = Field(default=None, gt=0)

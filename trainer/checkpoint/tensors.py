@@ -346,9 +346,11 @@ def _check(
 ) -> None:
     found = _differences(folder, wanted, aliases, unread)
     if found.are_any:
+        is_described = (folder.folder / CONFIG).is_file()
+        keys = f"the model.* keys that it was trained with (see its config.json{_class_in(folder.folder)})"
         raise UserError(
-            f"{folder.folder} has a different model than this command describes: {found}; use the task and the model.* "
-            f"keys that it was trained with (see its config.json{_class_in(folder.folder)}){otherwise}"
+            f"{folder.folder} has a different model than this command describes: {found}; use the task and "
+            f"{keys if is_described else 'the settings that it was trained with'}{otherwise}"
         )
     for name in floats:
         if not folder.specs[name].dtype.is_floating_point:

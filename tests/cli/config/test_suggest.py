@@ -25,7 +25,7 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.subset": ["data=hf", "data.path=x"], "data.split": ["data=hf", "data.path=x"],
     "data.revision": ["data=hf", "data.path=x"], "data.validation_split": ["data=hf", "data.path=x"],
     "data.streaming": ["data=hf", "data.path=x"], "data.path": ["data=text"],
-    "data.vocab_size": ["data.tokenizer=train"],
+    "data.vocab_size": ["data.tokenizer=train"], "checkpoint.weights_only": ["checkpoint.resume=runs/a"],
     **{key: ["data.tokenizer=owner/name"] for key in ("data.add_tokens", "data.add_special_tokens")},
     "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],

@@ -150,6 +150,19 @@ def test_shards_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder
     assert evaluated["accuracy"] >= 0.5
 
 
+@pytest.mark.slow
+def test_adapters_and_the_head_of_a_run_start_another_one_merged_or_not(folder: Path, tmp_path: Path) -> None:
+    train(texts(folder, tmp_path / "run", "adapter=lora", "adapter.rank=4", "adapter.alpha=8"))
+    more = [f"adapter.path={tmp_path / 'run'}", "optim.lr=0", "trainer.steps=1"]
+    train(texts(folder, tmp_path / "next", *more))
+    train(texts(folder, tmp_path / "whole", *more, "adapter.merge=true"))
+    before, after = (weights(tmp_path / name, "adapter_model") for name in ("run", "next"))
+    assert before.keys() == after.keys()
+    assert "base_model.model.classifier.weight" in after
+    assert all(after[name].equal(tensor) for name, tensor in before.items())
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "next"), abs=1e-6)
+
+
 def test_adapters_and_the_head_train_as_by_peft_and_are_merged(
     cluster: Cluster, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

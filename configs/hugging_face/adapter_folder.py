@@ -177,7 +177,7 @@ def _by_layer(file: Path, found: Mapping[str, Any], key: str, modules: Iterable[
         number = _number(file, f"{key}.{pattern}", _PATTERNS[key], value)
         try:
             if re.search(_REPEATED, pattern):
-                raise re.error("nested repetition is not supported")
+                raise re.error("too many or nested repetitions")
             expression = re.compile(rf"(.*\.)?({pattern})$")
         except re.error as error:
             raise UserError(f"{file} has {key} {shown(pattern)}, which cannot be read: {error}; {_MERGE}") from None

@@ -194,7 +194,7 @@ def test_folder_without_usable_adapters_is_refused_with_what_it_is(
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678 not a header")
     assert "cannot be read: a header of" in refused(tmp_path)
     for key, value, message in (
-        ("rank_pattern", {"(a+)+b": 4}, "cannot be read: nested repetition is not supported; merge"),
+        ("rank_pattern", {"(a+)+b": 4}, "cannot be read: too many or nested repetitions; merge"),
         ("rank_pattern", {"q_proj": "4"}, "has rank_pattern.q_proj 4: must be a number"),
         ("rank_pattern", [4], "has rank_pattern [4]: must be a mapping of names to numbers"),
         ("alpha_pattern", {"(": 4}, "has alpha_pattern (, which cannot be read"),

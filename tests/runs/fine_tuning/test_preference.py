@@ -132,7 +132,9 @@ def published_losses(model: Any, reference: Any, batch: PairBatch, loss: str) ->
     return -means[::2] - 0.1 * F.logsigmoid(odds[::2] - odds[1::2])
 
 
-@pytest.mark.parametrize("loss", trl_losses.SETTINGS)
+@pytest.mark.parametrize(
+    "loss", ["ipo", "kto", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("cpo", "simpo"))]
+)
 def test_losses_of_steps_are_those_that_trl_computes(tmp_path: Path, loss: str) -> None:
     trl_losses.write_inputs(tmp_path)
     train([*trl_losses.arguments(tmp_path, loss), f"run.dir={tmp_path / 'run'}"])

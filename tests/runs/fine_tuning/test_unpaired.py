@@ -62,7 +62,7 @@ def assert_equal_runs(found: Path, want: Path, within: float = 1e-5) -> None:
             assert got == pytest.approx(wanted, rel=within, abs=within), shared
 
 
-KTO = ["data.validation_fraction=0.25", "trainer.eval_every=1"]
+KTO = ["data.validation_fraction=0.25", "trainer.eval_every=2"]
 
 
 def test_answers_have_one_loss_on_any_number_of_ranks_and_micro_batches(
@@ -71,12 +71,10 @@ def test_answers_have_one_loss_on_any_number_of_ranks_and_micro_batches(
     train(arguments(inputs, "kto", *KTO, f"run.dir={tmp_path / 'whole'}"))
     assert runs.metrics(tmp_path / "whole")[-1]["divergence"] > 0.1, "the estimate is not cut off at 0"
     assert runs.metrics(tmp_path / "whole", "eval")[-1]["divergence"] > 0.1
-    train(arguments(inputs, "kto", *KTO, "trainer.micro_batch=2", f"run.dir={tmp_path / 'accumulated'}"))
     for ranks, layout in ((2, "parallel=fsdp"), (3, "parallel=ddp")):
         argv = arguments(inputs, "kto", *KTO, layout, "trainer.micro_batch=2", f"run.dir={tmp_path / str(ranks)}")
         cluster.run(ranks, "tests.runs.fine_tuning.test_unpaired:train", argv=argv)
-    for name in ("accumulated", "2", "3"):
-        assert_equal_runs(tmp_path / name, tmp_path / "whole")
+        assert_equal_runs(tmp_path / str(ranks), tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -45,6 +45,12 @@ def train(argv: list[str]) -> None:
     assert main(argv) == 0
 
 
+def assert_equal_runs(found: Path, want: Path) -> None:
+    for line, other in zip(runs.metrics(found), runs.metrics(want), strict=True):
+        names = ("loss", "grad_norm", "tokens")
+        assert [line[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-5)
+
+
 def test_loss_of_weighted_messages_is_the_weighted_mean_on_any_number_of_ranks(
     cluster: Cluster, inputs: Path, tmp_path: Path
 ) -> None:
@@ -69,27 +75,22 @@ def test_loss_of_weighted_messages_is_the_weighted_mean_on_any_number_of_ranks(
     whole = runs.metrics(tmp_path / "whole")
     assert whole[0]["loss"] == pytest.approx(((losses * weights).sum() / weights.sum()).item(), abs=1e-5)
     assert whole[0]["tokens"] == int(weights.sum())
-    for ranks, layout in ((2, "parallel=fsdp"), (3, "parallel=ddp")):
-        argv = [*argv, layout, "trainer.micro_batch=4", f"run.dir={tmp_path / str(ranks)}"]
-        argv = [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in argv).items()]
-        cluster.run(ranks, "tests.runs.fine_tuning.test_weighted_messages:train", argv=argv)
-        for name in ("loss", "grad_norm", "tokens"):
-            found, want = ([line[name] for line in runs.metrics(tmp_path / run)] for run in (str(ranks), "whole"))
-            assert found == pytest.approx(want, rel=1e-5)
+    argv = [*argv, "parallel=ddp", "trainer.micro_batch=4", f"run.dir={tmp_path / 'ranks'}"]
+    argv = [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in argv).items()]
+    cluster.run(3, "tests.runs.fine_tuning.test_weighted_messages:train", argv=argv)
+    assert_equal_runs(tmp_path / "ranks", tmp_path / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("axis", ["reshard_after_forward=true", "tensor=2", "context=2", "pipeline=2"])
 def test_loss_of_weighted_messages_is_the_same_on_other_axes(
     cluster: Cluster, inputs: Path, tmp_path: Path, axis: str
 ) -> None:
     packed = ["data.packing=best_fit", "data.isolate_documents=true", "trainer.global_batch=4", "trainer.micro_batch=2"]
     train(arguments(inputs, *packed, f"run.dir={tmp_path / 'whole'}"))
-    argv = arguments(inputs, *packed, "parallel=fsdp", f"parallel.{axis}=2", f"run.dir={tmp_path / axis}")
+    argv = arguments(inputs, *packed, "parallel=fsdp", f"parallel.{axis}", f"run.dir={tmp_path / 'other'}")
     cluster.run(2, "tests.runs.fine_tuning.test_weighted_messages:train", argv=argv)
-    for name in ("loss", "grad_norm", "tokens"):
-        found, want = ([line[name] for line in runs.metrics(tmp_path / run)] for run in (axis, "whole"))
-        assert found == pytest.approx(want, rel=1e-5)
+    assert_equal_runs(tmp_path / "other", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from serried.configs.plain_data import NotPlainData, parse_yaml
 
 _TASKS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "cpo", "orpo")
 """Commands of ``trl``."""
-_PROGRAM = re.compile(r"\b(accelerate|axolotl|deepspeed|llamafactory-cli|torchrun|trl|python3?)\b")
+_PROGRAM = re.compile(r"\b(accelerate|axolotl|deepspeed|llamafactory-cli|torchrun|trl|tune|python3?)\b")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r"\.(ya?ml|json)$")
 
 
@@ -53,6 +54,9 @@ def _command(before: list[str], words: list[str]) -> ShellCommand:
             key = ""
             if Path(word).stem in _TASKS:
                 flags["rl"] = Path(word).stem
+        elif _OVERRIDE.match(word):  # of torchtune
+            name, _, value = word.partition("=")
+            flags[name], key = _value(value), ""
         elif key:
             flags[key] = _value(word) if flags[key] is True else [*_listed(flags[key]), _value(word)]
         elif _CONFIG.search(word):
@@ -65,6 +69,7 @@ def _command(before: list[str], words: list[str]) -> ShellCommand:
     visible = next((word.partition("=")[2] for word in before if word.startswith("CUDA_VISIBLE_DEVICES=")), "")
     nodes = flags.pop("nnodes", flags.get("num_machines", 1))
     per_node = flags.pop("nproc_per_node", flags.pop("num_gpus", None))
+    per_node, nodes = _listed(per_node)[0], _listed(nodes)[0]  # the script may follow the number
     if isinstance(per_node, int) and isinstance(nodes, int):
         flags["num_processes"], flags["num_machines"] = per_node * nodes, nodes
     elif visible and "num_processes" not in flags:

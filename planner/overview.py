@@ -271,6 +271,8 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
         what = f": {section.method} of {rank}, alpha {section.alpha:g}, in {layers} layers"
         what += ", and the new head" if heads else ""
         what += f", and {', '.join(section.modules_to_save)} in full" if section.modules_to_save else ""
+        tokens = len(section.trainable_token_indices)
+        what += f", and the embedding rows of {tokens:,} tokens" if tokens else ""
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
 

@@ -361,6 +361,7 @@ def with_rows(models: Path, tmp_path_factory: pytest.TempPathFactory, request: p
     run_dir = tmp_path_factory.mktemp("rows") / "run"
     ended = runs.run_here(rows_argv(models, run_dir, request.param))
     assert ended.code == 0, ended.printed
+    assert "in 2 layers, and the embedding rows of 3 tokens" in ended.printed
     assert "are not trained" not in ended.printed
     return request.param, run_dir
 

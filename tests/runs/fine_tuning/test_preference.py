@@ -286,6 +286,17 @@ def test_adapters_compare_with_their_base_and_keep_nothing(cluster: Cluster, mod
         assert [line[key] for line in found] == pytest.approx([line[key] for line in want], abs=1e-5)
 
 
+@pytest.mark.slow
+def test_reference_of_a_run_that_trains_a_module_beside_adapters_is_computed_before_it(
+    model: Path, tmp_path: Path
+) -> None:
+    """Without its adapters, the model has the trained module."""
+    more = ["adapter=lora", "adapter.modules_to_save=[norm]", f"data.cache_dir={tmp_path / 'cache'}"]
+    train(dpo(model, tmp_path / "run", *more, "trainer.eval_every=0"))
+    assert (tmp_path / "cache" / "reference").exists()
+    assert runs.metrics(tmp_path / "run")[0]["reward_margin"] == 0
+
+
 def test_loss_of_each_token_and_its_gradient_are_those_of_cross_entropy() -> None:
     random = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 5, 8, generator=random, requires_grad=True)

@@ -23,7 +23,12 @@ def convert(words: list[str]) -> int:
     from serried.conversion.foreign_config import read
     from serried.conversion.overrides_of_facts import converted
 
-    files = [word for word in words if Path(word).is_file() or ("=" not in word and not word.startswith("-"))]
+    after = dict(zip(words[1:], words, strict=False))  # the number in "--gpus 8" is no file
+    files = [
+        word
+        for word in words
+        if Path(word).is_file() or not ("=" in word or word.startswith("-") or after.get(word, "").startswith("--"))
+    ]
     given, _ = pairs([word for word in words if word not in files], "convert", ("gpus", "steps", "recipe"))
     if not files:
         raise UserError("serried convert needs a file: serried convert FILE [gpus=N]")
@@ -34,6 +39,12 @@ def convert(words: list[str]) -> int:
     if result.nodes > 1:
         result.decide.append(
             "run the command on each node, with the address of the first node for HOST; or use launch=slurm"
+        )
+    if result.nodes == 1 and result.processes > 16:
+        nodes = -(-result.processes // 8)
+        result.decide.append(
+            f"launch.processes={result.processes} is for one node; for nodes of 8 GPUs use launch=slurm "
+            f"launch.nodes={nodes} launch.processes=8"
         )
     refused = _refused(dict(zip(result.overrides, result.words, strict=True)))
     lines = [f"# {' and '.join(files)} ({config.title})"]

@@ -455,6 +455,17 @@ def test_gpus_that_do_not_fit_the_degrees_are_refused(tmp_path: Path) -> None:
         conversion(tmp_path, {**BASES["axolotl"], "tensor_parallel_size": 4}, gpus=6)
 
 
+def test_dashes_and_unknown_keys_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(written(tmp_path / "a.yaml", BASES["axolotl"]))
+    for words, expected in (
+        (["--gpus", "8"], "keys have no dashes; write gpus=8"), (["gpu=8"], "did you mean gpus=8"),
+        (["gpus=0"], "gpus=0 is not a whole number from 1"), (["recipe=slft"], "use recipe=sft"),
+    ):  # fmt: skip
+        assert main(["convert", file, *words]) == 78
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+
 def test_tokens_and_passwords_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {
         "hub_token": "hf_SECRET",

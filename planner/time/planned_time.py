@@ -192,7 +192,8 @@ def _trust(software: str, doubtful: Sequence[str], job: Job) -> str:
     if doubtful:
         text = f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
     if job.precision == "8bit":
-        text += "; for torchtitan's FP8 runs it is 8% (median) to 29% (p90); NVIDIA's FP8 takes 20 to 40% less time"
+        text += "; the error for torchtitan's FP8 runs is 8% (median) to 29% (p90)"
+        text += "; NVIDIA's FP8 takes 20 to 40% less time"
     if job.is_adapter:
         text += "; published runs with adapters took 0.75 times (one device) to 1.67 times (pipelines) as long"
     return text

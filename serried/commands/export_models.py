@@ -105,7 +105,7 @@ def merge(words: list[str]) -> int:
     *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
     if "adapters" in given:
         if others:
-            raise UserError(f"checkpoint={given['checkpoint']} with adapters=: give one step")
+            raise UserError(f"checkpoint={given['checkpoint']} cannot be used with adapters=; give a single step")
         return _merge_adapters(given, Saved(last, run))
     if "weights" in given:
         raise UserError(f"weights={given['weights']} has no effect without adapters=FOLDERS; leave it out")
@@ -131,14 +131,16 @@ def _merge_adapters(given: Mapping[str, str], saved: Saved) -> int:
         described_adapters(folder, TensorFolder(folder, "adapter_model").specs)
         check_same_base(folder, saved.folder)
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
-        raise UserError(f"adapters={given['adapters']} names {twice[0]} twice; name each once, and use weights=")
+        raise UserError(
+            f"adapters={given['adapters']}: {twice[0]} is given twice; set its weight with weights= instead"
+        )
     weights = given.get("weights", ",".join("1" * len(folders)))
     numbers: list[float] = []
     with suppress(ValueError):
         numbers = [float(word) for word in weights.split(",")]
     if len(numbers) != len(folders) or not all(map(math.isfinite, numbers)):
         raise UserError(
-            f"weights={weights} must be {len(folders)} numbers, for the adapters of RUN and of adapters=; "
+            f"weights={weights} must be {len(folders)} numbers, one for RUN and one for each folder of adapters=; "
             f"e.g. weights={','.join(['0.5'] * len(folders))}"
         )
     return _write_model(given, saved.folder, base=base, factors=dict(zip(folders, numbers, strict=True)))

@@ -334,7 +334,7 @@ def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: P
         return str(error.value)
 
     assert "weights=1 must be 2 numbers" in refused(f"adapters={tmp_path / 'b'}", "weights=1")
-    assert "names" in refused(f"adapters={tmp_path / 'a'}")
+    assert "is given twice" in refused(f"adapters={tmp_path / 'a'}")
     assert "contains a full model, not adapters" in refused(f"adapters={models / 'tied'}")
     assert "has no effect without adapters=FOLDERS" in refused("weights=1")
 

@@ -136,7 +136,7 @@ def test_ranges_of_fp8_and_adapters_are_those_of_their_rows_with_torchtitans_rat
 @pytest.mark.parametrize(
     ("words", "low", "high", "text"),
     [
-        (["precision=float8"], FLOAT8[0], FLOAT8[1], "FP8 runs it is 8% (median) to 29% (p90)"),
+        (["precision=float8"], FLOAT8[0], FLOAT8[1], "FP8 runs is 8% (median) to 29% (p90)"),
         (["adapter=lora"], ADAPTERS[0], ADAPTERS[1], "with adapters took 0.75 times (one device) to 1.67"),
     ],
 )

@@ -253,3 +253,14 @@ def test_answers_of_one_label_are_refused(inputs: Path, tmp_path: Path, capsys: 
     error = capsys.readouterr().err
     assert "all 12 answers of the train split have the label true, and KTO compares good answers with bad ones" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_resumed_run_on_answers_has_the_same_bits(inputs: Path, tmp_path: Path) -> None:
+    more = [*KTO, "trainer.deterministic=true", "trainer.steps=3", "data.packing=best_fit", "trainer.global_batch=4"]
+    argv = arguments(inputs, "kto", *more, "trainer.micro_batch=2")
+    train([*argv, f"run.dir={tmp_path / 'whole'}"])
+    stopped = [*argv, f"run.dir={tmp_path / 'stopped'}"]
+    assert main([*stopped, "trainer.stop_at=1"]) == 75
+    train(stopped)
+    assert not runs.different_tensors(tmp_path / "whole", tmp_path / "stopped")

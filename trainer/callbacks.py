@@ -234,7 +234,7 @@ class Callbacks:
         names = [callback.name for callback in self._callbacks[1:]]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise UserError(
-                f"two callbacks are named {repeated[0]}; give the class of one of them another name attribute"
+                f"two callbacks are named {repeated[0]}; set a different name attribute in one of their classes"
             )
 
     def call(

@@ -179,9 +179,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
     free = [axis for axis, degree in degrees.items() if degree == -1]
     if len(free) > 1:
         both = " and ".join(f"parallel.{axis}" for axis in free)
-        raise UserError(
-            f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one of them can have the remaining ranks"
-        )
+        raise UserError(f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one degree can be -1")
     if strategy == "single" and world_size > 1:
         other = "parallel=fsdp" if any(degrees[axis] != 1 for axis in MODEL_AXES) else "parallel=ddp or parallel=fsdp"
         raise UserError(f"parallel=single runs one process, but {world_size} were started; use {other}")

@@ -242,7 +242,7 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
         path = path / "tokenizer.json"
         if not path.exists():
             raise UserError(
-                f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; transformers writes one: "
+                f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; create it with transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
     try:
@@ -309,7 +309,7 @@ def _files_of_hub(name: str) -> dict[str, str]:
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise UserError(
-            f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; transformers writes one: "
+            f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; create it with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then data.tokenizer=FOLDER"
         ) from error
     except errors.HFValidationError as error:

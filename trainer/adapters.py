@@ -338,13 +338,20 @@ class Adapters:
             use = " ".join(shlex.quote(f"adapter.{key}={value}") for key, value in differing.items())
             raise UserError(f"the adapters in {folder} do not match this command's adapter.* settings; use {use}")
 
-    def check_tied(self, folder: Path) -> None:
-        """Raise ``UserError`` if PEFT would untie the embedding and the head of this model with the adapters in
+    def check_embeddings(self, folder: Path) -> None:
+        """Raise ``UserError`` if PEFT would train other parts of the embedding and the head with the adapters in
         ``folder``."""
-        if self._tied and not read_json(folder / ADAPTER_CONFIG).get("ensure_weight_tying"):
+        file, config = folder / ADAPTER_CONFIG, read_json(folder / ADAPTER_CONFIG)
+        if self._tied and not config.get("ensure_weight_tying"):
             raise UserError(
-                f"{folder / ADAPTER_CONFIG} has no ensure_weight_tying: PEFT unties the embedding from the head with "
-                "these adapters; merge them with PEFT's merge_and_unload()"
+                f"{file} has no ensure_weight_tying: PEFT unties the embedding from the head with these adapters; "
+                "merge them with PEFT's merge_and_unload()"
+            )
+        tokens = config.get("trainable_token_indices")
+        if self._row_weights and len(self._row_weights) != (len(tokens) if isinstance(tokens, dict) else 1):
+            raise UserError(
+                f"{file} has trainable_token_indices for the embedding only, and here rows of the head are trained "
+                "too; merge these adapters with PEFT's merge_and_unload()"
             )
 
     def _target_modules(self, chosen: set[str]) -> list[str]:

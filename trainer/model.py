@@ -104,7 +104,7 @@ class Model:
     def load_adapters(self, folder: Path, parallel: DistributedModel) -> None:
         """Load the adapters and the fully trained heads of the sharded model from ``folder``."""
         assert self.adapters is not None
-        self.adapters.check_tied(folder)
+        self.adapters.check_embeddings(folder)
         load_weights(folder, parallel, self.exported, self.stem)
 
     def _exported_from(self, weights: Path) -> Exported:

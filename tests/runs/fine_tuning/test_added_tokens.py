@@ -427,3 +427,31 @@ def test_losses_with_trained_rows_of_two_ranks_equal_those_of_one(
 def test_rows_that_cannot_be_trained_are_refused(models: Path, tmp_path: Path, more: list[str], message: str) -> None:
     error = runs.run_here(rows_argv(models, tmp_path / "run", "untied", *more)).error
     assert message in error
+
+
+def test_rows_that_peft_trains_in_the_embedding_alone_are_refused(models: Path, tmp_path: Path) -> None:
+    import peft
+
+    options = {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [5, 3], "task_type": "CAUSAL_LM"}
+    folder = tmp_path / "adapters"
+    peft.get_peft_model(opened(models / "untied"), peft.LoraConfig(**options)).save_pretrained(folder)
+    config = config_of_model(folder, ["data.tokenizer=bytes", "precision=fp32"])
+    assert config.adapter.trainable_token_indices == (5, 3)
+    with pytest.raises(UserError, match="for the embedding only, and here rows of the head are trained too; merge"):
+        load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rows", "modules"])
+def test_stopped_run_with_trained_embeddings_beside_adapters_resumes_on_other_ranks(
+    cluster: Cluster, models: Path, tmp_path: Path, kind: str
+) -> None:
+    def argv(name: str, *more: str) -> list[str]:
+        if kind == "rows":
+            return rows_argv(models, tmp_path / name, "tied", *more)
+        return tuned(models, tmp_path / name, *SAVED["tied"], *more, model="tied")
+
+    assert runs.run_here(argv("whole")).code == 0
+    assert runs.run_here(argv("stopped", "trainer.stop_at=1")).code == 75
+    resumed = trained(cluster, argv("stopped", *LAYOUTS["tensor"]), tmp_path / "stopped")
+    assert resumed == pytest.approx(runs.losses(tmp_path / "whole"), abs=1e-5)

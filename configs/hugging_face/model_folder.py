@@ -306,6 +306,8 @@ def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
 
 def _checkpoint_for_weights(path: Path, plain: Mapping[str, Any]) -> str | None:
     """Return the checkpoint in the run or checkpoint ``path`` if only its weights are read, as for another task."""
+    if value_at("checkpoint.resume", plain) in ("auto", "must", "never"):
+        return None
     began = read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml")
     model = value_at("model.path", began)
     if value_at("checkpoint.resume", began) == value_at("checkpoint.resume", plain) and isinstance(model, str):

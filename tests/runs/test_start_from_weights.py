@@ -198,6 +198,7 @@ def test_language_model_takes_the_architecture_of_a_run_of_another_task(tmp_path
     assert (config.model.path, config.model.dim, config.model.layers) == (str(saved), 16, 1)
     assert main(more) == 0
     assert runs.losses(tmp_path / "dpo")[0] == pytest.approx(0.6931472, abs=1e-5)  # its own reference: log 2
+    assert compose([word for word in more if "resume" not in word]).model.path is None
     again = compose([*runs.tiny_overrides(text, tmp_path / "again"), more[4], "checkpoint.weights_only=true"])
     assert again.model.path == str(saved)
 

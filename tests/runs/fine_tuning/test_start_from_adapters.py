@@ -328,9 +328,8 @@ def test_new_adapters_of_the_merged_model_open_in_peft(
         assert_close(merged(TOKENS).logits, want)
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tensor", "pipeline"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_new_adapters_of_the_merged_model_are_the_same_on_two_ranks(
     cluster: Cluster,
     models: Path,
@@ -343,6 +342,7 @@ def test_new_adapters_of_the_merged_model_are_the_same_on_two_ranks(
     assert losses(cluster, 2, argv, tmp_path / "run") == pytest.approx(new_adapters[1], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_run_that_starts_again_merges_the_adapters_that_are_named_now(
     models: Path, made_by_peft: dict[str, Path], tmp_path: Path
 ) -> None:

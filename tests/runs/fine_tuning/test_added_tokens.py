@@ -207,7 +207,7 @@ SAVED = {
 TOKENS = torch.arange(120, 280).view(2, -1) % 270
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=[pytest.param("untied", marks=pytest.mark.slow), "tied"])
 def adapted(models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[str, Path]:
     run_dir = tmp_path_factory.mktemp("adapted") / "run"
     ended = runs.run_here(tuned(models, run_dir, *SAVED[request.param], model=request.param))

@@ -230,7 +230,7 @@ class Transformer(nn.Module):
         so_far = length if cache is None else cache.length + tokens.shape[1]
         is_long = scaling is not None and scaling.depends_on_length and so_far > scaling.original
         if is_long:
-            lengths = torch.tensor(so_far, device=device)
+            lengths = torch.full((), so_far, device=device)
             if cache is not None:
                 places = torch.arange(cache.length, so_far, device=device)
             elif positions is None:

@@ -63,6 +63,11 @@ MISTAKES = [
         "model.rope_scaling.short_factor=1 (command line) is not a list of numbers",
     ),
     _mistake(
+        "rope that transformers reads otherwise",
+        "model=gemma3_1b|model.rope_scaling={rope_type: yarn, factor: 4, truncate: false}",
+        "model.rope_scaling.truncate=false is not supported with model.family=gemma3_text",
+    ),
+    _mistake(
         "rope that transformers has not",
         "model=phi3_mini|model.rope_scaling={rope_type: yarn, factor: 4}",
         "rope_type=yarn with model.family=phi3, for which transformers computes only longrope",

@@ -43,7 +43,9 @@ ALL = [
     for family in FAMILIES
     for kind in TYPES
     if family != "gpt2" and "," not in family and (family != "phi3" or kind.startswith("longrope"))
-    if "," not in kind or family in ("qwen3", "phi3")  # which keys there are does not depend on the family
+    if "," not in kind
+    or family
+    in ("qwen3", "phi3", "gemma3_text")  # which keys there are does not depend on the family, except for Gemma 3
 ]
 DAILY = [("llama", "dynamic"), ("qwen3", "yarn, all keys"), ("phi3", "longrope"), ("gemma3_text", "linear")]
 

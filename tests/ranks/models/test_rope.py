@@ -15,6 +15,9 @@ from benchmarks.parity import CUTS, TOLERANCES, compare, run
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.registry import models
+from serried.recipes.exports import gguf_file
+from serried.recipes.exports.export_formats import Source
+from serried.recipes.exports.traced import longest
 from serried.recipes.models.layers.rope import document_lengths
 from serried.recipes.text.generation import chooser, continued
 from testing.rank_pool import Cluster
@@ -43,10 +46,9 @@ ALL = [
     for family in FAMILIES
     for kind in TYPES
     if family != "gpt2" and "," not in family and (family != "phi3" or kind.startswith("longrope"))
-    if "," not in kind
-    or family
-    in ("qwen3", "phi3", "gemma3_text")  # which keys there are does not depend on the family, except for Gemma 3
+    if "," not in kind or family in ("qwen3", "phi3", "gemma3_text")
 ]
+"""Optional keys are those of the type, whatever the family, except in Gemma 3."""
 DAILY = [("llama", "dynamic"), ("qwen3", "yarn, all keys"), ("phi3", "longrope"), ("gemma3_text", "linear")]
 
 
@@ -182,6 +184,22 @@ def test_forms_of_longrope_in_config_json_are_read(outside: dict[str, Any], rope
         "rope_type": "longrope", "factor": 8.0, "original_max_sequence_length": 12, "short_factor": [1.0] * 6,
         "long_factor": [2.0] * 6,
     }  # fmt: skip
+
+
+def test_graph_of_a_type_that_depends_on_the_length_ends_at_the_original_length() -> None:
+    dynamic = compose(["model=tiny", "model.rope_scaling={rope_type: dynamic, factor: 4}"]).model
+    linear = compose(["model=tiny", "model.rope_scaling={rope_type: linear, factor: 4}"]).model
+    sources = [Source(Path(), section, lambda _: torch.nn.Identity()) for section in (dynamic, linear)]
+    assert [longest(source) for source in sources] == [dynamic.max_sequence_length // 4, linear.max_sequence_length]
+
+
+@pytest.mark.parametrize("words", [["model=tiny"], ["model=qwen3_600m", "data.tokenizer=bytes"]])
+def test_scaling_that_gguf_files_cannot_hold_here_is_refused(words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    section = compose([*words, YARN]).model
+    with pytest.raises(UserError, match=r"format=gguf does not support model\.rope_scaling\.rope_type=yarn"):
+        gguf_file.write(Source(tmp_path, section, lambda _: torch.nn.Identity()), tmp_path / "a.gguf", "fp16")
+    assert not list(tmp_path.iterdir())
 
 
 YARN = "model.rope_scaling={rope_type: yarn, factor: 4}"

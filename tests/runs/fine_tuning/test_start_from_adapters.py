@@ -115,8 +115,16 @@ def test_run_from_adapters_with_patterns_is_the_same_on_two_ranks(
     single: tuple[Path, list[float], float],
     layout: str,
 ) -> None:
+    import peft
+    import transformers
+
     argv = continued(models, tmp_path / "run", made_by_peft["patterns"], *LAYOUTS[layout])
     assert losses(cluster, 2, argv, tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
+    assert export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'adapters'}"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
+    with torch.no_grad():
+        logits = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")(TOKENS).logits
+        assert_close(logits, serried.load_model(single[0])(TOKENS))
 
 
 def test_export_of_a_continued_run_opens_in_peft_and_starts_another_run(

@@ -304,6 +304,14 @@ def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
     return str(path) if is_model or _recorded(str(path), plain) else _checkpoint_for_weights(path, plain)
 
 
+def adapters_alone(given: Any) -> str:
+    """Return the error message for a run of adapters whose weights alone are asked for with ``checkpoint.resume``."""
+    return (
+        f"checkpoint.resume={given} is a run of adapters, not of a whole model; use adapter.path={given} to continue "
+        "them, and adapter.merge=true to merge them first"
+    )
+
+
 def _checkpoint_for_weights(path: Path, plain: Mapping[str, Any]) -> str | None:
     """Return the checkpoint in the run or checkpoint ``path`` if only its weights are read, as for another task."""
     if value_at("checkpoint.resume", plain) in ("auto", "must", "never"):
@@ -320,7 +328,11 @@ def _checkpoint_for_weights(path: Path, plain: Mapping[str, Any]) -> str | None:
             of_task = value_at("config.task.name", read_if_there(folder / "state.json"))
             here = value_at("task.name", plain) or TaskSection.model_fields["name"].default
             is_asked = str(value_at("checkpoint.weights_only", plain)).lower() == "true"
-            return str(folder) if is_asked or of_task not in (None, here) else None
+            if not is_asked and of_task in (None, here):
+                return None
+            if path_exists(folder / ADAPTER_CONFIG):
+                raise UserError(adapters_alone(value_at("checkpoint.resume", plain)))
+            return str(folder)
     return None
 
 

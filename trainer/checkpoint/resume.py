@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.hugging_face.model_folder import adapters_alone
 from serried.configs.messages.invalid_values import shown
 from serried.configs.messages.keys import all_keys
 from serried.configs.messages.suggestions import nearest
@@ -137,6 +139,8 @@ def _with_weights(
             f"{path} is a checkpoint of this run, but a start from its weights would move it aside; add "
             f"{config.another_run}"
         )
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(adapters_alone(config.checkpoint.resume))
     if not config.checkpoint.weights_only:
         name = value_at("config.task.name", state)
         notes = [*notes, f"{path} was trained by task.name={name}: only its weights are used, from step 0"]

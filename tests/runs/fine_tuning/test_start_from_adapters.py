@@ -272,6 +272,18 @@ def test_plan_counts_the_adapters_of_the_folder(
     assert "lora of ranks 2 to 5, alpha 8, in 5 layers" in plan
 
 
+def test_weights_alone_of_a_run_of_adapters_are_refused_with_the_key_to_use(
+    single: tuple[Path, list[float], float], tmp_path: Path
+) -> None:
+    words = [f"checkpoint.resume={single[0]}", "checkpoint.weights_only=true"]
+    with pytest.raises(UserError) as refused:
+        compose(["recipe=lora", "data.tokenizer=bytes", *words])
+    assert f"use adapter.path={single[0]} to continue them" in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        serried.fit(Points, [*words, "adapter=lora", f"run.dir={tmp_path / 'run'}"])
+    assert f"use adapter.path={single[0]} to continue them" in str(refused.value)
+
+
 # adapter.merge --------------------------------------------------------------------------------------------------------
 
 

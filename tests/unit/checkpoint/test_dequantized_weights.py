@@ -174,12 +174,12 @@ def test_rank_reads_only_the_bytes_of_its_share(
 @pytest.mark.parametrize(
     ("quantization", "tensors", "message"),
     [
-        (FP8, {"a": random_fp8(8, 8)}, "a is torch.float8_e4m3fn without a_scale_inv"),
-        (FP8, {"a": random_fp8(8, 8), "a_scale_inv": torch.ones(2, 2)}, r"a is \[8, 8\] in blocks of \[128, 128\]"),
-        (MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16)}, r"a_blocks is \[2, 4, 1, 16\], and a_scales is missing"),
+        (FP8, {"a": random_fp8(8, 8)}, "a has dtype torch.float8_e4m3fn, but its scales a_scale_inv are missing"),
+        (FP8, {"a": random_fp8(8, 8), "a_scale_inv": torch.ones(2, 2)}, r"shape \[8, 8\] in blocks of \[128, 128\]"),
+        (MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16)}, r"shape \[2, 4, 1, 16\], but a_scales is missing"),
         (
             MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16), "a_scales": random_bytes(2, 4, 2)},
-            r"and a_scales is torch.uint8 \[2, 4, 2\]",
+            r"but a_scales is torch.uint8 \[2, 4, 2\]",
         ),
     ],
 )  # fmt: skip

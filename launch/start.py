@@ -61,10 +61,11 @@ def _refuse_idle_dry_run(config: RunConfig) -> None:
 
 def _check_libraries(config: RunConfig) -> None:
     # Checked before anything starts: otherwise each process would import torch first and then fail in the same way.
-    check_trackers(config.track)
     has_others_there = config.launch.name == "kubernetes" or (
         config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
     )
+    if is_started() or config.launch.name != "kubernetes":  # pods have their own libraries and variables
+        check_trackers(config.track)
     if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
         check_data_libraries(config.data)
 

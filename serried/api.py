@@ -123,9 +123,9 @@ def fit(
     except UserError as error:
         raise UserError(*(str(each).replace("(command line)", "(overrides)") for each in error.args)) from None
     if config.launch.name != "torchrun" or config.dry_run:
-        given = "dry_run=true" if config.dry_run else f"launch={config.launch.name}"
+        refused = "dry_run=true" if config.dry_run else f"launch={config.launch.name}"
         raise UserError(
-            f"serried.fit trains in this process, so {given} is not supported; use serried.main in a script"
+            f"serried.fit trains in this process, so {refused} is not supported; use serried.main in a script"
         )
     with declaring(declaration(task)):
         note_unread(given, [config])

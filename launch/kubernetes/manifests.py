@@ -12,7 +12,7 @@ from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.configs.schema.sections import RunConfig
-from serried.launch.kubernetes.pod import GRACE_SECONDS, JOB, NODES, PORT, PROCESSES, RUN_DIR, STOP_SECONDS
+from serried.launch.kubernetes.pod import GRACE_SECONDS, JOB, NODES, PORT, PROCESSES, RUN_DIR
 from serried.runtime.process import processes_per_node
 
 WORKSPACE = "/workspace"
@@ -22,7 +22,9 @@ _CONTAINER = "node"
 """Name of the container. Kubeflow Trainer requires it."""
 _APP = {"app.kubernetes.io/name": "serried"}
 _RUN = "serried/run"
-_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
+_JOB_UIDS = {"job": "batch.kubernetes.io/controller-uid"}
+"""Label of a pod with the identity of the run's Job. A JobSet replaces its Jobs at a restart."""
+_JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 _RUNTIME = "torch-distributed"
 
 Manifest = dict[str, Any]
@@ -92,10 +94,11 @@ class _Pod:
         config = self._config
         plain = {
             NODES: config.launch.nodes or 1, PROCESSES: processes_per_node(config.launch), RUN_DIR: config.run.dir,
-            STOP_SECONDS: f"{config.launch.stop_timeout_seconds:g}", GRACE_SECONDS: self._grace_seconds,
+            GRACE_SECONDS: self._grace_seconds,
             "MASTER_ADDR": first_pod,
         }  # fmt: skip
-        job = {"name": JOB, "valueFrom": {"fieldRef": {"fieldPath": _JOB_UID}}}
+        label = _JOB_UIDS.get(self._section.kind, _JOBSET_UID)
+        job = {"name": JOB, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
         return [*({"name": name, "value": str(value)} for name, value in plain.items()), job]
 
     def volumes(self) -> list[Manifest]:
@@ -145,7 +148,7 @@ def _job_spec(config: RunConfig, template: Manifest) -> Manifest:
     nodes = config.launch.nodes or 1
     return {
         "completionMode": "Indexed", "completions": nodes, "parallelism": nodes,
-        "backoffLimit": config.kubernetes.retries * nodes,  # a failure of the run is a failure of every pod
+        "backoffLimit": config.kubernetes.retries,  # only the pod of a killed rank counts
         "podReplacementPolicy": "Failed",  # one pod at a time for each index
         "podFailurePolicy": FAILURE_POLICY, "template": template,
     }  # fmt: skip

@@ -27,12 +27,11 @@ from pathlib import Path
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.launch.local.processes import NotedSignals, Started, killed_by, wait_for_all
 from serried.launch.slurm.requeue import ANOTHER_POD, verdict
-from serried.records.status import Status, read_status, record_kill
+from serried.records.status import Status, read_status
 
 NODES = "SERRIED_NODES"
 PROCESSES = "SERRIED_PROCESSES"
 RUN_DIR = "SERRIED_RUN_DIR"
-STOP_SECONDS = "SERRIED_STOP_SECONDS"
 GRACE_SECONDS = "SERRIED_GRACE_SECONDS"
 JOB = "SERRIED_JOB"
 """Variable with the identity of the Job, which is the same for all its pods and their replacements."""
@@ -45,12 +44,13 @@ _PATIENCE_SECONDS = 1800.0
 _ANSWER_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
 _ENDING_SECONDS = 10.0
+_NOTICED_SECONDS = 2.0
 _MOST_MESSAGE = 4000
-_GO = b"go\n"
+_GO, _DONE, _KILLED = b"go\n", b"done\n", b"killed\n"
 
 
 class Attempt:
-    """The pods that start together. ``is_left`` is set when one of them ends."""
+    """The pods that start together. ``is_left`` is set when one of them is lost, or one of its ranks is killed."""
 
     def __init__(self, index: int, nodes: int, address: str, port: int, patience_seconds: float) -> None:
         """Wait for the other pods.
@@ -59,6 +59,7 @@ class Attempt:
             TimeoutError: They were not there within ``patience_seconds``.
         """
         self.is_left = threading.Event()
+        self._has_told = False
         self._deadline = time.monotonic() + patience_seconds
         self._others = self._gathered(nodes, port) if index == 0 else [self._joined(index, address, port)]
         for other in self._others:
@@ -110,9 +111,33 @@ class Attempt:
             time.sleep(_RETRY_SECONDS)
 
     def _watch(self, other: socket.socket) -> None:
+        said = b""
         with suppress(OSError):
-            other.recv(1)
-        self.is_left.set()
+            said = other.recv(len(_DONE), socket.MSG_WAITALL)
+        if said != _DONE:
+            self.is_left.set()
+
+    def close(self) -> None:
+        """Leave the attempt, as this process's end does."""
+        for other in self._others:
+            with suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)
+            other.close()
+
+    def tell_done(self) -> None:
+        """Tell the other pods that the ranks here ended as those of the whole run do. They may need longer."""
+        self._tell(_DONE)
+
+    def tell_killed(self) -> None:
+        """Tell the other pods that a rank here was killed, before their own ranks fail because of that."""
+        self._tell(_KILLED)
+
+    def _tell(self, message: bytes) -> None:
+        if not self._has_told:
+            self._has_told = True
+            for other in self._others:
+                with suppress(OSError):  # it has ended
+                    other.sendall(message)
 
 
 def _notice_lost_nodes(connection: socket.socket) -> None:
@@ -145,25 +170,38 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Train on this node, and return the exit code of the pod."""
     split = list(words).index("--")
     command = [sys.executable, *words[:split], *words[split + 1 :]]
-    node = _Node(environment)
+    node = Node(environment)
     with NotedSignals() as signals:
-        if node.is_finished():  # this pod was replaced after the other pods had finished
-            return node.end(EXIT_FINISHED, "finished")
-        node.begin()
+        if (ended := node.earlier_end()) is not None:  # this pod was replaced after the others had ended for good
+            return node.end(EXIT_FINISHED, ended)
         try:
+            node.begin()
             attempt = _unless_signaled(signals, node.meet)
         except TimeoutError as error:
             return node.end(EXIT_STOPPED, f"stopped before training began: {error}")
+        except OSError as error:
+            return node.end(EXIT_MISTAKE, f"error: {error.filename or f'port {node.port}'}: {error.strerror}")
         if attempt is None:
             return node.end(EXIT_STOPPED, f"stopped before training began: {signals.received[0].name}")
         ranks = [subprocess.Popen(command, env=variables) for variables in node.rank_variables()]
-        failed = wait_for_all([*ranks, _OtherPods(attempt, ranks)], signals, node.patience_seconds)
-        has_lost_pod = attempt.is_left.is_set() and not signals.received
+
+        def on_look() -> None:
+            if not signals.received and any((rank.returncode or 0) < 0 for rank in ranks):
+                attempt.tell_killed()
+
+        processes: list[Started] = [*ranks, _OtherPods(attempt, ranks)]
+        failed = wait_for_all(processes, signals, node.patience_seconds, on_look)
+    status = node.final_status() if failed else None
     asked = signals.received[0].name if signals.received else None
-    return node.end(*node.judge(failed, asked=asked, has_lost_pod=has_lost_pod))
+    if status is not None and status.state == "failed":  # perhaps because of another pod, whose end is noticed later
+        attempt.is_left.wait(_NOTICED_SECONDS)
+    has_lost_pod = attempt.is_left.is_set() and asked is None
+    if not failed or (status is not None and status.state != "running" and not has_lost_pod):
+        attempt.tell_done()
+    return node.end(*node.judge(failed, status, asked=asked, has_lost_pod=has_lost_pod))
 
 
-class _Node:
+class Node:
     """This pod's place in the run."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -184,25 +222,30 @@ class _Node:
     @property
     def patience_seconds(self) -> float:
         """Time that the ranks get to stop."""
-        grace_seconds = float(self._environment.get(GRACE_SECONDS, "600")) - _ENDING_SECONDS
-        return max(1.0, min(grace_seconds, float(self._environment.get(STOP_SECONDS, "600"))))
+        return max(1.0, float(self._environment.get(GRACE_SECONDS, "600")) - _ENDING_SECONDS)
 
-    def is_finished(self) -> bool:
-        """Return whether the last start of this job finished the run."""
-        status = read_status(self._run_dir)
-        if status is None or status.state != "finished" or not self._start.exists():
-            return False
-        return status.time >= self._start.stat().st_mtime
+    @property
+    def port(self) -> int:
+        """Port at which the pods meet."""
+        return self._port
+
+    def earlier_end(self) -> str | None:
+        """Return how the last start of this job ended, if nothing should follow; else None."""
+        if not self._start.exists() or self.final_status(0.0) is None:
+            return None
+        code, line = verdict(self._run_dir, self._start, is_recorded=False)
+        return line if code == EXIT_FINISHED else None
 
     def begin(self) -> None:
-        """Mark the start of an attempt: a ``status.json`` from before belongs to an earlier one."""
+        """Mark the start of an attempt: a ``status.json`` from before belongs to an earlier one. Raises ``OSError`` if
+        the volume cannot be written."""
         if self._index == 0:
             self._start.parent.mkdir(parents=True, exist_ok=True)
             self._start.touch()
             self._start.with_suffix(".stopped").unlink(missing_ok=True)
 
     def meet(self) -> Attempt:
-        """Wait for the other pods. Raises ``TimeoutError`` if they do not come."""
+        """Wait for the other pods. Raises ``TimeoutError`` if they do not come, ``OSError`` if the port is in use."""
         seconds = float(self._environment.get(MEETING_SECONDS, _PATIENCE_SECONDS))
         return Attempt(self._index, self._nodes, self._address, self._port, seconds)
 
@@ -216,12 +259,15 @@ class _Node:
             }  # fmt: skip
             yield {**self._environment, **{name: str(value) for name, value in rank.items()}}
 
-    def judge(self, failed: Mapping[int, int], *, asked: str | None, has_lost_pod: bool) -> tuple[int, str]:
+    def judge(
+        self, failed: Mapping[int, int], status: Status | None, *, asked: str | None, has_lost_pod: bool
+    ) -> tuple[int, str]:
         """Return the exit code and the reason.
 
         Args:
             failed: Exit codes, negative for a signal, of the ranks that failed first. The index after the last rank
                 stands for the other pods.
+            status: Status that this attempt left.
             asked: Name of the signal that this pod received.
             has_lost_pod: Whether another pod ended before the ranks here.
         """
@@ -230,10 +276,7 @@ class _Node:
         killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0]
         if killed and asked is None and not has_lost_pod:
             rank, number = killed[0]
-            with suppress(OSError):
-                reason = f"rank {self._index * self._processes + rank} was {killed_by(number)}"
-                record_kill(self._run_dir, reason, since=self._start.stat().st_mtime)
-        status = self._final_status()
+            return 128 + number, f"rank {self._index * self._processes + rank} was {killed_by(number)}"
         if status is None and EXIT_MISTAKE in failed.values():
             return EXIT_MISTAKE, "a mistake in the command or the environment; see the log of the pod"
         is_stopped = bool(asked) or has_lost_pod or EXIT_STOPPED in failed.values()
@@ -247,10 +290,10 @@ class _Node:
             return EXIT_FAILED, f"ranks ended with exit codes {sorted({*failed.values()})}; see the log of the pod"
         return verdict(self._run_dir, self._start, is_recorded=self._index == 0, has_lost_pod=has_lost_pod)
 
-    def _final_status(self) -> Status | None:
+    def final_status(self, patience_seconds: float = _ENDING_SECONDS) -> Status | None:
         """Return the status that this attempt left; None if it left none. Rank 0 may be in another pod, and still be
         writing it."""
-        deadline = time.monotonic() + _ENDING_SECONDS
+        deadline = time.monotonic() + patience_seconds
         while True:
             status = read_status(self._run_dir)
             if status is None or status.time < self._start.stat().st_mtime:

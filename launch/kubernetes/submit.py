@@ -1,13 +1,15 @@
 """``launch=kubernetes``: create the pods of a run with kubectl."""
 
 import math
+import posixpath
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import yaml
 
+import serried
 from serried.configs.errors import UserError
 from serried.configs.schema.sections import RunConfig
 from serried.launch.kubernetes.manifests import WORKSPACE, Manifest, manifests
@@ -34,7 +36,7 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     """
     _check(config)
     section = config.kubernetes
-    run_dir = PurePosixPath(WORKSPACE) / config.run.dir
+    run_dir = _on_volume(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
     planned = grace_seconds()
     seconds = _DEFAULT_GRACE_SECONDS if planned is None else math.ceil(_END_SECONDS + planned)
@@ -53,17 +55,24 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     _kubectl("create", found[-1], config)
     name, nodes, processes = config.run.name, config.launch.nodes or 1, processes_per_node(config.launch)
     kind = section.kind
+    selector = f"serried/run={name}" if kind != "trainjob" else f"jobset.sigs.k8s.io/jobset-name={name}"
+    created = f"{kind}/{name}" + (f" service/{name}" if kind == "job" else "")
     lines = [
         ("submitted", f"{kind} {name}: {nodes} pod{'s' * (nodes > 1)} x {processes} process{'es' * (processes > 1)}"),
         ("grace", f"a pod has {seconds} s to save when it is asked to end"),
         (
             "watch",
-            f"kubectl logs{namespace} --follow --selector serried/run={name} --prefix --max-log-requests {nodes}",
+            f"kubectl logs{namespace} --follow --selector {selector} --prefix --max-log-requests {nodes}",
         ),
-        ("", f"kubectl get pods{namespace} --selector serried/run={name}"),
-        ("cancel", f"kubectl delete{namespace} {kind} {name}"),
+        ("", f"kubectl get pods{namespace} --selector {selector}"),
+        ("cancel", f"kubectl delete{namespace} {created}"),
     ]
     return say("\n".join(f"{label:<10} {line}" for label, line in lines))
+
+
+def _on_volume(path: Path) -> PurePosixPath:
+    """Return the absolute path in the pods, which may be outside the volume."""
+    return PurePosixPath(posixpath.normpath(PurePosixPath(WORKSPACE) / path))
 
 
 def _check(config: RunConfig) -> None:
@@ -90,7 +99,7 @@ def _check(config: RunConfig) -> None:
             f"kubernetes.secret={section.secret} cannot be used with kubernetes.kind=trainjob, which cannot pass a "
             "Secret to its pods; set it in the cluster's training runtime, or use kubernetes.kind=job"
         )
-    if config.run.dir.is_absolute() and not config.run.dir.is_relative_to(WORKSPACE):
+    if WORKSPACE not in map(str, _on_volume(config.run.dir).parents):
         raise UserError(
             f"run.dir={config.run.dir} is not on the volume kubernetes.claim={section.claim}, mounted in the pods at "
             f"{WORKSPACE}; use run.dir=runs/{name}, relative to it"
@@ -98,10 +107,26 @@ def _check(config: RunConfig) -> None:
 
 
 def _program() -> Sequence[str]:
-    """Return the arguments of the interpreter in a pod. A user's script is on the volume, at the same relative path."""
-    command = training_command()
-    script = PurePosixPath(command[0])
-    return _PROGRAM if script.name == "train.py" else command
+    """Return the arguments of the interpreter in a pod, with the flags of this command. Scripts and config folders of
+    the user are on the volume, at the same path relative to the working folder."""
+    first, *rest = training_command()
+    flags = [
+        f"--config-dir={_relative(Path(word.partition('=')[2]))}" if word.startswith("--config-dir=") else word
+        for word in rest
+    ]
+    if first == "-m" or Path(first) == (Path(serried.__file__).parents[1] / "train.py").resolve():
+        return (*_PROGRAM, *(flags[1:] if first == "-m" else flags))
+    return (_relative(Path(first)), *flags)
+
+
+def _relative(path: Path) -> str:
+    here = Path.cwd().resolve()
+    if not path.resolve().is_relative_to(here):
+        raise UserError(
+            f"{path} is not in the current folder, and pods look for it at the same relative path on kubernetes.claim; "
+            f"cd {path.parent}, and copy {path.name} to the volume"
+        )
+    return str(path.resolve().relative_to(here))
 
 
 def _kubectl(verb: str, manifest: Manifest, config: RunConfig) -> None:
@@ -124,10 +149,11 @@ def _kubectl(verb: str, manifest: Manifest, config: RunConfig) -> None:
     if done.returncode:
         said = " ".join(done.stderr.split())
         if "AlreadyExists" in said:
-            kind = config.kubernetes.kind
+            kind, space = config.kubernetes.kind, config.kubernetes.namespace
+            namespace = f" --namespace {space}" if space else ""
             raise UserError(
-                f"a {kind} named {name} exists already; if it has ended, delete it (kubectl delete {kind} {name}) and "
-                f"run the same command to resume, or use {config.another_run}"
+                f"a {kind} named {name} exists already; if it has ended, delete it (kubectl delete{namespace} {kind} "
+                f"{name}) and run the same command to resume, or use {config.another_run}"
             )
         raise UserError(
             f"Kubernetes refused the {manifest['kind']}: {said}; to print the YAML: kubernetes.dry_run=true"

@@ -3,6 +3,10 @@
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,11 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from serried.launch.kubernetes.manifests import FAILURE_POLICY
+from serried.launch.kubernetes.pod import Attempt, Node
+from serried.launch.kubernetes.pod import main as run_pod
 from serried.program import main
-from testing.disturb import last_step, send
+from testing.disturb import family, last_step, send
+from testing.rank_pool import ROOT
 from testing.runs import losses, run_here, tiny_overrides
 from tests.support.job_controller import JobController, action
 
@@ -107,6 +114,8 @@ def test_pods_get_the_options_the_secret_and_a_grace_period_for_the_checkpoint(
     [
         (["run.name=Llama_8B"], "run.name=Llama_8B cannot be the name of a job: Kubernetes allows at most 40 of"),
         (["kubernetes.claim=null"], "run.dir=runs/tiny would be inside the pods and vanish with them; use "),
+        (["run.dir=../a"], "run.dir=../a is not on the volume kubernetes.claim=runs"),
+        (["run.dir=/workspace/../tmp/a"], "run.dir=/workspace/../tmp/a is not on the volume kubernetes.claim=runs"),
         (["run.dir=/tmp/a"], "run.dir=/tmp/a is not on the volume kubernetes.claim=runs, mounted in the pods"),
         (["kubernetes.image=serried"], "kubernetes.image=serried has no tag, so pods may run different versions; use"),
         (["kubernetes.image=null"], "launch=kubernetes needs a container image with serried; build one from"),
@@ -147,7 +156,7 @@ def test_submitting_creates_the_service_then_the_job(
     assert main([*GIVEN, "kubernetes.gpus=null", "launch.device=cpu", "launch.nodes=2"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("submitted  job tiny: 2 pods x 1 process\n")
-    assert "cancel     kubectl delete job tiny" in said
+    assert "cancel     kubectl delete job/tiny service/tiny" in said
     assert [line for line in record.read_text().splitlines() if line.startswith("# ")] == [
         "# apply -f -", "# create -f -",
     ]  # fmt: skip
@@ -244,3 +253,113 @@ def test_pod_that_is_asked_to_end_while_it_waits_for_the_others_ends_at_once(
     controller.run(drain, patience_seconds=15)
     assert controller.ended, "no pod ended"
     assert (first.process.returncode, first.message.read_text()) == (75, "stopped before training began: SIGTERM")
+
+
+def test_script_of_the_user_and_its_flags_are_found_on_the_volume(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    script = tmp_path / "code" / "train.py"  # not ours, in spite of its name
+    script.write_text("import serried\nfrom tests.support.own_task import Points\nserried.main(Points)\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe").mkdir()
+    (tmp_path / "mine" / "recipe" / "own.yaml").write_text("trainer:\n  steps: 5\n")
+    argv = [
+        "--config-dir=mine", *GIVEN, "kubernetes.dry_run=true", "kubernetes.gpus=null", "launch.device=cpu",
+        "run.name=own", "trainer.steps=5", "trainer.global_batch=6",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "code/train.py", *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *_, job = yaml.safe_load_all(done.stdout)
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words[: words.index("--")] == ["code/train.py", "--config-dir=mine"]
+    elsewhere = subprocess.run(
+        [sys.executable, str(script), *argv[1:]], cwd=tmp_path / "mine", capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert elsewhere.returncode == 78
+    assert f"error: {script} is not in the current folder" in elsewhere.stderr
+
+
+def test_grace_period_is_all_that_limits_the_last_save(capsys: pytest.CaptureFixture[str]) -> None:
+    _, job = printed(capsys, "recipe=llama8b", "launch.nodes=2", "kubernetes.node_bandwidth=1Gb/s")
+    pod = job["spec"]["template"]["spec"]
+    given = {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]} | {"SERRIED_RUN_DIR": "x"}
+    assert pod["terminationGracePeriodSeconds"] > 600
+    assert Node(given).patience_seconds == pod["terminationGracePeriodSeconds"] - 10
+
+
+def _ended(run_dir: Path, state: str, reason: str) -> dict[str, str]:
+    """Write the end of a start of a job, and return the environment of one of its pods."""
+    (run_dir / "kubernetes").mkdir(parents=True)
+    (run_dir / "kubernetes" / "uid.start").touch()
+    (run_dir / "status.json").write_text(json.dumps({"state": state, "step": 3, "reason": reason, "exit_code": 0}))
+    return {"SERRIED_RUN_DIR": str(run_dir), "SERRIED_JOB": "uid", "JOB_COMPLETION_INDEX": "1", "SERRIED_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "expected"),
+    [
+        ("finished", "all steps done", "finished at step 3: all steps done"),
+        ("stopped", "control: stop", "stopped at step 3: control: stop. Not started again; run the same command to "
+         "resume"),
+        ("stopped", "SIGTERM", None),
+        ("running", "", None),
+    ],
+)  # fmt: skip
+def test_pod_that_is_replaced_after_the_run_ended_for_good_ends_too(
+    state: str, reason: str, expected: str | None, tmp_path: Path
+) -> None:
+    assert Node(_ended(tmp_path, state, reason)).earlier_end() == expected
+
+
+def _attempts(count: int) -> list[Attempt]:
+    """Return the attempt of pods that met in this process."""
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        port = int(first.getsockname()[1])
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda index: Attempt(index, count, "127.0.0.1", port, 30), range(count)))
+
+
+def test_pod_that_ended_as_the_run_does_is_not_lost_and_others_are() -> None:
+    first, second, third = _attempts(3)
+    second.tell_done()
+    second.close()
+    assert not first.is_left.wait(0.5), "the first pod may need longer, such as for on_end"
+    third.tell_killed()
+    assert first.is_left.wait(10)
+    first.close()
+    assert third.is_left.wait(10)
+
+
+def test_pod_of_a_killed_rank_counts_and_the_others_do_not(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = _job(capsys, text, "trainer.steps=100000", "trainer.log_every=1")
+    job["spec"]["backoffLimit"] = 0
+    controller = JobController(job, tmp_path)
+    killed: list[int] = []
+
+    def kill(running: JobController) -> None:
+        if not killed and last_step(tmp_path / "runs" / "pods") >= 3:
+            (pid,) = family(running.pods[1].process.pid)[1:][:1]
+            killed.append(pid)
+            send(pid, signal.SIGKILL)
+
+    assert controller.run(kill) == "Failed"
+    codes = {end.index: end.code for end in controller.ended}
+    assert codes[1] == 128 + signal.SIGKILL, controller.logs()
+    assert "rank 1 was killed by SIGKILL" in controller.ended[-1].message
+    assert codes.get(0, 75) == 75
+
+
+def test_volume_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    code = run_pod(["-c", "pass", "--"], {"SERRIED_RUN_DIR": str(tmp_path / "file" / "run")})
+    assert (code, capsys.readouterr().out) == (78, f"error: {tmp_path}/file/run/kubernetes: Not a directory\n")
+
+
+def test_secret_of_the_pods_may_hold_what_a_tracker_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "kubernetes.gpus=null", "launch.device=cpu", "track.webhook=ONLY_THERE", "kubernetes.secret=keys")

@@ -1,6 +1,7 @@
 """Optional libraries, trackers and compilers that a run needs, and how to install them. Imports none of them."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ LABELS = {
 _LIBRARIES = {
     "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client",
 }  # fmt: skip
+_ADDRESS = re.compile(r"https?://[^\s/?#]+([/?#]\S*)?")
 LIVE = ("prometheus", "webhook")
 """Trackers that show the present only, so that the records of an ended run cannot be sent to them."""
 
@@ -50,7 +52,7 @@ def check_trackers(track: TrackSection) -> None:
     missing, advice = missing_trackers(track)
     if missing:
         raise UserError(f"{advice}, or use {' '.join(_OFF[name] for name in missing)}")
-    if track.webhook is not None and not os.environ.get(track.webhook, "").startswith(("http://", "https://")):
+    if track.webhook is not None and not _ADDRESS.fullmatch(os.environ.get(track.webhook, "")):
         raise UserError(
             f"track.webhook={track.webhook}: the environment variable {track.webhook} does not contain an address; use "
             f"export {track.webhook}=https://... before the run, or track.webhook=null"

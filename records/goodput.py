@@ -25,6 +25,11 @@ crash or a rollback, with their evaluations and checkpoints. ``gap``: from the l
 process, so it contains the unrecorded time before a crash and the time in a queue.
 """
 _SHOWN_SHARE = 0.001
+_KEYS = frozenset((
+    "event", "time", "step", "step_seconds", "data_seconds", "seconds", "stall_seconds", "resumed_from",
+    "since_process_seconds", "earlier_seconds",
+))  # fmt: skip
+"""Keys of events that are kept in memory."""
 
 
 class Goodput(NamedTuple):
@@ -64,8 +69,8 @@ def goodput_of(run_dir: Path, *more: Mapping[str, Any], now: float | None = None
         more: Events that have not been recorded yet.
         now: Current time in Unix seconds, if the run is still training.
     """
-    recorded = [event for name in (METRICS, LOST_METRICS) for event in read_events(run_dir / name)]
-    return goodput([*recorded, *more], now=now)
+    recorded = (event for name in (METRICS, LOST_METRICS) for event in read_events(run_dir / name))
+    return goodput([*({key: event[key] for key in _KEYS & event.keys()} for event in recorded), *more], now=now)
 
 
 def goodput(events: Iterable[Mapping[str, Any]], *, now: float | None = None) -> Goodput:
@@ -89,11 +94,17 @@ def goodput(events: Iterable[Mapping[str, Any]], *, now: float | None = None) ->
         parts["lost steps"] = before  # starts that ended before their first checkpoint
         parts["gap"] = 0.0 if clock is None else began - clock
         parts["start"] = first["time"] - began
-        kept_step = math.inf if is_last else _count(history[end].get("resumed_from"))
+        later = [_count(history[number].get("resumed_from")) for number in begins if number >= end]
+        kept_step = min(later, default=math.inf)
         _add_start(parts, first, events_of_start, kept_step)
         clock = history[end - 1]["time"]
         if is_last and now is not None and history[-1]["event"] != "stop":
-            parts["productive" if any(_steps(events_of_start)) else "start"] += max(0.0, now - clock)
+            since = max(0.0, now - clock)
+            steps = [event["time"] for event in _steps(events_of_start)]
+            # A run that has been silent for longer than between any two lines may be hanging.
+            usual = 2 * max((after - before for before, after in pairwise(steps)), default=math.inf)
+            parts["productive" if steps else "start"] += min(since, usual)
+            parts["other"] += max(0.0, since - usual)
         starts.append(parts)
     return Goodput({name: math.fsum(parts[name] for parts in starts) for name in PARTS}, starts)
 
@@ -113,7 +124,8 @@ def _add_start(
         return any(event["time"] <= moment and event.get("step", 0) > step for moment, step in undone)
 
     steps = _steps(events)
-    usual = median(_seconds(event, "step_seconds") for event in steps[1:]) if steps[1:] else None
+    measured = [_seconds(event, "step_seconds") for event in steps[1:] if is_number(event.get("step_seconds"))]
+    usual = median(measured) if measured else None
     paused, lost = 0.0, 0.0
     last_time, last_step = first["time"], _count(first.get("resumed_from"))
     for event in events:
@@ -123,9 +135,8 @@ def _add_start(
         if event["event"] != "step" or "step" not in event:
             continue
         elapsed, count = event["time"] - last_time, event["step"] - last_step
-        training = elapsed
-        if is_number(event.get("step_seconds")):
-            training = min(elapsed, _seconds(event, "step_seconds") * max(count, 0))
+        per_step = _seconds(event, "step_seconds") if is_number(event.get("step_seconds")) else usual
+        training = elapsed if per_step is None else min(elapsed, per_step * max(count, 0))
         if is_lost(event):
             lost += elapsed
         else:

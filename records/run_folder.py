@@ -27,6 +27,8 @@ RECORDS = (
 """Files and folders of a run. They are moved aside when another run starts in the same folder."""
 
 _UNFINISHED = ".partial"
+_READ_AT_THE_END_BYTES = 64 * 2**20
+"""Maximum size of ``metrics.jsonl`` that is read when a run ends, which takes about 3 s."""
 
 
 class RunFolder:
@@ -173,10 +175,14 @@ class RunFolder:
         self._unwritten += line.encode() + b"\n"
         self._unless_it_fails(METRICS, self._write)
 
-    def record_stop(self, step: int, state: str, reason: str) -> Goodput:
-        """Append the event ``stop`` to ``metrics.jsonl``, with the goodput of the run, and return the goodput."""
-        found = goodput_of(self.path, {"event": "stop", "step": step, "time": time.time()})
-        seconds = {name: round(value, 3) for name, value in found.seconds.items()}
+    def record_stop(self, step: int, state: str, reason: str) -> Goodput | None:
+        """Append the event ``stop`` to ``metrics.jsonl``, with the goodput of the run. Return the goodput; None if
+        reading all records would take long, since little time may be left."""
+        found = None
+        with suppress(OSError):
+            if (self.path / METRICS).stat().st_size <= _READ_AT_THE_END_BYTES:
+                found = goodput_of(self.path, {"event": "stop", "step": step, "time": time.time()})
+        seconds = None if found is None else {name: round(value, 3) for name, value in found.seconds.items()}
         self.record("stop", step=step, state=state, reason=reason, goodput=seconds)
         return found
 
@@ -227,8 +233,8 @@ class RunFolder:
     def fail(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run failed at ``step``, if it had started."""
         if self._metrics is not None:
-            self.record_stop(step, "failed", reason)
             self.status("failed", step=step, reason=reason, exit_code=exit_code)
+            self.record_stop(step, "failed", reason)
 
     def stop_early(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step`` and can be resumed from its newest checkpoint, or started again.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from serried.configs.plain_data import read_json
 from serried.configs.renamed_keys import read_saved_config
+from serried.configs.requirements import LIVE
 from serried.records.metrics import METRICS, GrowingFile, read_events
 from serried.records.trackers.rows import Rows, Run, Tracker
 
@@ -78,7 +79,8 @@ class Follower:
         while True:
             is_last = self._option == "once" or self._has_ended.is_set()  # asked before the file is read
             if found := events.read():
-                tracker.write([row for event in found for row in rows.feed(event) if row.step > sent])
+                complete = [row for event in found for row in rows.feed(event) if row.step > sent]
+                tracker.write([*complete, *(rows.newest if self._name in LIVE else [])])
             elif (is_replaced := events.is_replaced()) or is_last:
                 break
             else:

@@ -14,7 +14,9 @@ from serried.records.trackers.rows import Row, Run
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 _GOODPUT_SECONDS = 30.0
-"""Time between two updates of the goodput, for which all records are read."""
+"""Minimum time between two updates of the goodput, for which all records are read."""
+_MOST_SHARE = 100
+"""Reading records takes at most one part in so many of the time."""
 
 
 class PrometheusTracker:
@@ -33,7 +35,10 @@ class PrometheusTracker:
         self._file: Path | None = None
         if (address := host_and_port(target)) is not None:
             host, port = address
-            start_http_server(port, addr=host, registry=self._registry)
+            try:
+                start_http_server(port, addr=host, registry=self._registry)
+            except OSError as error:
+                raise OSError(f"cannot listen at port {port} of {host}: {error.strerror}") from None
             self.note = f"Prometheus: http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         else:
             self._file = Path(target).expanduser()
@@ -49,8 +54,10 @@ class PrometheusTracker:
             self._set("step", float(row.step))
             self._set("last_record_timestamp_seconds", row.time)
         if time.monotonic() >= self._goodput_after:
-            self._goodput_after = time.monotonic() + _GOODPUT_SECONDS
+            began = time.monotonic()
             self._set_goodput()
+            ended = time.monotonic()
+            self._goodput_after = ended + max(_GOODPUT_SECONDS, _MOST_SHARE * (ended - began))
         self._write()
 
     def close(self, _: Mapping[str, Any]) -> None:

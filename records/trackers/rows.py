@@ -79,6 +79,11 @@ class Rows:
         self._row.texts.update(texts)
         self._row.images.update(images)
 
+    @property
+    def newest(self) -> list[Row]:
+        """The row that is not complete yet, as a list of at most one."""
+        return [] if self._row is None else [self._row]
+
     def rest(self) -> Iterator[Row]:
         """Yield the row that is not complete yet, if there is one."""
         row, self._row = self._row, None

@@ -47,11 +47,11 @@ class WebhookTracker:
             "run_dir": str(self._run.folder), "host": host_name(), "state": state, "reason": reason, "step": step,
             "goodput": goodput.productive_share,
         }  # fmt: skip
-        request = urllib.request.Request(
-            self._url, json.dumps(values).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
         try:
+            body, headers = json.dumps(values).encode(), {"Content-Type": "application/json"}
+            request = urllib.request.Request(self._url, body, headers, method="POST")
             urllib.request.urlopen(request, timeout=_SECONDS).close()
-        except OSError as error:  # its text may contain no address
-            reason = getattr(error, "reason", None) or getattr(error, "code", None) or type(error).__name__
-            raise OSError(f"cannot post to the address in {self._variable}: {reason}") from None
+        except Exception as error:  # the text of an error may contain the address
+            code = getattr(error, "code", None)
+            known = f"HTTP {code}" if code is not None else type(getattr(error, "reason", error)).__name__
+            raise OSError(f"cannot post to the address in {self._variable}: {known}") from None

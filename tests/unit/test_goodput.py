@@ -66,9 +66,26 @@ def test_steps_before_a_rollback_and_the_rollback_itself_are_lost() -> None:
     assert found.seconds == parts(productive=7.0, lost_steps=4.0)
 
 
-def test_time_since_the_last_line_of_a_running_start_is_productive() -> None:
-    found = goodput([start(0.0, 0.0), *steps(1, 2, 1.0, 1.0)], now=5.0)
-    assert found.seconds == parts(productive=5.0)
+def test_time_since_the_last_line_is_productive_until_the_run_may_be_hanging() -> None:
+    running = [start(0.0, 0.0), *steps(1, 3, 1.0, 1.0)]
+    assert goodput(running, now=4.5).seconds == parts(productive=4.5)
+    assert goodput(running, now=3600.0).seconds == parts(productive=5.0, other=3595.0)
+
+
+def test_steps_undone_by_a_later_start_are_lost_in_every_start_before() -> None:
+    first = [start(0.0, 0.0), *steps(1, 10, 1.0, 1.0)]
+    second = [start(10.0, 0.0, resumed=10), *steps(11, 12, 11.0, 1.0)]
+    third = [start(12.0, 0.0, resumed=5), *steps(6, 8, 13.0, 1.0)]  # the newest checkpoint was damaged
+    assert goodput([*first, *second, *third]).seconds == parts(productive=8.0, lost_steps=7.0)
+
+
+def test_evaluation_between_skipped_steps_is_no_training() -> None:
+    skipped = [
+        {"event": "step", "step": step, "time": time, "step_seconds": None} for step, time in ((4, 4.0), (5, 35.0))
+    ]
+    evaluation = {"event": "eval", "step": 4, "time": 34.0, "seconds": 30.0}
+    found = goodput([start(0.0, 0.0), *steps(1, 3, 1.0, 1.0), *skipped, evaluation])
+    assert found.seconds == parts(productive=5.0, evaluation=30.0)
 
 
 def test_start_that_ended_before_its_first_checkpoint_is_lost() -> None:

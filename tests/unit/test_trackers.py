@@ -156,10 +156,10 @@ def test_prometheus_scrapes_the_newest_values_from_loopback_while_the_run_trains
         except OSError:
             return {}
 
-    wait_for(lambda: scraped().get("serried_step") == 2)  # the row of step 3 may not be complete
+    wait_for(lambda: scraped().get("serried_step") == 3)
     values = scraped()
-    assert values["serried_train_loss"] == 1.5
-    assert values["serried_train_source_tokens_web"] == 2
+    assert values["serried_train_loss"] == pytest.approx(4 / 3)
+    assert values["serried_train_source_tokens_web"] == 3
     assert values["serried_up"] == 1
     addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]}
     assert f"0100007F:{port:04X}" in addresses, "listens on loopback"
@@ -214,16 +214,28 @@ def test_webhook_is_called_when_the_run_ends_or_hangs_and_its_address_stays_secr
         assert path.is_dir() or b"secret-path" not in path.read_bytes()
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}/secret-path", "http://127.0.0.1:secret-path/x"])
 def test_webhook_that_refuses_is_one_warning_without_its_address(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OUR_HOOK", f"http://127.0.0.1:{_free_port()}/secret-path")
+    monkeypatch.setenv("OUR_HOOK", address.format(port=_free_port()))
     records = Records(text, tmp_path / "run", "track.webhook=OUR_HOOK")
     records.steps(1, 1)
     records.end()
     (warning,) = records.warnings()
     assert warning.startswith("WARNING    webhook: cannot post to the address in OUR_HOOK: ")
     assert "secret-path" not in "".join(records.printed)
+    assert b"secret-path" not in (tmp_path / "run" / "log" / "tracker-webhook.log").read_bytes()
+
+
+def test_prometheus_port_in_use_is_one_warning_that_names_it(text: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        records = Records(text, tmp_path / "run", f"track.prometheus={port}")
+        records.steps(1, 1)
+        records.end()
+    (warning,) = records.warnings()
+    assert f"cannot listen at port {port} of 127.0.0.1: Address already in use" in warning
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,10 @@ class RunLog:
         reason = (
             progress.finished_because(step) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
         )
-        if self._folder is not None:
-            self._console.say(f"goodput    {self._folder.record_stop(step, state, reason).line()}")
+        if self._folder is not None:  # before on_end, during which the process may be killed
+            self._folder.status(state, step=step, reason=reason, exit_code=code)
+            if (goodput := self._folder.record_stop(step, state, reason)) is not None:
+                self._console.say(f"goodput    {goodput.line()}")
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
@@ -263,8 +265,6 @@ class RunLog:
                 "not change the weights; the lines with SKIPPED give the reasons, and the samples of steps that were "
                 "not finite"
             )
-        if self._folder is not None:  # before on_end, during which the process may be killed
-            self._folder.status(state, step=step, reason=reason, exit_code=code)
         self._callbacks.call("on_end", step, progress.validation)
         self._callbacks.raise_failure()
 

@@ -207,7 +207,8 @@ def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
     if not guilty and 2 * len(wrong) >= len(known):
         ranks = ", ".join(str(fact["rank"]) for fact in wrong)
         findings.common.append(
-            f"collectives give wrong results on ranks {ranks}; run this on fewer nodes to find the faulty one"
+            f"collectives give wrong results on ranks {ranks}; run serried preflight on fewer nodes to find "
+            "the faulty one"
         )
 
 

@@ -29,10 +29,10 @@ def check_blocks(
     Raises:
         UserError: There are no blocks, or they cannot be compiled.
     """
-    if keeps_less and plan.mixtures:  # graphs break at a mixture, but recomputation needs a single graph
+    if keeps_less and plan.mixtures:
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and a mixture of experts cannot be compiled; use "
-            f"{keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and a mixture of experts: recomputation needs a single graph "
+            f"per block, but a mixture breaks the graph; use {keeps_less[1]}, or trainer.compile=false"
         )
     names = plan.blocks_in(module)
     if not names:
@@ -41,10 +41,10 @@ def check_blocks(
             "parallel_plan(), or use trainer.compile=false"
         )
     buffers = [f"{name}.{buffer}" for name in names for buffer, _ in module.get_submodule(name).named_buffers()]
-    if keeps_less and buffers:  # the recomputation would change them again
+    if keeps_less and buffers:
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}): a forward may "
-            f"change them; use {keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}): recomputation runs the "
+            f"forward again, which may update the buffers twice; use {keeps_less[1]}, or trainer.compile=false"
         )
     return names
 

@@ -46,8 +46,8 @@ def check_offloadable(model: nn.Module) -> None:
     """Raise ``UserError`` if a parameter cannot be offloaded with ``parallel.offload=true``."""
     if name := next(iter(unshardable(model)), None):
         raise UserError(
-            f"parallel.offload=true: FSDP2 offloads only sharded parameters, and cannot shard {name} because it has no "
-            "dims or holds integers; use parallel.offload=false, or optim.offload=true"
+            f"parallel.offload=true: FSDP2 offloads only sharded parameters, and cannot shard {name} because it is a "
+            "scalar or an integer tensor; use parallel.offload=false, or optim.offload=true"
         )
 
 

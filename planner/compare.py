@@ -123,8 +123,8 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
         rates_of = measured.cluster.device.driver_name
         if measured.is_gpu != ran.is_gpu or (ran.is_gpu and rates_of != ran.device):
             raise UserError(
-                f"plan.rates={config.plan.rates} were measured on {rates_of}, but the run used {ran.device}; leave "
-                "plan.rates out"
+                f"the rates of plan.rates={config.plan.rates} were measured on {rates_of}, but the run used "
+                f"{ran.device}; leave plan.rates out"
             )
     elif config.plan.device is None and known is not None:
         values["plan.device"] = known.name

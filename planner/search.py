@@ -109,8 +109,9 @@ def search(config: RunConfig, task: RunTask, processes: int) -> str:
     if not searched.valid:
         batch = config.trainer.global_batch
         raise UserError(
-            f"no layout of {processes} processes divides trainer.global_batch={batch} and the model; use another "
-            "launch.processes or trainer.global_batch"
+            f"no layout of {processes} processes is possible: parallel degrees must divide "
+            f"trainer.global_batch={batch} and the sizes of the model; use another launch.processes or "
+            "trainer.global_batch"
         )
     device = searched.machine.device.name
     nearest = None if fastest else searched.nearest()

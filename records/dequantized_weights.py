@@ -70,10 +70,15 @@ def _from_mxfp4(stored: Mapping[str, Values]) -> dict[str, Values]:
         start = name.removesuffix(blocks_end)
         scales = stored.get(f"{start}{scales_end}")
         if name.endswith(blocks_end) and values.dtype == torch.uint8:
-            is_known = len(values.shape) == 4 and values.shape[3] == _BYTES
-            if not is_known or scales is None or scales.dtype != torch.uint8 or scales.shape != values.shape[:3]:
-                there = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-                raise ValueError(f"{name} has shape {list(values.shape)}, but {start}{scales_end} is {there}")
+            if len(values.shape) != 4 or values.shape[3] != _BYTES:
+                raise ValueError(f"{name} has shape {list(values.shape)}, not 4 dims of which the last is {_BYTES}")
+            if scales is None:
+                raise ValueError(f"{name} has MXFP4 weights, but its scales {start}{scales_end} are missing")
+            if scales.dtype != torch.uint8 or scales.shape != values.shape[:3]:
+                raise ValueError(
+                    f"{start}{scales_end} has dtype {scales.dtype} and shape {list(scales.shape)}, but {name} needs "
+                    f"torch.uint8 and {list(values.shape[:3])}"
+                )
             found[start] = _Groups(values, scales)
         elif not (name.endswith(scales_end) and f"{name.removesuffix(scales_end)}{blocks_end}" in stored):
             found[name] = values
@@ -91,8 +96,11 @@ def _fitting_block(
             return size
     if prod(scales) == prod(stack):  # one scale per matrix, as [] or [1]
         return matrix
-    blocks = f" in blocks of {list(block)}" if block else ""
-    raise ValueError(f"{name} has shape {list(weight)}{blocks}, but its scales have shape {list(scales)}")
+    needed = "one scale per row or per matrix"
+    if block:
+        shape = [*stack, -(-rows // block[0]), -(-columns // block[1])]
+        needed = f"{shape} for blocks of {list(block)}"
+    raise ValueError(f"{name} has shape {list(weight)}, but its scales have shape {list(scales)}, not {needed}")
 
 
 class _ScaledBlocks:

@@ -168,7 +168,7 @@ class TensorFolder:
             try:
                 self._values = dequantized(self._values, quantization)
             except ValueError as error:
-                raise UserError(f"{folder} cannot be used: {error}; copy it again") from None
+                raise UserError(f"{folder} cannot be used: {error}; copy the files of the model again") from None
         self.specs = {name: TensorSpec(name, each.dtype, each.shape) for name, each in self._values.items()}
         """Specs by name, in the order of the index, or of the values in a single file."""
 
@@ -330,7 +330,11 @@ def _nothing_to_read(folder: Path, single: str, index: str) -> str:
         return f"cannot read the folder {folder}: {error.strerror}"
     text = f"{folder} has neither {single} nor {index}"
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
-    return f"{text}; {_shown(pickles[0])} is a pickle, which is never loaded; {_CONVERT}" if pickles else text
+    if pickles:
+        return f"{text}; {_shown(pickles[0])} is a pickle, which is never loaded; {_CONVERT}"
+    if single == "model.safetensors":
+        return f"{text}; use the folder of a model saved as safetensors, with save_pretrained(FOLDER)"
+    return f"{text}; copy the missing files too"
 
 
 def _shown(value: Any) -> str:

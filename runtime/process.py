@@ -352,7 +352,9 @@ def check_surroundings(words: Sequence[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{word} is not UTF-8 text; rename the file, or type the argument in UTF-8") from None
+            raise UserError(
+                f"the argument {word} is not UTF-8 text; type it in UTF-8, or rename the file that it names"
+            ) from None
 
 
 def remember_script() -> None:

@@ -259,7 +259,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
     found = task_that_trained(run, command)
     if found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections):
         return found
-    why = "which is not a language model (a serried.TextTask with the sections model and data)"
+    why = "which is not a text task (a serried.TextTask with the sections model and data)"
     raise UserError(f'{_cannot_open(run, found.name, why, command)}: serried.load_model("{run}")')
 
 

@@ -110,7 +110,9 @@ class Adapters:
         (embedding,), (head,) = names.values()
         (rows, _), is_tied = modules[embedding].weight.shape, modules[head].weight is None
         if max(tokens) >= rows:
-            raise UserError(f"{key}: the embedding has {rows} rows, and none for token {max(tokens)}; leave it out")
+            raise UserError(
+                f"{key}: the embedding has {rows} rows, and none for token {max(tokens)}; leave this token out"
+            )
         if whole := next((name for name in (embedding, head) if self.is_of_head(f"{name}.")), None):
             raise UserError(
                 f"{key}: all rows of {whole} are trained with adapter.modules_to_save; leave one of them out"

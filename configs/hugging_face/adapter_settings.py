@@ -110,7 +110,9 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
         pickle = pickle if (folder / f"{_STEM}.bin").exists() else "; copy that file too"
         raise UserError(f"{key}={name}: {folder} has no {_STEM}.safetensors{pickle}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{key}={name}: the headers of {folder}/{_STEM}* cannot be read: {error}") from None
+        raise UserError(
+            f"{key}={name}: the headers of {folder}/{_STEM}* cannot be read: {error}; copy the files again"
+        ) from None
     config = adapter_config(folder)
     found = described_adapters(folder, tensors)
     dropout = config.get("lora_dropout")

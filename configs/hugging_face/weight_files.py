@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from serried.configs.plain_data import open_regular, parse_json, read_json
 
-_LARGESTHEADER_BYTES = 100_000_000  # as in the safetensors library
+_LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _PIECE_BYTES = 16 * 2**20
@@ -44,14 +44,14 @@ def _files(folder: Path, stem: str) -> Mapping[str, str]:
     if (folder / single).is_file():
         with open_regular(folder / single) as file:
             return dict.fromkeys(_header(file), single)
-    names = read_json(folder / f"{single}.index.json", _LARGESTHEADER_BYTES)["weight_map"]
+    names = read_json(folder / f"{single}.index.json", _LARGEST_HEADER_BYTES)["weight_map"]
     return {name: os.path.basename(file) for name, file in names.items()}  # noqa: PTH119
 
 
 def _header(file: IO[bytes]) -> dict[str, Any]:
     length = int.from_bytes(file.read(8), "little")
-    if length > min(_LARGESTHEADER_BYTES, os.fstat(file.fileno()).st_size):
-        raise ValueError(f"a header of {length} bytes")
+    if length > min(_LARGEST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+        raise ValueError(f"a header of {length} bytes does not fit in the file")
     header: dict[str, Any] = parse_json(file.read(length))
     return header
 
@@ -66,6 +66,6 @@ def _values(path: Path, name: str) -> Iterator[bytes]:
         while begin < end:
             piece = file.read(min(end - begin, _PIECE_BYTES))
             if not piece:
-                raise ValueError("cut short")
+                raise ValueError("the file is truncated")
             yield piece
             begin += len(piece)

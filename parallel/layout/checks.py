@@ -92,9 +92,9 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         raise UserError(
             # A trace shows 5 recomputations of a block and 7 % more memory:
             # https://github.com/pytorch/pytorch/issues/136766
-            f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: a block would be recomputed for each "
-            f"group of its weights, and its full activations kept, so memory use would grow; use {keeps_less[1]}, or "
-            "parallel.pipeline_schedule=1f1b or interleaved"
+            f"{keeps_less[0]} with parallel.pipeline_schedule={layout.schedule}: the schedule computes the weight "
+            "gradients of a block in several passes, and each pass would recompute the block, so time and memory would "
+            f"grow; use {keeps_less[1]}, or parallel.pipeline_schedule=1f1b or interleaved"
         )
     if layout.world == 1 and section.expert > 1:
         raise UserError(
@@ -218,15 +218,17 @@ def _check_bf16_weights(config: RunConfig) -> None:
 def check_compile(config: RunConfig, layout: Layout) -> None:
     """Raise ``UserError`` if blocks cannot be compiled on ``layout``."""
     if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
-        raise UserError(  # torch frees saved tensors after a compiled backward
-            f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}: the backward of a block runs "
-            "twice; use parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
+        raise UserError(
+            f"trainer.compile=true with parallel.pipeline_schedule={layout.schedule}: the schedule runs the backward "
+            "of a block in two passes, but torch frees the saved tensors of a compiled block after the first pass; use "
+            "parallel.pipeline_schedule=1f1b or interleaved, or trainer.compile=false"
         )
     keeps_less = config.trainer.keeps_less
     if layout.context > 1 and layout.context_method == "ring" and keeps_less:
         raise UserError(
-            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring: its sends and receives "
-            f"cannot be compiled; use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring: recomputation needs a single "
+            "graph per block, but the sends and receives of the ring break the graph; use "
+            f"parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
         )
 
 

@@ -126,12 +126,13 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
     wanted = config.plan.device
     if wanted is not None and device_of(wanted).name != name:
         raise UserError(
-            f"plan.rates={measured.path} were measured on {name}, but plan.device={wanted}; leave out one of the two"
+            f"the rates of plan.rates={measured.path} were measured on {name}, but plan.device={wanted}; leave out "
+            "one of the two"
         )
     if config.launch.device != "auto" and is_gpu != (config.launch.device != "cpu"):
         raise UserError(
-            f"plan.rates={measured.path} were measured on {name}, but launch.device={config.launch.device}; leave out "
-            "one of the two"
+            f"the rates of plan.rates={measured.path} were measured on {name}, but "
+            f"launch.device={config.launch.device}; leave out one of the two"
         )
     return measured
 

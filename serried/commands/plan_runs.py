@@ -23,8 +23,8 @@ def recipes(words: list[str]) -> int:
 
     if words:
         raise UserError(
-            f"serried recipes takes no arguments, but got {' '.join(words)}; for the plan of a run: serried plan "
-            f"{words[0]}"
+            f"serried recipes takes no arguments, but got {' '.join(words)}; to see the plan of a recipe: serried plan "
+            f"recipe={words[0].removeprefix('recipe=')}"
         )
     return say(
         f"{recipes_text()}\nTrain one: python {typed_command()} recipe=NAME. Show its plan: serried plan recipe=NAME"

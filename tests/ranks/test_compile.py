@@ -236,14 +236,14 @@ def test_compilation_in_an_evaluation_is_not_reported(capsys: pytest.CaptureFixt
         ("trainer.activation_checkpoint=offload", "use trainer.activation_checkpoint=selective, or"),
         (
             "launch.processes=2 parallel=fsdp parallel.pipeline=2 parallel.pipeline_schedule=zbv trainer.micro_batch=1",
-            "trainer.compile=true with parallel.pipeline_schedule=zbv: the backward of a block runs twice; use",
+            "trainer.compile=true with parallel.pipeline_schedule=zbv: the schedule runs the backward of a block",
         ),
         (
             "launch.processes=2 parallel=fsdp parallel.context=2 parallel.context_method=ring "
             "trainer.activation_checkpoint=full",
             "use parallel.context_method=gather, trainer.activation_checkpoint=none, or trainer.compile=false",
         ),
-        ("model=moe_tiny trainer.activation_checkpoint=selective", "and a mixture of experts cannot"),
+        ("model=moe_tiny trainer.activation_checkpoint=selective", "and a mixture of experts: recomputation needs"),
     ],
 )
 def test_settings_that_cannot_be_compiled_are_refused_in_one_line(
@@ -260,7 +260,7 @@ def test_model_without_blocks_is_refused_in_one_line() -> None:
 
 def test_blocks_with_buffers_are_not_both_compiled_and_recomputed() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
-    with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\): a forward may"):
+    with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\): recomputation"):
         check_blocks(model, ParallelPlan(blocks=("0",)), ("trainer.activation_checkpoint=full", "none"))
 
 

@@ -158,7 +158,7 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         ),
         (
             ["plan.rates={rates}", "plan.device=h100"],
-            "plan.rates={rates} were measured on A CPU, but plan.device=h100; leave",
+            "the rates of plan.rates={rates} were measured on A CPU, but plan.device=h100; leave",
         ),
         (["plan.rates={rates}", "launch.device=cuda"], "were measured on A CPU, but launch.device=cuda"),
         (["calibrate", "out={folder}"], "out={folder} is not a file in an existing folder; use out"),

@@ -31,9 +31,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = read_json(path)
     except (OSError, NotPlainData) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}; use another checkpoint") from None
     if (version := state.get("version")) != VERSION:
-        raise UserError(f"{path} has version {version}, but this version of serried reads version {VERSION}")
+        raise UserError(
+            f"{path} has version {version}, but this version of serried reads version {VERSION}; use the version of "
+            "serried that wrote it, or another checkpoint"
+        )
     wrong = [key for key in _REQUIRED if key not in state]
     wrong += [key for key, fits in _KINDS.items() if key in state and not fits(state[key])]
     last = value_at("config.trainer.steps", state)

@@ -112,7 +112,10 @@ def _load(names: Sequence[str]) -> list[Any]:
                 found.append(manager.load(spec))
         except Exception as error:  # any error: a benchmark may contain code, and its data may be anywhere
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"trainer.evaluate={name} cannot be loaded: {type(error).__name__}: {reason}") from None
+            raise UserError(
+                f"trainer.evaluate={name} cannot be loaded: {type(error).__name__}: {reason}; fix the cause, or leave "
+                "it out"
+            ) from None
         for task_name, task in found[-1]["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 raise UserError(

@@ -56,8 +56,8 @@ def chosen_mix(
     if mix is None:
         least = ceil(100 * min(kept.values()) / kept["none"]) / 100
         raise UserError(
-            f"trainer.activation_memory_budget={budget:g}: the inputs of the blocks take more, and recomputation needs "
-            f"these inputs; use trainer.activation_memory_budget={least:g}"
+            f"trainer.activation_memory_budget={budget:g}: recomputation needs the inputs of the blocks, and these "
+            f"take a larger share of the activations; use trainer.activation_memory_budget={least:g}"
         )
     return mix
 

@@ -41,7 +41,8 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
         if value.ndim and key not in _whole_state(optimizer) and not _is_sharded_like(parameter, value):
             raise UserError(
                 f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a sharded parameter of shape "
-                f"{list(parameter.shape)}, so no other layout could resume from it; use parallel=ddp, or another optim"
+                f"{list(parameter.shape)}, so no other layout could resume from it; use parallel=ddp, or another "
+                "optimizer (optim=...)"
             )
     return tensors
 
@@ -117,7 +118,7 @@ def plain_state(
                 if not _is_plain(value):
                     raise UserError(
                         f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key} of {name}), but checkpoints "
-                        "can store only tensors, numbers and text; use another optim"
+                        "can store only tensors, numbers and text; use another optimizer (optim=...)"
                     )
     groups = {
         name: {key: value for key, value in values.items() if value != configured[name].get(key)}

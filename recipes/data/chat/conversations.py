@@ -19,7 +19,7 @@ from serried.configs.schema.data import DataSection
 from serried.recipes.data.chat.reply_spans import Render, Reply, Sample, content_in, find_samples
 from serried.recipes.data.readers.columns import MOST_WEIGHT, without_nulls
 from serried.recipes.data.readers.source import Row
-from serried.recipes.data.tokenizers.chat_template import Message, Template, TooMuch, Unlearnable
+from serried.recipes.data.tokenizers.chat_template import CURE, Message, Template, TooMuch, Unlearnable
 from serried.recipes.data.tokenizers.encode_rows import Encoded, encoded_rows
 from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, token_dtype
@@ -391,7 +391,8 @@ def ask(
         )
         is_asked = asked != template.render(messages)
     except Unlearnable as error:
-        raise UserError(f"prompt: {error}") from error
+        reason = str(error).removesuffix(f"; {CURE}")  # a prompt has no row to fix
+        raise UserError(f"{reason}; train with another template: data.chat_template=FILE") from error
     end_of_turn, _ = tokenizer.encode_marked(after.rstrip() or after)
     ids, spans = tokenizer.encode_marked(asked)
     if not is_asked and before.startswith(asked) and before[len(asked) :].strip():

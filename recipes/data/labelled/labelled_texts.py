@@ -66,7 +66,10 @@ def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any
     try:
         encoder = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no specific exception
-        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cannot read {file}: {reason}; save the tokenizer again with tokenizer.save_pretrained(FOLDER)"
+        ) from None
     encoder.no_padding()
     encoder.enable_truncation(sequence_length, direction=side)
     return encoder

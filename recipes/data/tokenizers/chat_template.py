@@ -39,7 +39,7 @@ _GROWING = (
 )  # fmt: skip
 """Filters and string methods that may return a result much longer than their arguments."""
 
-_CURE = "use another template, data.chat_template=FILE, or fix the row"
+CURE = "use another template, data.chat_template=FILE, or fix the row"
 
 
 class Unlearnable(Exception):
@@ -99,10 +99,10 @@ class Template:
         except _Excess as error:
             raise TooMuch(f"{self.name} {error}; use another template: data.chat_template=FILE") from error
         except jinja2.TemplateError as error:
-            raise Unlearnable(f"{self.name} raises an error: {error}; {_CURE}") from error
+            raise Unlearnable(f"{self.name} raises an error: {error}; {CURE}") from error
         except Exception as error:  # a template may raise any exception
             reason = f"{type(error).__name__}: {error}"
-            raise Unlearnable(f"{self.name} fails with {reason}; {_CURE}") from error
+            raise Unlearnable(f"{self.name} fails with {reason}; {CURE}") from error
 
 
 def _check_variables(texts: Sequence[str], name: str, variables: Mapping[str, Any]) -> None:
@@ -335,6 +335,8 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     environment, bounded = _environment(spent)
     import jinja2
 
+    or_remove = ", or remove data.chat_template" if name.startswith("data.chat_template") else ""
+    cure = f"use another template: data.chat_template=FILE{or_remove}"
     try:
         tree = bounded(environment.parse(text))
         tree.set_environment(environment)
@@ -342,11 +344,9 @@ def _compile(text: str, name: str, spent: _Spent) -> Any:
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
-        raise UserError(
-            f"{name} is not a valid Jinja template{at}: {error}; use another template, or remove data.chat_template"
-        ) from error
+        raise UserError(f"{name} is not a valid Jinja template{at}: {error}; {cure}") from error
     except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python for the generated code
         raise UserError(
             f"{name} cannot be compiled as a Jinja template: it is nested or chained too deeply "
-            f"({type(error).__name__}); use another template, or remove data.chat_template"
+            f"({type(error).__name__}); {cure}"
         ) from error

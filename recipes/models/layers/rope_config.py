@@ -131,7 +131,7 @@ class RopeScaling(Section):
             yield f"{section}.beta_fast={fast:g} must exceed {section}.beta_slow={slow:g}; the paper uses 32 and 1"
         for name in ("short_factor", "long_factor"):
             if any(value <= 0 for value in getattr(self, name) or ()):
-                yield f"{section}.{name} has a value that is not above 0; frequencies are divided by it"
+                yield f"{section}.{name} has values of 0 or less, but frequencies are divided by them; correct them"
 
 
 class Rope(NamedTuple):

@@ -255,7 +255,7 @@ def test_dry_run_refuses_offload_of_parameters_that_fsdp_cannot_shard() -> None:
         config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
     task = task_for_run(Scaled())
     task.configure(config)
-    with pytest.raises(UserError, match="cannot shard scale because it has no dims"):
+    with pytest.raises(UserError, match="cannot shard scale because it is a scalar"):
         dry_run(config, task, resolve_layout(config.parallel, 2), 1)
 
 

@@ -419,7 +419,7 @@ def test_losses_with_trained_rows_of_two_ranks_equal_those_of_one(
     ("more", "message"),
     [
         (["adapter.trainable_token_indices=[1,1]"], "names a token twice"),
-        (["adapter.trainable_token_indices=[1000]"], "and none for token 1000; leave it out"),
+        (["adapter.trainable_token_indices=[1000]"], "and none for token 1000; leave this token out"),
         (["adapter.modules_to_save=[lm_head]"], "all rows of lm_head are trained with adapter.modules_to_save"),
         (["model=hf"], "needs a model of a built-in family, with one embedding and one head"),
     ],

@@ -358,7 +358,7 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tensors_says_so(tmp_path: Path) -> None:
-    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path)
+    assert "neither model.safetensors nor model.safetensors.index.json; use the folder" in refusal(tmp_path)
     assert "No such file" in refusal(tmp_path / "absent")
     (tmp_path / "model.safetensors").mkdir()
     assert "neither" in refusal(tmp_path)

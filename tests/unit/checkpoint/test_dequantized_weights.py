@@ -175,11 +175,15 @@ def test_rank_reads_only_the_bytes_of_its_share(
     ("quantization", "tensors", "message"),
     [
         (FP8, {"a": random_fp8(8, 8)}, "a has dtype torch.float8_e4m3fn, but its scales a_scale_inv are missing"),
-        (FP8, {"a": random_fp8(8, 8), "a_scale_inv": torch.ones(2, 2)}, r"shape \[8, 8\] in blocks of \[128, 128\]"),
-        (MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16)}, r"shape \[2, 4, 1, 16\], but a_scales is missing"),
+        (
+            FP8, {"a": random_fp8(8, 8), "a_scale_inv": torch.ones(2, 2)},
+            r"its scales have shape \[2, 2\], not \[1, 1\] for blocks of \[128, 128\]",
+        ),
+        (MXFP4, {"a_blocks": random_bytes(2, 4, 16)}, r"a_blocks has shape \[2, 4, 16\], not 4 dims"),
+        (MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16)}, "but its scales a_scales are missing"),
         (
             MXFP4, {"a_blocks": random_bytes(2, 4, 1, 16), "a_scales": random_bytes(2, 4, 2)},
-            r"but a_scales is torch.uint8 \[2, 4, 2\]",
+            r"a_scales has dtype torch.uint8 and shape \[2, 4, 2\], but a_blocks needs torch.uint8 and \[2, 4, 1\]",
         ),
     ],
 )  # fmt: skip

@@ -322,7 +322,7 @@ def test_search_says_which_groups_are_larger_than_any_measured():
             ".* [\\d.]+GiB are missing; use more processes",
         ),
         (["recipe=llama8b", "plan.memory=24GiB"], "plan.memory=24GiB does not give the speed of the device; add"),
-        (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
+        (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes is possible: parallel degrees must"),
         (["precision=fp32", "plan.device=b200"], "there are no rates for precision=fp32 on b200"),
         (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is not a file in an existing folder"),
     ],

@@ -26,8 +26,9 @@ class SGDSection(OptimSection):
     def _nesterov_fits(self) -> "SGDSection":
         if self.nesterov and (self.dampening or not self.momentum):
             raise ValueError(
-                f"optim.nesterov=true needs momentum and no dampening, but optim.momentum={self.momentum:g} "
-                f"optim.dampening={self.dampening:g}; use optim.momentum=0.9 optim.dampening=0"
+                "optim.nesterov=true needs optim.momentum above 0 and optim.dampening=0, but got "
+                f"optim.momentum={self.momentum:g} and optim.dampening={self.dampening:g}; use "
+                f"optim.momentum={self.momentum or 0.9:g} optim.dampening=0"
             )
         return self
 

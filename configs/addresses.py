@@ -9,9 +9,11 @@ _USER = re.compile(r"""(?<=://)[^/?#@\s"']+(?=@)""")
 _USER_OF_SERVER = re.compile(r"""(https?://)[^/?#\s"']*@""", re.IGNORECASE)
 """User name of a server, which may be a token. Database addresses keep their user name, which is needed."""
 _KEYS = (
-    r"(?:[\w.-]*(?:password|passwd|passphrase|pwd|token|secret|signature|credentials?)"
-    r"|(?!ssl)(?:[\w.-]*[_.-])?(?:api|access)?key)"  # sslkey=FILE names a file
+    r"(?:[\w.-]*(?:(?:password|passwd|passphrase|pwd|secret|signature|credential)s?|token)"
+    r"|(?!ssl)(?:[\w.-]*[_.-])?(?:api|access)?keys?)"  # sslkey=FILE names a file
 )
+_KEY = re.compile(rf"{_KEYS}|[\w-]*(?:api|access|auth|hf|hub)[_-]?tokens", re.IGNORECASE)
+_NOT_SECRET = re.compile(r"(bos|eos|pad|unk|sep)_token")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _IN_QUERY = re.compile(rf"""([?&;]{_KEYS}=)[^&;#\s"']*""", re.IGNORECASE)
 
@@ -19,6 +21,12 @@ _IN_QUERY = re.compile(rf"""([?&;]{_KEYS}=)[^&;#\s"']*""", re.IGNORECASE)
 def is_address(text: str) -> bool:
     """Return whether ``text`` is an address, such as ``s3://bucket/run``, rather than a path."""
     return bool(_SCHEME.match(text))
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting with this dotted name holds a password or token, such as ``env.OPENAI_KEY``. A name of a
+    token of text, such as ``pad_token``, does not."""
+    return any(_KEY.fullmatch(part) and not _NOT_SECRET.search(part) for part in name.split("."))
 
 
 def host_and_port(text: str) -> tuple[str, int] | None:

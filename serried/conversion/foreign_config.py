@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serried.configs.addresses import masked
+from serried.configs.addresses import is_secret, masked
 from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_bytes, read_yaml
@@ -18,7 +18,6 @@ from serried.conversion.shell_command import read_command
 _SHARED = "hugging_face"
 """Part of ``formats.yaml`` that is not a format of its own."""
 _OFF: tuple[Any, ...] = (None, False, "", 0, [], {}, "none", "no", "None", "False", "false", "off")
-_SECRET = re.compile(r"(hub|hf|auth|access|api)_(hub_)?(token|key)$|(^|_)token$|secret|password", re.IGNORECASE)
 
 
 class Setting(NamedTuple):
@@ -29,12 +28,20 @@ class Setting(NamedTuple):
     value: Any
 
     def __str__(self) -> str:
-        is_secret = _SECRET.search(self.name) and not re.search(r"(bos|eos|pad|unk|sep)_token", self.name)
-        return f"{self.name}={'***' if is_secret else masked(shown(self.value))}"
+        return f"{self.name}={'***' if is_secret(self.name) else masked(shown(_without_secrets(self.value)))}"
 
     @property
     def is_off(self) -> bool:
         return isinstance(self.value, str | bool | int | list | dict | None) and self.value in _OFF
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return ``value`` with passwords and tokens in nested mappings replaced by ***."""
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    if isinstance(value, dict):
+        return {key: "***" if is_secret(str(key)) else _without_secrets(item) for key, item in value.items()}
+    return value
 
 
 @dataclass
@@ -48,6 +55,8 @@ class ForeignConfig:
     facts: dict[str, Setting] = field(default_factory=dict)
     answers: list[tuple[Setting, str]] = field(default_factory=list)
     """Settings without a counterpart, with an explanation; empty if none is known."""
+    undetermined: list[str] = field(default_factory=list)
+    """Sentences on flags of the launcher whose value is known only where the script runs."""
 
     def __contains__(self, fact: str) -> bool:
         return fact in self.facts and self.facts[fact].value is not None
@@ -108,10 +117,11 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
 
     Raises ``UserError`` if a file cannot be read, or its format cannot be recognized.
     """
-    read_files = [(path, tree, _recognized(path, tree)) for path, tree in _trees(paths)]
+    undetermined: list[str] = []
+    read_files = [(path, tree, _recognized(path, tree)) for path, tree in _trees(paths, undetermined)]
     read_files.sort(key=lambda item: item[2] in ("deepspeed", "accelerate"))
     path, tree, name = read_files[0]
-    config = ForeignConfig(_formats()[name]["title"], path)
+    config = ForeignConfig(_formats()[name]["title"], path, undetermined=undetermined)
     needs = _formats()[name].get("trains_if", "*").split()
     if not any(fnmatchcase(key, pattern) for key in (*tree, *flatten(tree)) for pattern in needs):
         raise UserError(
@@ -120,7 +130,9 @@ def read(paths: Sequence[Path]) -> ForeignConfig:
         )
     for _, tree, name in read_files:
         _add(config, name, tree)
-    if (beside := _deepspeed_beside(config)) is not None:
+    if isinstance(config.value("deepspeed"), dict):
+        _add(config, "deepspeed", config.facts.pop("deepspeed").value)
+    elif (beside := _deepspeed_beside(config)) is not None:
         _add(config, "deepspeed", _tree(beside))
     for _, _, name in read_files:
         for fact, value in _formats()[name].get("defaults", {}).items():
@@ -151,8 +163,9 @@ def titles() -> list[str]:
     return [each["title"] for name, each in _formats().items() if name != _SHARED]
 
 
-def _trees(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the content of each file. The flags of a shell script replace values of the config that it names."""
+def _trees(paths: Sequence[Path], undetermined: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the content of each file. The flags of a shell script replace values of the config that it names; sentences
+    on those without a known value are added to ``undetermined``."""
     for path in paths:
         if path.suffix != ".sh":
             yield path, _tree(path)
@@ -162,6 +175,7 @@ def _trees(paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
         trees = [(config, _tree(config)) for config in named]
         launch = [pair for pair in trees if {"distributed_type", "zero_optimization"} & {*pair[1]}]
         flags = command.flags
+        undetermined += command.undetermined
         for _, tree in (pair for pair in trees if pair not in launch):
             flags = {**tree, **flags}
         yield path, flags

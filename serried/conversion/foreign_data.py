@@ -52,7 +52,6 @@ class Source:
     subset: str | None = None
     split: str | None = None
     revision: str | None = None
-    weight: float | None = None
     messages: str | None = None
     """Column of the conversation, unless it is ``messages`` or ``conversations``."""
     text: str | None = None
@@ -69,6 +68,8 @@ class ForeignData:
     validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
+    fractions: bool = False
+    """Whether the other framework leaves rows out."""
 
 
 def data_of(config: ForeignConfig, task: str) -> ForeignData:
@@ -96,9 +97,13 @@ def _located(config: ForeignConfig, path: str, **more: Any) -> Source:
 def _files(config: ForeignConfig, entry: Mapping[str, Any], path: str, **more: Any) -> list[Source]:
     """Return the sources of an entry that may name the loader of ``datasets`` and ``data_files``."""
     named = entry.get("data_files")
-    files = [named] if isinstance(named, str) else list(named or []) if not isinstance(named, Mapping) else []
+    files = [] if named is None or isinstance(named, Mapping) else named if isinstance(named, list) else [named]
+    if not all(isinstance(file, str) for file in files):
+        raise UserError(
+            f"data_files={shown(named)} of {path} in {config.path} is no file name and no list of them; correct it"
+        )
     if files and (path in _LOADERS or local_path(config, path)):
-        return [_located(config, str(file), **more) for file in files]
+        return [_located(config, file, **more) for file in files]
     return [_located(config, path, **more)]
 
 
@@ -193,20 +198,26 @@ def _factory(config: ForeignConfig, data: ForeignData) -> None:
     table = read_if_there(folder / "dataset_info.json")
     for fact, listed in (("factory_dataset", data.training), ("factory_validation", data.validation)):
         for name in config.words(fact):
-            listed.append(_factory_source(config, folder, name, table.get(name), data))
+            listed += _factory_sources(config, folder, name, table.get(name), data)
 
 
-def _factory_source(config: ForeignConfig, folder: Path, name: str, entry: Any, data: ForeignData) -> Source:
+def _factory_sources(config: ForeignConfig, folder: Path, name: str, entry: Any, data: ForeignData) -> list[Source]:
     if not isinstance(entry, Mapping):
         place = folder / "dataset_info.json"
         data.notes.append(
             f"dataset={name}: {place} has no entry for it; add data.path=FILE, or data=hf data.path=OWNER/NAME"
         )
-        return Source(str(folder / f"{name}.json"), "text")
+        return [Source(str(folder / f"{name}.json"), "text")]
     if hub := _text(entry, "hf_hub_url"):
         source = Source(hub, "hf", subset=_text(entry, "subset"), split=_text(entry, "split"))
+    elif file := _text(entry, "file_name", "script_url"):
+        source = Source(str(folder / file), "text")
     else:
-        source = Source(str(folder / str(_text(entry, "file_name", "script_url"))), "text")
+        data.notes.append(
+            f"dataset={name}: its entry in {folder / 'dataset_info.json'} has no file_name or hf_hub_url, and data is "
+            "read from files and from the Hub only; download it, and add data.path=FILE"
+        )
+        return []
     columns = entry.get("columns")
     columns = columns if isinstance(columns, Mapping) else {}
     if entry.get("formatting") == "sharegpt" or "messages" in columns:
@@ -230,7 +241,7 @@ def _factory_source(config: ForeignConfig, folder: Path, name: str, entry: Any, 
         }
     if set(columns) & {"images", "videos", "audios"}:
         data.lacking.append(f"images of {name}: models are trained on text only")
-    return source
+    return [source]
 
 
 # torchtune ------------------------------------------------------------------------------------------------------------
@@ -255,8 +266,15 @@ def _torchtune_sources(config: ForeignConfig, entry: Mapping[str, Any], data: Fo
         return []
     is_text = component in ("text_completion_dataset", "wikitext_dataset", "cnn_dailymail_articles_dataset")
     mapped = entry.get("column_map") or {}
+    if not isinstance(mapped, Mapping):
+        raise UserError(
+            f"column_map={shown(mapped)} of {component} in {config.path} is no mapping; write column_map: "
+            "{input: COLUMN, output: COLUMN}"
+        )
     names = {"input": "prompt", "output": "completion", "system": "system", "prompt": "prompt"}
-    columns = {names.get(theirs, theirs): str(column) for theirs, column in mapped.items()} or known.get("columns", {})
+    columns = {names.get(str(theirs), str(theirs)): str(column) for theirs, column in mapped.items()} or known.get(
+        "columns", {}
+    )
     sources = _files(config, entry, path, format="text" if is_text else "chat")
     for source in sources:
         source.subset, source.split = _text(entry, "name"), _text(entry, "split")
@@ -287,13 +305,16 @@ def _trl(config: ForeignConfig, data: ForeignData) -> None:
         data.training.append(source)
     splits = config.words("dataset_splits")
     mixer = config.value("dataset_mixer", {})
-    for name, weight in mixer.items() if isinstance(mixer, dict) else ():
+    for name, fraction in mixer.items() if isinstance(mixer, dict) else ():
         split = next((split for split in splits if "train" in split), None)
-        data.training.append(_located(config, str(name), split=split, weight=_weight(config, weight)))
+        data.training.append(_located(config, str(name), split=split))
+        _note_fraction(config, data, str(name), "dataset_mixer", fraction)
     mixture = config.value("dataset_mixture", [])
     for entry in mixture if isinstance(mixture, list) else []:
         if isinstance(entry, Mapping) and (path := _text(entry, "id", "path")):
-            source = _located(config, path, weight=_weight(config, entry.get("weight")))
+            source = _located(config, path)
+            for key in ("weight", "fraction"):
+                _note_fraction(config, data, path, key, entry.get(key))
             source.subset, source.split = _text(entry, "config", "name"), _text(entry, "split")
             data.training.append(source)
     for fact, listed in (("train_file", data.training), ("validation_file", data.validation)):
@@ -304,10 +325,18 @@ def _trl(config: ForeignConfig, data: ForeignData) -> None:
             source.format, source.text = "text", config.text("text_field")
 
 
-def _weight(config: ForeignConfig, value: Any) -> float | None:
-    if value is None or (isinstance(value, int | float) and 0 < value < 1e9):
-        return value
-    raise UserError(f"the weight of a data set in {config.path} is {shown(value)}, not a number above 0; correct it")
+def _note_fraction(config: ForeignConfig, data: ForeignData, path: str, key: str, value: Any) -> None:
+    """Name the fraction of the rows of a data set that the other framework keeps, unless it keeps all."""
+    if value is None or value == 1:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise UserError(f"{key}={shown(value)} of {path} in {config.path} is not a number above 0; correct it")
+    data.fractions = True
+    share = "its share of the rows of the mixture" if key == "fraction" else "the fraction of its rows that is used"
+    data.notes.append(
+        f"{key}={shown(value)} of {path} is {share}, but serried reads all rows; shorten the file, or name a split "
+        "such as train[:25%] with data=hf"
+    )
 
 
 def names_of(sources: list[Source]) -> Iterator[tuple[str, Source]]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from serried.configs.errors import UserError
@@ -10,6 +11,8 @@ from serried.conversion.foreign_config import ForeignConfig, Setting
 
 _AXES = ("tensor", "context", "pipeline")
 """Axes that divide the work on one sample."""
+_MESH = ("replicate", "shard", *_AXES)
+"""Axes whose degrees multiply to the number of GPUs."""
 
 
 # Batch and layout -----------------------------------------------------------------------------------------------------
@@ -21,9 +24,14 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
     divisor = math.prod(degrees)
     whole = config.count("global_batch") if "global_batch" in config else None
     known = gpus or (config.count("processes") if "processes" in config else None)
+    mesh, is_whole = _size_of_mesh(config, divisor), config.number("shard") > 0
+    if mesh and known and (known != mesh if is_whole else known % mesh):
+        raise UserError(f"gpus={known} does not fit {_groups(config, _MESH)} in {config.path}; use gpus={mesh}")
+    if mesh and is_whole:
+        known = mesh
     if known is None and whole is not None and "micro_batch" in config and whole % (micro * accumulation) == 0:
         known = whole // (micro * accumulation) * divisor
-    count = known or divisor
+    count = known or mesh or divisor
     if count % divisor:
         fitting = max(divisor, count // divisor * divisor)
         raise UserError(f"gpus={count} is not a multiple of {divisor} ({_groups(config)}); use gpus={fitting}")
@@ -38,11 +46,13 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
         out.set("trainer.micro_batch", int(share) if known and share == int(share) else "auto")
         return
     samples = "pairs" if task in ("preference", "reward") else "sequences"
+    samples = "rows" if out.overrides.get("recipe") == "kto" else samples
     product = micro * accumulation * ranks
     out.set("trainer.global_batch", whole or product)
     out.set("trainer.micro_batch", "auto" if config.flag("auto_batch") else micro)
     accumulated = config.said("accumulation") if "accumulation" in config else "1 accumulated"
     factors = f"{config.said('micro_batch')} x {accumulated} x {count} GPU{'s' if count > 1 else ''}"
+    factors += f" ({_groups(config, _MESH)})" if mesh else ""
     shares = f" / {divisor} ({_groups(config)})" if divisor > 1 else ""
     if whole is not None and product != whole:
         out.decide.append(
@@ -54,8 +64,14 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
         out.explained.append(f"trainer.global_batch={product} {samples} per step: {factors}{shares}{assumed}")
 
 
-def _groups(config: ForeignConfig) -> str:
-    return " x ".join(config.said(axis) for axis in _AXES if axis in config)
+def _groups(config: ForeignConfig, axes: Sequence[str] = _AXES) -> str:
+    return " x ".join(config.said(axis) for axis in axes if axis in config and config.number(axis) > 0)
+
+
+def _size_of_mesh(config: ForeignConfig, divisor: int) -> int:
+    """Return the number of GPUs in a mesh whose data axes ``config`` states; 0 if it leaves them to the launcher."""
+    shard, replicate = (config.count(axis) if config.number(axis) > 0 else 1 for axis in ("shard", "replicate"))
+    return shard * replicate * divisor if shard * replicate > 1 else 0
 
 
 def set_layout(config: ForeignConfig, out: Converted) -> None:
@@ -72,14 +88,14 @@ def set_layout(config: ForeignConfig, out: Converted) -> None:
         out.set("parallel.reshard_after_forward", False)
     if reason:
         out.explained.append(reason)
-    shard, replicate = (config.number(axis, 1) for axis in ("shard", "replicate"))
+    shard, replicate = (config.number(axis) for axis in ("shard", "replicate"))
     if replicate > 1:
         out.set("parallel", "hsdp")
         out.set("parallel.replicate", int(replicate))
-        if shard > 1:
-            out.set("parallel.shard", int(shard))
     elif shard > 1:
         out.set("parallel", "fsdp")
+    if shard > 1 or (replicate > 1 and shard == 1):
+        out.set("parallel.shard", int(shard))
     offloads = [config.text(fact).lower() for fact in ("offload_params", "offload_optimizer") if config.flag(fact)]
     if "nvme" in offloads:
         out.lack(config.said("offload_params", "offload_optimizer"), "state is offloaded to host memory, not to disk")
@@ -124,7 +140,7 @@ def _strategy(config: ForeignConfig, out: Converted) -> tuple[str, bool, str]:
         if "HYBRID" in sharding or sharding in ("4", "5") or "hybrid" in strategy:
             if out.nodes > 1:
                 out.set("parallel.replicate", out.nodes)
-            else:
+            elif config.number("replicate") <= 1:
                 out.decide.append(f"{config.said('sharding', 'fsdp')}: set the replicas with parallel.replicate=NODES")
             return "hsdp", "ZERO2" not in sharding and sharding != "5", ""
         if sharding in ("NO_SHARD", "3"):

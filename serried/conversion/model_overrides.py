@@ -193,7 +193,7 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
     training = data.training
     out.decide += data.notes
     out.lacking += data.lacking
-    if not training and config.title not in LAYOUTS:
+    if not (training or data.notes) and config.title not in LAYOUTS:
         out.decide.append("the file names no data; add data.path=FILE, or data=hf data.path=OWNER/NAME")
     if len(training) > 1 and task in ("preference", "reward"):
         paths = ", ".join(source.path for source in training[1:])
@@ -209,10 +209,9 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         for name, source in names_of(training):
             out.set(f"data.sources.{name}.name", source.kind)
             _source(out, f"data.sources.{name}", source)
-            if source.weight is not None:
-                out.set(f"data.sources.{name}.weight", source.weight)
+        rows = "the rows that it keeps once" if data.fractions else "each row once"
         out.decide.append(
-            f"several data sets: {config.title} uses each row once per epoch, but a mixture samples by "
+            f"several data sets: {config.title} uses {rows} per epoch, but a mixture samples by "
             "data.sources.NAME.weight, a share of the tokens; to match, set the weights to the numbers of tokens"
         )
     formats = {source.format for source in training}

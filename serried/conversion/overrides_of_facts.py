@@ -27,7 +27,7 @@ def converted(config: ForeignConfig, gpus: int | None, steps: int | None, recipe
         steps: number of optimizer steps of the run, to convert fractions of it.
         recipe: recipe to use instead of the one that the config implies.
     """
-    out = Converted()
+    out = Converted(decide=[*config.undetermined] if gpus is None else [])
     task = choose_recipe(config, out, recipe)
     data = data_of(config, task)
     set_model(config, out)

@@ -10,6 +10,8 @@ from serried.configs.plain_data import NotPlainData, parse_yaml
 
 _TASKS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "cpo", "orpo")
 """Commands of ``trl``."""
+_NODES = ("nnodes", "num_nodes", "num_machines", "NNODES")
+_PER_NODE = ("nproc_per_node", "num_gpus", "NPROC_PER_NODE")
 _PROGRAM = re.compile(r"\b(accelerate|axolotl|deepspeed|llamafactory-cli|torchrun|trl|tune|python3?)\b")
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _CONFIG = re.compile(r"\.(ya?ml|json)$")
@@ -22,6 +24,8 @@ class ShellCommand(NamedTuple):
     """Values by key, with ``num_processes`` and ``num_machines`` of the launcher."""
     configs: list[str]
     """Config files that it names."""
+    undetermined: list[str]
+    """Sentences on numbers of GPUs and nodes that are known only where the script runs."""
 
 
 def read_command(path: Path, text: str) -> ShellCommand:
@@ -66,15 +70,31 @@ def _command(before: list[str], words: list[str]) -> ShellCommand:
             configs.append(flags.pop(name))
     if Path(words[0]).name == "trl" and words[1:2] and words[1] in _TASKS:
         flags["rl"] = words[1]
-    visible = next((word.partition("=")[2] for word in before if word.startswith("CUDA_VISIBLE_DEVICES=")), "")
-    nodes = flags.pop("nnodes", flags.get("num_machines", 1))
-    per_node = flags.pop("nproc_per_node", flags.pop("num_gpus", None))
-    per_node, nodes = _listed(per_node)[0], _listed(nodes)[0]  # the script may follow the number
-    if isinstance(per_node, int) and isinstance(nodes, int):
+    environment = dict(word.split("=", 1) for word in before if "=" in word)
+    if Path(words[0]).name == "llamafactory-cli":  # which starts torchrun with these variables
+        flags.update({name: _value(environment[name]) for name in ("NNODES", "NPROC_PER_NODE") if name in environment})
+    return ShellCommand(flags, configs, _set_processes(flags, environment.get("CUDA_VISIBLE_DEVICES", "")))
+
+
+def _set_processes(flags: dict[str, Any], visible: str) -> list[str]:
+    """Set ``num_processes`` and ``num_machines`` in ``flags`` from the flags of all launchers. Return a sentence if the
+    script leaves them open. ``visible``: GPUs by number, if it lists some."""
+    names = (*_NODES, *_PER_NODE, "num_processes")
+    stated = {name: _listed(flags.pop(name))[0] for name in names if name in flags}  # the script may follow the number
+    nodes = next((stated[name] for name in _NODES if name in stated), 1)
+    per_node = next((stated[name] for name in _PER_NODE if name in stated), None)
+    if visible and nodes == 1 and per_node in (None, "gpu", "auto") and "num_processes" not in stated:
+        stated["CUDA_VISIBLE_DEVICES"] = visible
+        per_node = len(visible.split(",")) if re.fullmatch(r"[\w/-]+(,[\w/-]+)*", visible) else visible
+    if per_node is None and {*stated} <= {"num_processes", "num_machines"}:  # the config may state the other
+        if all(type(value) is int for value in stated.values()):
+            flags.update(stated)
+            return []
+    elif type(per_node) is int and type(nodes) is int:
         flags["num_processes"], flags["num_machines"] = per_node * nodes, nodes
-    elif visible and "num_processes" not in flags:
-        flags["num_processes"] = len(visible.split(","))
-    return ShellCommand(flags, configs)
+        return []
+    said = " ".join(f"{'--' * name.islower()}{name}={value}" for name, value in stated.items())
+    return [f"{said}: the script does not state the number of GPUs; convert with gpus=N, the GPUs of all nodes"]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -86,5 +106,7 @@ def _value(text: str) -> Any:
     try:
         value = parse_yaml(text)
     except NotPlainData:
+        return text
+    if isinstance(value, int | float) and ":" in text:  # YAML reads 1:30 as 90
         return text
     return value if isinstance(value, bool | int | float | None) or text.startswith(("[", "{")) else text

@@ -114,8 +114,21 @@ def set_schedule(config: ForeignConfig, out: Converted, total: float | None) -> 
         out.set("schedule.warmup_steps", config.count("warmup_steps"))
     elif config.number("warmup_ratio") > 0:
         out.set("schedule.warmup_ratio", config.number("warmup_ratio"))
+    elif config.title == "axolotl" and "warmup_steps" not in config and "warmup_ratio" not in config:
+        _default_warmup_of_axolotl(out, total)
     else:
         out.set("schedule.warmup_steps", 0)
+
+
+def _default_warmup_of_axolotl(out: Converted, total: float | None) -> None:
+    if total:
+        out.set("schedule.warmup_steps", min(int(0.03 * total), 100))
+        return
+    out.set("schedule.warmup_ratio", 0.03)
+    out.decide.append(
+        "schedule.warmup_ratio=0.03: axolotl's default is 3 % of the steps, but at most 100; for a run of more than "
+        "3333 steps use schedule.warmup_steps=100 instead, or convert with steps=N"
+    )
 
 
 def set_preference(config: ForeignConfig, out: Converted, task: str) -> None:

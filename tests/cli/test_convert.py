@@ -145,6 +145,10 @@ def test_command_on_the_page_composes() -> None:
         ("axolotl", {}, 16, (128, 2, 16)),
         ("axolotl", {"sequence_parallel_degree": 4}, 8, (16, 2, 8)),  # 2 x 4 x 8 GPUs / 4
         ("axolotl", {"tensor_parallel_size": 2, "context_parallel_size": 2}, 8, (16, 2, 8)),
+        ("axolotl", {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}, None, (64, 2, 16)),
+        ("axolotl", {"dp_replicate_size": 2}, 8, (64, 2, 8)),  # the shards are what is left
+        ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 2, "data_parallel_shard_dim": 4}, None, (8, 2, 8)),
+        ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 2, "data_parallel_shard_dim": -1}, 8, (8, 2, 8)),
         ("LLaMA-Factory", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}, 4, (32, 1, 4)),
         ("LLaMA-Factory", {}, None, (8, 8, 1)),  # the default of transformers
         ("torchtune", {"batch_size": 4, "gradient_accumulation_steps": 16}, 2, (128, 4, 2)),
@@ -159,6 +163,41 @@ def test_batch_is_micro_batch_times_accumulation_times_gpus(
     result = conversion(tmp_path, {**BASES[framework], **lines}, gpus=gpus)
     batch = (int(result.overrides["trainer.global_batch"]), int(result.overrides["trainer.micro_batch"]))
     assert (*batch, result.processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "lines", "expected"),
+    [
+        ("axolotl", {"dp_shard_size": 4}, {"parallel": "fsdp", "parallel.shard": "4"}),
+        (
+            "axolotl",
+            {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2},
+            {"parallel": "hsdp", "parallel.shard": "4", "parallel.replicate": "2", "parallel.tensor": "2"},
+        ),
+        (
+            "axolotl",
+            {"dp_shard_size": 1, "dp_replicate_size": 2},
+            {"parallel": "hsdp", "parallel.shard": "1", "parallel.replicate": "2"},
+        ),
+        (
+            "torchtune",
+            {"tensor_parallel_dim": 2, "data_parallel_shard_dim": 4},
+            {"parallel": "fsdp", "parallel.shard": "4", "parallel.tensor": "2"},
+        ),
+        (
+            "torchtune",
+            {"tensor_parallel_dim": 2, "data_parallel_shard_dim": -1},
+            {"parallel": "fsdp", "parallel.tensor": "2"},
+        ),
+    ],
+)
+def test_stated_mesh_keeps_its_degrees_and_states_the_gpus(
+    framework: str, lines: dict[str, Any], expected: dict[str, str], tmp_path: Path
+) -> None:
+    result = conversion(tmp_path, {**BASES[framework], **lines})
+    assert {key: value for key, value in result.overrides.items() if key.startswith("parallel")} == expected
+    is_stated = "parallel.shard" in expected
+    assert any("does not set the number of GPUs" in sentence for sentence in sentences(result)) is not is_stated
 
 
 def test_deepspeed_batch_that_contradicts_the_gpus_is_kept_and_named(tmp_path: Path) -> None:
@@ -230,6 +269,37 @@ def test_schedule_of_transformers_keeps_its_shape(
 
 
 @pytest.mark.parametrize(
+    ("lines", "steps", "expected"),
+    [
+        ({"warmup_steps": 0}, None, ("0", None)),
+        ({"warmup_steps": 0, "max_steps": 500}, None, ("0", None)),
+        ({"warmup_steps": 10}, None, ("10", None)),
+        ({"warmup_ratio": 0}, None, ("0", None)),
+        ({"warmup_ratio": 0.1}, 10_000, (None, "0.1")),
+        ({}, 1000, ("30", None)),
+        ({}, 10_000, ("100", None)),  # at most
+        ({}, None, (None, "0.03")),
+    ],
+)
+def test_warmup_of_axolotl_is_as_stated_or_its_default(
+    lines: dict[str, Any], steps: int | None, expected: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    result = conversion(tmp_path, {**BASES["axolotl"], **lines}, steps=steps)
+    found = (result.overrides.get("schedule.warmup_steps"), result.overrides.get("schedule.warmup_ratio"))
+    assert found == expected
+    is_open = not lines and steps is None
+    assert any("at most 100" in sentence for sentence in result.decide) is is_open
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [({}, "bf16"), ({"bf16": False}, "fp32"), ({"fp16": True}, "fp16"), ({"bf16": True, "fp16": False}, "bf16")],
+)
+def test_precision_of_axolotl_is_bf16_unless_stated(lines: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    assert conversion(tmp_path, {**BASES["axolotl"], **lines}).overrides["precision"] == expected
+
+
+@pytest.mark.parametrize(
     ("tree", "expected"),
     [
         ({"zero_optimization": {"stage": 0}}, {}),
@@ -280,6 +350,25 @@ def test_deepspeed_file_that_a_config_names_is_read_and_auto_is_left_to_the_conf
     result = conversion(tmp_path, {**BASES["axolotl"], "deepspeed": "zero3.json", "max_grad_norm": 0.5})
     assert result.overrides["parallel.reshard_after_forward"] == "false"
     assert result.overrides["trainer.max_grad_norm"] == "0.5"
+
+
+def test_deepspeed_section_of_a_config_is_read(tmp_path: Path) -> None:
+    section = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+    result = conversion(tmp_path, {**BASES["axolotl"], "deepspeed": section})
+    assert (result.overrides["parallel"], result.overrides["parallel.reshard_after_forward"]) == ("fsdp", "false")
+    assert result.overrides["trainer.max_grad_norm"] == "0.5"
+    assert not any("not found" in sentence for sentence in sentences(result))
+
+
+@pytest.mark.parametrize(
+    ("framework", "lines", "samples"),
+    [("TRL", {}, "sequences"), ("axolotl", {"rl": "dpo"}, "pairs"), ("axolotl", {"rl": "kto"}, "rows")],
+)
+def test_samples_of_a_step_have_the_name_of_the_task(
+    framework: str, lines: dict[str, Any], samples: str, tmp_path: Path
+) -> None:
+    result = conversion(tmp_path, {**BASES[framework], **lines})
+    assert f"trainer.global_batch=8 {samples} per step" in " ".join(result.explained)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +463,53 @@ def test_shell_script_with_flags_is_converted(script: str, expected: dict[str, s
     assert not [sentence for sentence in result.lacking if "serried has no key" in sentence]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("torchrun --nproc_per_node=8", 8),
+        ("torchrun --nnodes 2 --nproc_per_node=8", 16),
+        ("deepspeed --num_nodes 2 --num_gpus 4", 8),
+        ("accelerate launch --num_machines 2 --num_processes 16", 16),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nproc_per_node=gpu", 4),
+        ("torchrun --nnodes=2 --nproc_per_node=gpu", "--nproc_per_node=gpu"),
+        ("torchrun --nnodes $N --nproc_per_node=8", "--nnodes=$N"),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 torchrun --nnodes $N --nproc_per_node=8", "--nnodes=$N"),
+        ("torchrun --nnodes=1:4 --nproc_per_node=8", "--nnodes=1:4"),
+        ("accelerate launch --num_processes $N", "--num_processes=$N"),
+        ("CUDA_VISIBLE_DEVICES=$GPUS python", "CUDA_VISIBLE_DEVICES=$GPUS"),
+    ],
+)
+def test_gpus_of_a_script_are_counted_or_to_decide(launcher: str, expected: int | str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        f"{launcher} sft.py --model_name_or_path o/m --dataset_name o/d --per_device_train_batch_size 1\n"
+    )
+    result = converted(read([tmp_path / "run.sh"]), None, None, None)
+    open_flags = [sentence for sentence in result.decide if "does not state the number of GPUs" in sentence]
+    if isinstance(expected, int):
+        assert (result.processes * result.nodes, open_flags) == (expected, [])
+        assert result.overrides["trainer.global_batch"] == str(expected)
+    else:
+        assert (result.processes, len(open_flags)) == (1, 1)
+        assert expected in open_flags[0]
+        given = converted(read([tmp_path / "run.sh"]), 8, None, None)
+        assert given.overrides["trainer.global_batch"] == "8"
+        assert not any("does not state" in sentence for sentence in given.decide)
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "is_open"),
+    [("NNODES=2 NPROC_PER_NODE=4", 8, False), ("FORCE_TORCHRUN=1 NNODES=2", 1, True), ("NNODES=$N", 1, True)],
+)
+def test_nodes_of_llama_factory_are_read_from_its_variables(
+    environment: str, gpus: int, is_open: bool, tmp_path: Path
+) -> None:
+    written(tmp_path / "sft.yaml", {**BASES["LLaMA-Factory"], "per_device_train_batch_size": 1})
+    (tmp_path / "run.sh").write_text(f"{environment} llamafactory-cli train sft.yaml\n")
+    result = converted(read([tmp_path / "run.sh"]), None, None, None)
+    assert result.processes * result.nodes == gpus
+    assert any("NNODES=" in sentence for sentence in result.decide) is is_open
+
+
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +545,38 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
     assert (text.overrides["data.format"], text.overrides["data.text_column"]) == ("text", "body")
 
 
+def test_fraction_of_rows_of_a_data_set_is_to_decide_and_not_a_weight(tmp_path: Path) -> None:
+    mixer = {"a/big": 1.0, "a/small": 0.25}
+    mixture = [{"id": "a/big", "weight": 1.0}, {"id": "a/small", "weight": 0.25}]
+    for lines in ({"dataset_mixer": mixer}, {"dataset_mixture": {"datasets": mixture}}):
+        tree = {key: value for key, value in BASES["TRL"].items() if key != "dataset_name"}
+        result = conversion(tmp_path, {**tree, **lines})
+        assert not [key for key in result.overrides if key.endswith(".weight")]
+        assert [key for key in result.overrides if key.endswith(".path")][-2:] == [
+            "data.sources.big.path",
+            "data.sources.small.path",
+        ]
+        (fraction,) = [sentence for sentence in result.decide if "0.25 of a/small" in sentence]
+        assert "fraction of its rows" in fraction
+        assert not any("each row once" in sentence for sentence in result.decide)
+
+
+def test_share_of_a_mixture_of_rows_is_to_decide(tmp_path: Path) -> None:
+    datasets = [{"path": "a/big", "fraction": 0.75}, {"path": "a/small", "fraction": 0.25}]
+    result = conversion(tmp_path, {"model_name_or_path": "o/m", "datasets": datasets})
+    shares = [sentence for sentence in result.decide if "share of the rows of the mixture" in sentence]
+    assert [share.partition(" is ")[0] for share in shares] == ["fraction=0.75 of a/big", "fraction=0.25 of a/small"]
+
+
+def test_data_set_of_another_hub_is_to_decide(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    written(tmp_path / "data" / "dataset_info.json", {"mine": {"ms_hub_url": "org/data"}})
+    result = conversion(tmp_path, {**BASES["LLaMA-Factory"], "dataset": "mine"})
+    assert "data.path" not in result.overrides
+    (sentence,) = [sentence for sentence in result.decide if "data.path=FILE" in sentence]
+    assert sentence.startswith("dataset=mine: its entry in ")
+
+
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
@@ -434,6 +602,14 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
         ),
         ("words.yaml", "base_model: a\nmicro_batch_size: two\n", "micro_batch_size=two"),
         ("rate.yaml", "model_name_or_path: a\nlearning_rate: fast\n", "learning_rate=fast"),
+        ("files.yaml", "base_model: a\ndatasets: [{path: json, data_files: 5}]\n", "data_files=5"),
+        ("mixer.yaml", "model_name_or_path: a\ndataset_mixer: {o/d: half}\n", "dataset_mixer=half of o/d"),
+        (
+            "columns.yaml",
+            "batch_size: 1\noptimizer: {lr: 1}\n"
+            "dataset: {_component_: torchtune.datasets.instruct_dataset, source: o/d, column_map: [a]}\n",
+            "column_map=[a]",
+        ),
     ],
 )
 def test_file_that_cannot_be_converted_gets_one_line(
@@ -455,6 +631,12 @@ def test_gpus_that_do_not_fit_the_degrees_are_refused(tmp_path: Path) -> None:
         conversion(tmp_path, {**BASES["axolotl"], "tensor_parallel_size": 4}, gpus=6)
 
 
+def test_gpus_that_do_not_fit_the_stated_mesh_are_refused(tmp_path: Path) -> None:
+    tree = {**BASES["axolotl"], "dp_shard_size": 4, "tensor_parallel_size": 2}
+    with pytest.raises(UserError, match=r"gpus=16 does not fit dp_shard_size=4 x tensor_parallel_size=2 .* use gpus=8"):
+        conversion(tmp_path, tree, gpus=16)
+
+
 def test_dashes_and_unknown_keys_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(written(tmp_path / "a.yaml", BASES["axolotl"]))
     for words, expected in (
@@ -471,9 +653,20 @@ def test_tokens_and_passwords_are_not_printed(tmp_path: Path, capsys: pytest.Cap
         "hub_token": "hf_SECRET",
         "mlflow_tracking_uri": "https://me:SECRET@mlflow.org",
         "use_auth_token": "SECRET",
+        "my_passwd": "SECRET",
+        "wandb_key": "SECRET",
+        "api_keys": {"openai": "SECRET"},
+        "my_auth_tokens": ["SECRET"],
+        "env": {"OPENAI_KEY": "SECRET"},
+        "servers": [{"name": "a", "api_key": "SECRET"}],
+        "my_pad_token": "<pad>",
     }
     assert main(["convert", str(written(tmp_path / "a.yaml", {**BASES["axolotl"], **lines}))]) == 0
-    assert "SECRET" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "SECRET" not in out
+    for name in ("my_passwd", "wandb_key", "api_keys.openai", "my_auth_tokens", "env.OPENAI_KEY"):
+        assert f"{name}=***" in out
+    assert "my_pad_token=<pad>" in out
 
 
 def test_output_is_a_shell_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -529,5 +722,35 @@ def test_odd_values_are_converted_or_get_one_line(framework: str, tmp_path: Path
             file = written(tmp_path / "odd.json", with_value(BASES[framework], key, value))
             try:
                 assert converted(read([file]), None, None, None).words is not None
+            except UserError as error:
+                assert all("\n" not in sentence for sentence in error.args)
+
+
+@pytest.mark.parametrize(
+    ("framework", "section", "keys"),
+    [
+        ("axolotl", "datasets", "path name split type data_files field_messages field_instruction roles_to_train"),
+        ("torchtune", "dataset", "_component_ source name split column_map column conversation_column data_files"),
+        ("TRL", "dataset_mixture", "id path config split weight fraction"),
+        ("LLaMA-Factory", "dataset_info", "file_name hf_hub_url ms_hub_url subset columns tags formatting"),
+    ],
+)
+def test_odd_values_of_a_data_set_are_converted_or_get_one_line(
+    framework: str, section: str, keys: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    plain = {"path": "json", "id": "json", "source": "json", "_component_": "torchtune.datasets.chat_dataset"}
+    for key in keys.split():
+        for value in (*ODD, [1, "a"], {"a": [1]}):
+            entry = {**(plain if section != "dataset_info" else {}), key: value}
+            tree = dict(BASES[framework])
+            if section == "dataset_info":
+                written(tmp_path / "data" / "dataset_info.json", {"demo": entry})
+            else:
+                tree[section] = {"datasets": [entry], "dataset": entry}.get(section, {"datasets": [entry]})
+                tree[section] = [entry] if section == "datasets" else tree[section]
+            try:
+                result = converted(read([written(tmp_path / "odd.json", tree)]), None, None, None)
+                assert Path(result.overrides.get("data.path", "")).name != "None"
             except UserError as error:
                 assert all("\n" not in sentence for sentence in error.args)

@@ -175,9 +175,9 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
 
 
 def _trust_no_places(plain: dict[str, Any], run_dir: Path) -> None:
-    """Remove other places to write to from the saved config ``plain`` of the run in ``run_dir``, which is not trusted.
+    """Remove paths outside of ``run_dir``, the run folder, from its saved config ``plain``, which is not trusted.
 
-    ``data.cache_dir`` stays only if this folder already contains prepared data.
+    ``data.cache_dir`` is kept only if that folder already contains prepared data.
     """
     run, data, track = (plain.get(name) for name in ("run", "data", "track"))
     if isinstance(run, dict):

@@ -1,4 +1,4 @@
-"""Lengths that follow from an override of ``model.rope_scaling``."""
+"""Context lengths derived from an override of ``model.rope_scaling``."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -12,10 +12,10 @@ _ORIGINAL, _LONGEST = "original_max_sequence_length", "max_sequence_length"
 
 
 def with_extended_context(model: Mapping[str, Any], own: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return the section ``model`` with the lengths that the user's ``rope_scaling`` implies, if it sets a factor.
+    """Return the section ``model`` with context lengths derived from the user's ``rope_scaling``, if it sets a factor.
 
-    The original length is that of the model's own scaling, or its longest sequence without one; the longest sequence
-    becomes ``factor`` times as long. Values that the user set stay.
+    The original length is taken from the model's own scaling or, if it has none, from its ``max_sequence_length``. The
+    new ``max_sequence_length`` is ``factor`` times the original length. Lengths set by the user are kept.
 
     Args:
         own: The section without the user's overrides.
@@ -30,7 +30,7 @@ def with_extended_context(model: Mapping[str, Any], own: Mapping[str, Any], give
     longest, factor = parse_count(own.get(_LONGEST)), _number(scaling.get("factor"))
     original = scaling.get(_ORIGINAL) or before.get(_ORIGINAL)
     if original is None and is_number(longest):
-        was = before.get("factor")  # of linear scaling, which has no original length
+        was = before.get("factor")  # set with linear scaling, which has no original length
         original = round(longest / was) if is_number(was) and was > 0 else longest
     if original is not None and scaling.get("rope_type") != "linear":
         scaling[_ORIGINAL] = original
@@ -46,7 +46,7 @@ def _within_model(given: Collection[str]) -> set[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that ``value`` is or, as text, holds; else ``value``."""
+    """Return ``value``, converted to a number if it is the text of one."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

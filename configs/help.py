@@ -39,7 +39,7 @@ def choices_of() -> dict[str, list[str]]:
 
 
 def files_of() -> dict[str, list[str]]:
-    """Return the groups and the choices that have a YAML file."""
+    """Return the choices that have a YAML file, as a mapping from config group to their names."""
     found: dict[str, list[str]] = {"recipe": []}
     for path in sorted(path for folder in declared().folders for path in folder.glob("*/*.yaml")):
         found.setdefault(path.parent.name, []).append(path.stem)

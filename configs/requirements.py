@@ -14,13 +14,13 @@ from serried.configs.schema.launch_plan_track import TrackSection
 LABELS = {
     "wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow", "prometheus": "Prometheus", "webhook": "webhook",
 }  # fmt: skip
-"""Display names of trackers by name. The name is also the config key and the extra."""
+"""Display names of trackers, by the name that config keys and extras use."""
 _LIBRARIES = {
     "wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client",
 }  # fmt: skip
 _ADDRESS = re.compile(r"https?://[^\s/?#]+([/?#]\S*)?")
 LIVE = ("prometheus", "webhook")
-"""Trackers that show the present only, so that the records of an ended run cannot be sent to them."""
+"""Trackers that show only the current state of a run. The records of an ended run cannot be sent to them."""
 
 _OFF = {
     "wandb": "track.wandb=off",
@@ -47,8 +47,8 @@ def missing_trackers(track: TrackSection) -> tuple[list[str], str]:
 
 
 def check_trackers(track: TrackSection) -> None:
-    """Raise ``UserError`` if a tracker that is turned on is not installed, ``track.mlflow`` names no
-    store, or ``track.webhook`` no variable with an address."""
+    """Raise ``UserError`` if a tracker that is turned on is not installed, ``track.mlflow`` names no store, or
+    ``track.webhook`` names no environment variable with an address."""
     missing, advice = missing_trackers(track)
     if missing:
         raise UserError(f"{advice}, or use {' '.join(_OFF[name] for name in missing)}")

@@ -112,7 +112,7 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
 
 
 def describe_runs(sweep: Sweep | None) -> str:
-    """Return the lines that a dry run prints below the plan about ``sweep``; empty if ``sweep`` is None."""
+    """Return the lines about ``sweep`` that a dry run prints below the plan; empty if ``sweep`` is None."""
     if sweep is None:
         return ""
     runs, keys = f"{sweep.runs} runs", " x ".join(sweep.keys)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
-    """Raise ``UserError`` if ``plan`` lacks a declaration that ``layout`` needs, before sharding."""
+    """Check, before the model is sharded, that ``plan`` has the declarations that ``layout`` needs. Raises
+    ``UserError`` if one is missing."""
     if layout.tensor > 1:
         check_roles(model, plan, layout)
     if layout.stages > len(plan.blocks):

@@ -211,7 +211,7 @@ class Vocabulary:
         return gradient
 
     def shared(self, rows: Tensor) -> Tensor:
-        """Return ``rows``, which every rank has, for use by the rank that has their place in the vocabulary."""
+        """Return ``rows``, which are replicated, for use on a rank that needs only the rows in its vocabulary shard."""
         return rows
 
     def all_rows(self, rows: int) -> int:

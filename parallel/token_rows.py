@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from serried.parallel.plan import Vocabulary
 
 ROWS, IDS, _ORDER = "token_rows", "token_ids", "token_order"
-"""Names of the parameter with the rows, [K, D], and of buffers [K] with their tokens and the order that sorts these."""
+"""Names of the parameter with the rows [K, D], the buffer with their token ids [K], and the buffer with the indices
+that sort these ids [K]."""
 
 
 def attach_rows(module: Any, tokens: Sequence[int]) -> None:
-    """Add rows filled with zeros for ``tokens`` to an embedding or a head. An embedding looks them up."""
+    """Add zero-filled rows for ``tokens`` to an embedding or a head. An embedding also gets a hook that looks them
+    up."""
     shape = (len(tokens), module.weight.shape[1])
     module.register_parameter(ROWS, nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=module.weight.device)))
     ids = torch.tensor(tokens)
@@ -31,7 +33,7 @@ def attach_rows(module: Any, tokens: Sequence[int]) -> None:
 
 
 def share_tokens(module: Any, part: Callable[[Tensor], Tensor]) -> None:
-    """Set the function that returns the shard of [B, S, 1] for which an embedding on the tensor axis returns rows."""
+    """Set the function that shards a tensor [B, S, 1] like the output of an embedding with tensor parallelism."""
     if hasattr(module, ROWS):
         module.part_of_tokens = part
 

@@ -24,7 +24,7 @@ _WORTH_A_LINE_SHARE = 0.005
 _DEGREES = (1, 2, 4, 8)
 _CONTEXT_DEGREES = (*_DEGREES, 16, 32)
 _PER_NODE = 8
-"""Devices of a node. Tensor and context ranks communicate a lot, so together they stay within a node."""
+"""Number of devices per node. Tensor and context ranks communicate a lot, so together they stay within a node."""
 
 
 class Advice(NamedTuple):

@@ -56,7 +56,7 @@ class Device(NamedTuple):
 
     @property
     def between_nodes(self) -> float:
-        """``network_rate`` of a device that has one."""
+        """``network_rate``, for a device that has one."""
         assert self.network_rate is not None
         return self.network_rate
 

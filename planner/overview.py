@@ -64,7 +64,7 @@ def overview(
     start: Start | None = None,
     training: Dataset | None = None,
 ) -> list[str]:
-    """Return the lines of the plan.
+    """Return the plan as a list of lines.
 
     Args:
         place: description of the processes and their location.

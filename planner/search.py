@@ -53,7 +53,7 @@ _SLOWEST = 2
 """Largest ratio to the fastest time at which a layout with less memory is shown."""
 _SHOWN = 8
 _MESHES, _OF_A_MESH = 20, 3
-"""Number of meshes, and of candidates for each, for which the timeline is played."""
+"""Number of meshes, and number of candidates per mesh, for which the timeline is simulated."""
 _LEAST = 16
 """Number of layouts with the least memory to try first for a run that needs less memory."""
 _MOST_CONTEXT = 32
@@ -485,7 +485,7 @@ def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
 
 
 def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
-    """Return the overrides to try for when FSDP reshards parameters and reduces gradients."""
+    """Return the overrides to try for FSDP: after which steps it reshards parameters and reduces gradients."""
     if strategy is None:
         return [{}]
     key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"
@@ -500,7 +500,8 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _compiled(config: RunConfig, compiles: bool) -> RunConfig:
-    """Return ``config`` with this value of ``trainer.compile``; not validated again, since a search has thousands."""
+    """Return ``config`` with this value of ``trainer.compile``. It is not validated again, since a search creates
+    thousands of configs."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"compile": compiles})})
 
 

@@ -1,7 +1,7 @@
 """Quantized weights of Hugging Face models, dequantized while they are read, to the same values as in transformers.
 
-FP8 (DeepSeek-V3, Qwen3-FP8, compressed-tensors): ``X`` is stored with ``X_scale_inv`` or ``X_scale``. In spite of the
-first name, each block of ``X`` is multiplied by its scale. The result is fp32.
+FP8 (DeepSeek-V3, Qwen3-FP8, compressed-tensors): ``X`` is stored with ``X_scale_inv`` or ``X_scale``. Despite the
+name ``X_scale_inv``, each block of ``X`` is multiplied by its scale. The result is fp32.
 
 MXFP4 (gpt-oss): ``X_blocks`` [E, O, G, 16] contains groups of 32 values, two per byte, and ``X_scales`` [E, O, G] the
 exponent of each group. The result is ``X`` [E, 32 G, O] in bf16, which represents it exactly.
@@ -25,7 +25,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 _BYTES = 16
 """Bytes of a group of MXFP4."""
 _BIAS = 127
-"""Exponent that is stored as 0 is minus this value."""
+"""Bias of the stored exponents: 0 is stored for the exponent -127."""
 
 
 class Values(Protocol):

@@ -37,7 +37,7 @@ class Goodput(NamedTuple):
 
     seconds: dict[str, float]
     starts: list[dict[str, float]]
-    """For each start, the gap before it and its own parts."""
+    """Seconds by part for each start of the run, including the gap before it."""
 
     @property
     def total_seconds(self) -> float:

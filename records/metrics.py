@@ -11,7 +11,7 @@ from serried.configs.schema.sections import DEFAULT_VALIDATION
 
 METRICS = "metrics.jsonl"
 LOST_METRICS = "lost.jsonl"
-"""File with the lines of steps that a crash or a rollback undid."""
+"""File with the records of steps that were lost in a crash or a rollback."""
 _OURS = frozenset((
     "event", "time", "step", "set", "nonfinite", "loss", "grad_norm", "lr", "lr_by_group", "samples", "tokens",
     "source_tokens", "source_losses", "seconds", "step_seconds", "tokens_per_second", "tokens_per_second_per_device",

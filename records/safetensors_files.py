@@ -127,12 +127,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 class TensorFolder:
     """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
 
-    Opening it reads and checks every header, but no values. Files from untrusted sources give either tensors or
-    a ``UserError``. Several threads may use it at once.
+    Opening it reads and checks every header, but no values. Reading files from untrusted sources returns
+    tensors or raises ``UserError``. Several threads may use it at once.
 
     If the ``config.json`` of a model says that weights are quantized, in a format that is known here, the folder
     contains the dequantized weights instead. If it says that the model reads images too, the folder contains the
-    tensors of its text part, by their names in a model of text.
+    tensors of its text part, under their names in a text-only model.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:

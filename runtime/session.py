@@ -256,7 +256,8 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
 
 
 def keep_report_of_hang(environment: MutableMapping[str, str]) -> None:
-    """Make NCCL end a process after a failure without cleanup, which may hang, unless the user chose otherwise.
+    """Set ``TORCH_NCCL_ASYNC_ERROR_HANDLING=3`` unless the user set another value: after a failure, NCCL then ends the
+    process without a cleanup that may hang.
 
     With torchrun's default, 1, torch's own report of the hang is lost
     (https://github.com/pytorch/pytorch/issues/121055).

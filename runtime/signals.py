@@ -160,7 +160,7 @@ class Signals:
 
     @property
     def end_of_parent(self) -> str | None:
-        """Description of the launcher's end, if the torchrun that started this process is gone; None otherwise."""
+        """Message that the parent (torchrun or the launcher) has exited; None while it runs, or without a parent."""
         if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
             return None
         started = "the command" if LAUNCHER in os.environ else "torchrun"

@@ -81,7 +81,7 @@ def initial_weights(config: RunConfig, task: RunTask, *, is_new: bool = False) -
             module = task.build_model().requires_grad_(False)
             base, record = Built(module, task.exported), {"path": None, "digest": _digest(module)}
             if adapter_config(adapters).get("modules_to_save"):
-                record = None  # the recorded digest leaves these modules out
+                record = None  # the recorded digest excludes these modules
         else:
             base = TensorFolder(folder)
             record = {"path": str(folder), "files": _checksums(folder, _weight_files(folder, None))}

@@ -133,13 +133,13 @@ class Adapters:
         return name.startswith(self._heads)
 
     def _aliases(self, name: str) -> set[str]:
-        """Return the names by which the user may call layer ``name``."""
+        """Return the names that the user may write for layer ``name``."""
         weight = self._weights[name]
         return {_module_of(weight.name), *([name] if weight.is_whole else [])}
 
     def _by_layer(self, chosen: Sequence[str], key: str, otherwise: _Number) -> dict[str, _Number]:
-        """Return the value of each ``chosen`` layer: that of the first pattern of ``key`` that matches, or
-        ``otherwise``."""
+        """Return a value for each ``chosen`` layer: the value of the first matching pattern in ``adapter.<key>``, or
+        ``otherwise`` if no pattern matches."""
         patterns, names = getattr(self._section, key), {name: self._aliases(name) for name in chosen}
         for pattern, value in patterns.items():
             if not any(matches_layer(alias, pattern) for known in names.values() for alias in known):
@@ -187,7 +187,7 @@ class Adapters:
         """
         owner, _, key = name.rpartition(".")
         if self.is_of_head(name):
-            # PEFT needs tied weights twice.
+            # PEFT needs tied weights under all of their names.
             names = [name, *(further for further, of in self._tied.items() if of == name)]
             parts = [part for each in names for part in self._of_base(each, shape)]
             return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in parts)
@@ -232,8 +232,8 @@ class Adapters:
 
     @torch.no_grad()
     def load_rows(self, folder: Path | None, parameters: Iterable[HeldTensor]) -> None:
-        """Load this rank's part of the trained rows from the base model's folder. Rows that it lacks are the mean of
-        its rows."""
+        """Load this rank's part of the trained rows from the base model's folder. A row that the folder lacks is set to
+        the mean of the folder's rows."""
         if not self._row_weights:
             return
         if folder is None:
@@ -389,7 +389,7 @@ def modules_to_save(patterns: Sequence[str], model: nn.Module, exported: Exporte
     """Return the names of the modules of ``model`` that ``patterns``, the value of ``adapter.modules_to_save``, match.
 
     Raises:
-        UserError: A pattern matches no module, or one whose weight is that of another module.
+        UserError: A pattern matches no module, or a module that shares its weight with another module.
     """
     known, chosen = dict[str, set[str]](), list[str]()
     tied = {name.rpartition(".")[0]: of.rpartition(".")[0] for name, of in tied_parameters(model).items()}

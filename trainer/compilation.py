@@ -131,7 +131,7 @@ def share_threads(processes: int) -> None:
 
     The default of torch is up to 32 threads per process.
     """
-    from torch._inductor import config  # the environment variable is only read on import
+    from torch._inductor import config  # TORCHINDUCTOR_COMPILE_THREADS has no effect after this import
 
     config.compile_threads = max(1, usable_cores() // processes // 2)
 

@@ -63,8 +63,8 @@ class Rollback:
         return start.step
 
     def _newest_of_run(self, start: Start) -> int:
-        """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer ones, which cannot be read, are
-        set aside: they would be in the way of the next saves. A collective."""
+        """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer checkpoints, which
+        cannot be read, are moved aside, since they would block later saves. A collective."""
         context = self._context
         if not start.continues(context.config.run.dir):
             return 0

@@ -171,7 +171,8 @@ class _Run:
             context.console.say(f"compile    off with trainer.compile=auto: {why_not}")
 
     def _missing_compiler(self) -> str | None:
-        """Return which host lacks what torch.compile needs, if one does: all ranks compile, or none. A collective."""
+        """Return a description of a host that lacks a requirement of torch.compile; None if no host does. All ranks
+        compile, or none. A collective."""
         session = self.context.session
         missing = missing_compiler(session.device.type)
         found = session.gather(missing and f"{session.host()} needs {missing[0]}; {missing[1]}")
@@ -252,7 +253,7 @@ class _Run:
 
 
 def _claimed_folder(config: RunConfig, session: Session) -> RunFolder | None:
-    """Return the run folder, claimed for this run. None except on rank 0. A collective."""
+    """Claim the run folder on rank 0 and return it; return None on other ranks. This is a collective call."""
     claimed: list[RunFolder] = []
     session.once(lambda: claimed.append(RunFolder(config.run.dir)))
     return claimed[0] if claimed else None

@@ -54,7 +54,7 @@ class Planner(Protocol):
         pulse: Pulse,
         optimizer: torch.optim.Optimizer | None,
     ) -> BaseException:
-        """Return ``error``, or if memory ran out an error that reports memory use and remedies. Not a collective."""
+        """Return ``error``, or, if memory ran out, an error that reports memory use and remedies. Not a collective."""
 
 
 @dataclass(frozen=True)

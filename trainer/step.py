@@ -1,4 +1,4 @@
-"""One optimizer step: a transaction that all ranks commit or none does, without synchronizing with the device."""
+"""One optimizer step: a transaction that all ranks commit or none, without synchronizing with the device."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -318,7 +318,7 @@ def _flops(task: RunTask, module: nn.Module) -> float | None:
 
 
 def _earlier_seconds(context: Context) -> float:
-    """Return the duration of the starts of this run that ended before their first checkpoint. Rank 0 knows it."""
+    """Return the duration of the starts of this run that ended before their first checkpoint; 0 except on rank 0."""
     if context.folder is None or context.config.checkpoint.resume == "never":
         return 0.0
     return context.folder.earlier_seconds

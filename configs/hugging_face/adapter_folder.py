@@ -43,14 +43,15 @@ _TAKEN = {
 _NUMBERS = {"r": "rank", "lora_alpha": "alpha"}
 _PATTERNS = {"rank_pattern": "rank", "alpha_pattern": "alpha"}
 _REPEATED = r"\)[*+?{]|([*+?{].*){4}"
-"""Regular expressions of PEFT that repeat a group, or repeat often: they may take exponential time."""
+"""Pattern of regular expressions that repeat a group or have many repetitions. They may take exponential time."""
 _Value = TypeVar("_Value")
 
 
 def described_adapters(folder: Path, tensors: Collection[str]) -> dict[str, Any]:
-    """Return the keys of the section ``adapter`` for the adapters in ``folder``, whose files contain ``tensors``.
+    """Return the values of the section ``adapter`` that describe the adapters in ``folder``.
 
-    Raises ``UserError`` if the folder cannot be read, or if PEFT would compute different results with it.
+    ``tensors``: names of the tensors in the folder. Raises ``UserError`` if the folder cannot be read, or if PEFT would
+    compute different results with it.
     """
     file = folder / ADAPTER_CONFIG
     found = adapter_config(folder)
@@ -102,7 +103,7 @@ def matches_layer(name: str, pattern: str) -> bool:
 
 
 def scales_in(folder: Path, modules: Collection[str]) -> dict[str, float]:
-    """Return the factor of B A of each of the ``modules`` that the adapters in ``folder`` adapt.
+    """Return the factor of the product B A for each of the ``modules`` that has adapters in ``folder``.
 
     Raises ``UserError`` if ``adapter_config.json`` cannot be read.
     """
@@ -116,12 +117,12 @@ def scales_in(folder: Path, modules: Collection[str]) -> dict[str, float]:
 
 
 def scale_of(rank: int, alpha: float, scale: str) -> float:
-    """Return the factor of B A. ``scale``: value of ``adapter.scale``."""
+    """Return the factor of the product B A. ``scale``: value of ``adapter.scale``."""
     return alpha / (math.sqrt(rank) if scale == "rslora" else rank)
 
 
 def _trained_tokens(file: Path, found: Mapping[str, Any], rows: Collection[str]) -> tuple[int, ...]:
-    """Return the tokens in ``trainable_token_indices``: a list, or the same list for each of several modules.
+    """Return the token ids in ``trainable_token_indices``, which is a list, or the same list for several modules.
 
     ``rows``: names of the tensors with their rows.
     """

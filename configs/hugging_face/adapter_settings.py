@@ -94,7 +94,8 @@ def _named(plain: Mapping[str, Any], section: Mapping[str, Any]) -> tuple[str, s
 
 
 def _recorded(plain: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
-    """Return the config of the run that started from the adapters ``name``, if these are gone since; else empty."""
+    """Return the config of the existing run if it started from the adapters ``name`` and these no longer exist; else
+    an empty dict."""
     if key != KEY or path_exists(expanded(name)):
         return {}
     saved = read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml")
@@ -102,7 +103,7 @@ def _recorded(plain: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
-    """Return the keys ``_TAKEN`` of the adapters in ``folder``."""
+    """Return the values of the keys ``_TAKEN`` for the adapters in ``folder``."""
     try:
         tensors = tensor_names(folder, _STEM)
     except FileNotFoundError:
@@ -122,7 +123,7 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
 
 
 def _short(config: Mapping[str, Any], modules: list[str]) -> list[str]:
-    """Return the names in ``target_modules`` if they are plain and alone select ``modules``; else all ``modules``."""
+    """Return the plain names in ``target_modules`` if they select all ``modules``; else ``modules``."""
     targets = config.get("target_modules")
     limits = ("exclude_modules", "layers_to_transform", "layers_pattern")
     if not isinstance(targets, list) or any(config.get(key) for key in limits):
@@ -144,7 +145,7 @@ def _is_same(key: str, given: Any, found: Any) -> bool:
 
 
 def _with_base(plain: dict[str, Any], base: str | None) -> dict[str, Any]:
-    """Return ``plain`` with the base model ``base``, if it is a language model without one."""
+    """Return ``plain`` with the base model ``base``, if it has a language model and ``model.path`` is not set."""
     model = plain.get("model")
     if base is None or not isinstance(model, dict) or model.get("path") is not None:
         return plain

@@ -39,7 +39,7 @@ _COUNTS = {
     "labels$": 10**6,
     "(_size|_dim|n_embd|d_model)$": 10**7,
 }
-"""Patterns of config keys that count modules, class labels or weight rows -> the largest accepted value."""
+"""Largest accepted value of config keys that count modules, class labels or weight rows, by pattern of the key."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Files of a checkpoint or run folder, which is resumed with its full state."""
 _SHOWN = 4
@@ -50,8 +50,8 @@ _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from the config of the weights."""
 _TYPED = ("padding_token", "tie_embeddings", "rope_scaling")
-"""Keys of ``model`` that the user may also set differently: to extend the context, or because weights that do not fit
-are refused when they are loaded."""
+"""Keys of ``model`` whose values the user may override: to extend the context, or because weights that do not fit are
+refused when they are loaded."""
 
 
 def _check_counts(found: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ def with_model_folder(
     """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
 
     ``given``: keys that the user set. They take precedence, or are refused if they do not fit the weights. ``preset``:
-    the section ``model`` without them.
+    the section ``model`` without the keys in ``given``.
 
     Raises ``UserError`` if the model cannot be read, or ``given`` contradicts it.
     """

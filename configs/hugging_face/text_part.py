@@ -7,19 +7,20 @@ from typing import Any
 from serried.configs.plain_data import read_json
 
 _FAMILIES = {"gemma3": "gemma3_text"}
-"""``model_type`` of a model with images -> that of its text part."""
+"""Maps the ``model_type`` of a model that also reads images to the ``model_type`` of its text part."""
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Beginnings of names in the whole model, as published and as named in transformers 5 -> those of the text part."""
+"""Maps prefixes of tensor names in the full model, as published and as in transformers 5, to prefixes in its text
+part."""
 _HEAD = "lm_head."
 
 
 def text_part(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of the text part of the model with the ``config.json`` ``found``; ``found`` itself if
-    the model has only text."""
+    """Return the ``config.json`` of the text part of a model. ``found``: ``config.json`` of the full model, which is
+    returned unchanged if the model reads only text."""
     inner = found.get("text_config")
     if found.get("model_type") not in _FAMILIES or not isinstance(inner, Mapping):
         return dict(found)
@@ -28,7 +29,7 @@ def text_part(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_other_parts(folder: Path) -> bool:
-    """Return whether the model in ``folder`` has a text part and others."""
+    """Return whether the model in ``folder`` has other parts besides its text part."""
     try:
         return read_json(folder / "config.json").get("model_type") in _FAMILIES
     except (OSError, ValueError):
@@ -36,7 +37,7 @@ def has_other_parts(folder: Path) -> bool:
 
 
 def name_in_text_part(name: str) -> str | None:
-    """Return the name of the tensor ``name`` in a model with only text; None if it is not in the text part."""
+    """Return the name that the tensor ``name`` has in the text part; None if the text part does not contain it."""
     for prefix, instead in _PREFIXES.items():
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)

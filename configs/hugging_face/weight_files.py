@@ -33,7 +33,7 @@ def tensor_names(folder: Path, stem: str) -> list[str]:
     """Return the names of the tensors in the files ``stem`` of ``folder``.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: They cannot be read.
+        OSError, ValueError, KeyError, TypeError: The files cannot be read.
     """
     return [name for name in _files(folder, stem) if name != "__metadata__"]
 

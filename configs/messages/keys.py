@@ -66,9 +66,14 @@ class Key:
 
     @property
     def kind(self) -> str:
-        """JSON type: integer, number, boolean, string or array. Also texts, integers and numbers (lists of any length),
-        object (a section that may be null), mapping (values under names that the user chooses) and value (one of
-        these)."""
+        """Kind of the values of the key:
+
+        - ``integer``, ``number``, ``boolean``, ``string`` or ``array``: JSON type
+        - ``integers``, ``numbers`` or ``texts``: list of any length
+        - ``object``: section that may be null
+        - ``mapping``: values under names that the user chooses
+        - ``value``: entry of a mapping whose values have no common JSON type
+        """
         if is_mapping(self.annotation):
             return str(self._field.get("type", "value")) if self.is_entry else "mapping"
         if "$ref" in self._field and _section_in(self.annotation)[0]:

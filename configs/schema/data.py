@@ -148,7 +148,7 @@ class DataSection(LoadingSection, SourceSection):
 
     @property
     def packs_answers(self) -> bool:
-        """Whether a sequence may have several answers of pairs, which are always isolated from each other."""
+        """Whether a sequence may contain the answers of several rows. Attention between rows is always masked."""
         return self.packing == "best_fit" and self.has_answers
 
     @property

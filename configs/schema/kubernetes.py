@@ -26,11 +26,11 @@ class KubernetesSection(Section):
     """PersistentVolumeClaim that all pods can write (ReadWriteMany). It is the working folder of the pods, so relative
     paths of the command are on it."""
     gpus: PositiveCount | None = 8
-    """GPUs of a pod; also sets ``launch.processes``. Null: none, to train on the CPU."""
+    """Number of GPUs per pod; also sets ``launch.processes``. Null: none, to train on the CPU."""
     cpus: PositiveCount | None = None
-    """CPU cores of a pod."""
+    """Number of CPU cores per pod."""
     memory: str | None = None
-    """Memory of a pod, such as ``1500Gi``."""
+    """Memory per pod, such as ``1500Gi``."""
     shared_memory: str = "64Gi"
     """Size of ``/dev/shm``, which NCCL uses. It counts as memory of the pod."""
     namespace: _Name | None = None
@@ -44,10 +44,10 @@ class KubernetesSection(Section):
     node_selector: str | None = None
     """Labels of the nodes to use, quoted: ``'kubernetes.node_selector="pool=h100,zone=a"'``."""
     node_bandwidth: str = "10Gb/s"
-    """Bandwidth of a node to the volume, for the time that a pod gets to save before it is killed."""
+    """Bandwidth between a node and the volume. It determines how long a pod may save before it is killed."""
     retries: Count = 3
-    """Failures of pods that are tried again: a container that ran out of memory, for example. Stopped runs and lost
-    nodes do not count, and failed runs are not tried again."""
+    """Maximum number of restarts after a pod fails, for example when its container ran out of memory. Stopped runs and
+    lost nodes do not count, and failed runs are not retried."""
     dry_run: bool = False
     """Print the YAML and stop, without contacting a cluster."""
 
@@ -60,7 +60,7 @@ class KubernetesSection(Section):
 
     @property
     def selected_labels(self) -> dict[str, str]:
-        """``node_selector`` by label."""
+        """``node_selector`` as a mapping from label to value."""
         words = (self.node_selector or "").split(",")
         return {label: value for label, equals, value in (word.strip().partition("=") for word in words) if equals}
 

@@ -99,7 +99,7 @@ class TrackSection(Section):
     """Newest metrics for Prometheus: a port to scrape on this machine, ``HOST:PORT`` to listen elsewhere, or a file
     ``NAME.prom`` for node_exporter; null: none."""
     webhook: str | None = Field(default=None, min_length=1)
-    """Name of the environment variable with an address that is called when the run ends; null: none."""
+    """Name of the environment variable that contains the URL to post to when the run ends; null: none."""
     project: str | None = Field(default=None, min_length=1)
     """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
     ``serried``."""

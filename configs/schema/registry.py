@@ -40,7 +40,7 @@ class Entry:
     section: type[Section]
     """Section of ``RunConfig`` with the keys of the entry and the keys that all entries have."""
     load: Callable[[], Any]
-    """Import and return the implementation."""
+    """Function that imports and returns the implementation."""
 
 
 @dataclass
@@ -227,7 +227,7 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
 
     Args:
         name: Value of ``schedule`` on the command line.
-        section: Keys of the schedule, beside ``warmup_steps`` and ``min_lr_ratio``.
+        section: Keys of the schedule, in addition to ``warmup_steps`` and ``min_lr_ratio``.
 
     Returns:
         A decorator that returns the function unchanged.

@@ -92,8 +92,8 @@ def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
 
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
-    """Return the group and the section of each registered name. The section replaces the section of ``RunConfig`` of
-    this group."""
+    """Return the group and the section of each registered name. Each one replaces the field of ``RunConfig`` with that
+    group's name."""
     schema = base_schema()
     chosen = [*chosen_in(schema).values(), *([tasks] if _task_is_chosen(schema) else [])]
     return tuple((registry.group, entry.section) for registry in chosen for entry in registry.entries())

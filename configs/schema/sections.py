@@ -85,7 +85,7 @@ class ParallelSection(Section):
     pipeline_schedule: Schedule = "1f1b"
     """Order of the forward and backward passes of the micro-batches in a ``pipeline``."""
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
-    """Number of ``pipeline`` stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
+    """Number of ``pipeline`` stages on each rank. Null: 1, or 2 for schedules with several stages per rank."""
     layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
     """Number of blocks in each ``pipeline`` stage; when null split evenly, with fewer in the last stages."""
     reshard_after_forward: bool | None = None
@@ -196,19 +196,20 @@ class AdapterSection(Section):
     """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all
     linear layers of the blocks."""
     modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Modules to train in full beside the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
+    """Modules to train in full, in addition to the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
     trainable_token_indices: tuple[Annotated[int, Field(ge=0, le=10**7)], ...] = ()
-    """Ids of tokens whose rows of the embedding and the head are trained beside the adapters."""
+    """Ids of tokens whose rows in the embedding and the head are trained, in addition to the adapters."""
     rank_pattern: dict[str, Annotated[Count, Field(ge=1, le=10**5)]] = Field(default_factory=dict)
-    """Other ranks for layers whose name or pattern is listed, such as ``{down_proj: 8}``; the first that matches."""
+    """Values that replace ``rank``, by name or pattern of the layer, such as ``{down_proj: 8}``. The first match
+    applies."""
     alpha_pattern: dict[str, Annotated[Number, Field(gt=0, le=10**6)]] = Field(default_factory=dict)
-    """Other values of ``alpha``, by layer like ``rank_pattern``."""
+    """Values that replace ``alpha``, by name or pattern of the layer. The first match applies."""
     path: PathText | None = Field(default=None, min_length=1, max_length=4096)
     """Adapters to start from: a PEFT folder, a run or a checkpoint with adapters, or a name on the Hub. All other keys
     of ``adapter`` except ``quantize`` are taken from there."""
     merge: bool = False
-    """Merge the adapters of ``path`` into the base model first, and start from the result: with new adapters, whose
-    settings are those of this command, or with ``adapter=none`` with the model itself."""
+    """First merge the adapters of ``path`` into the base model. The run then trains new adapters with this command's
+    settings on the merged model, or the merged model itself with ``adapter=none``."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.quantize != "none" and self.method != "lora":
@@ -240,7 +241,7 @@ class ScheduleSection(Section):
     """Warm-up as a fraction of all steps, rounded up; replaces ``warmup_steps``."""
 
     def with_warmup_steps(self, steps: int) -> Self:
-        """Return the section for a run of ``steps``, in which ``warmup_steps`` is the number that applies."""
+        """Return the section for a run of ``steps`` steps, with ``warmup_ratio`` converted to ``warmup_steps``."""
         if self.warmup_ratio is None:
             return self
         warmup_steps = math.ceil(Fraction(repr(self.warmup_ratio)) * steps)
@@ -406,7 +407,7 @@ class HealthSection(Section):
 
 
 DEFAULT_MINUTES_BETWEEN = 30
-"""Default maximum of minutes between checkpoints, for runs that save before the end."""
+"""Default maximum time between checkpoints, in minutes, unless ``every`` is 0."""
 
 
 class CheckpointSection(Section):
@@ -415,7 +416,7 @@ class CheckpointSection(Section):
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
     every_minutes: CountOrZero | None = None
-    """Minutes after a checkpoint until the next one is saved, at any step; 0: off. When null 30, or 0 with
+    """Maximum time between checkpoints, in minutes, after which any step may be saved; 0: off. Null: 30, or 0 with
     ``every=0``."""
     keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""
@@ -447,7 +448,7 @@ class CheckpointSection(Section):
 
     @property
     def minutes_between(self) -> int:
-        """Maximum of minutes between checkpoints; 0: no limit."""
+        """Maximum time between checkpoints, in minutes; 0: no limit."""
         if self.every_minutes is not None:
             return self.every_minutes
         return DEFAULT_MINUTES_BETWEEN if self.every else 0
@@ -488,7 +489,7 @@ class TaskSection(Section):
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """``metrics``, or those of this configuration if they depend on it."""
+        """Names of the task's metrics. By default ``metrics``; a section may make them depend on its values."""
         return self.metrics
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
@@ -542,7 +543,7 @@ class RunConfig(Section):
 
     @property
     def lacks_validation(self) -> bool:
-        """Whether no training data is held out for validation, regardless of other validation sets."""
+        """Whether no part of the training data is held out for validation. Other validation sets are not considered."""
         return False
 
     @property

@@ -12,7 +12,7 @@ from serried.configs.schema.fields import PathText, PositiveCount, Section
 
 _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
 MOST_SIGNAL_SECONDS = 65535
-"""Maximum of sbatch's ``--signal``."""
+"""Largest number of seconds that sbatch's ``--signal`` accepts."""
 _SIGNAL_SECONDS = 120
 
 

@@ -111,6 +111,6 @@ def wait_for_all(
 
 
 def killed_by(number: int) -> str:
-    """Describe the end of a process by signal ``number``."""
+    """Return a description of a process killed by signal ``number``."""
     hint = " (by a user, or by the system when memory ran out: see dmesg)" if number == signal.SIGKILL else ""
     return f"killed by {signal.Signals(number).name}{hint}"

@@ -1,4 +1,4 @@
-"""Decision at the end of a job, of Slurm or Kubernetes, whether it is started again.
+"""Decide at the end of a Slurm or Kubernetes job whether to start it again.
 
 ``python -m serried.launch.slurm.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
 """
@@ -30,8 +30,8 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
     ``start`` is a file named after the job and created when this start began: a ``status.json`` older than it
     belongs to an earlier start. A run whose state is still ``running`` was killed, and resumes from its
     checkpoint. Ending twice in the same way at the same step, or two starts in a row without a checkpoint, count
-    as a crash loop. Without ``is_recorded``, this is not checked, since another process records the end.
-    With ``has_lost_pod``, another pod ended before the processes here, which explains their end.
+    as a crash loop. If ``is_recorded`` is false, crash loops are not detected here, since another process records the
+    end. ``has_lost_pod``: whether another pod ended before the processes here, which explains their end.
     """
     status = read_status(run_dir)
     if status is not None and status.time >= start.stat().st_mtime:

@@ -166,7 +166,8 @@ class ShardedVocabulary(Vocabulary):
         return max(self._rows)
 
     def shared(self, rows: Tensor) -> Tensor:
-        # The gradient is summed here, or with those of all replicated parameters if the stream is sharded.
+        # The gradient is summed here, or together with the gradients of all replicated parameters if the residual
+        # stream is sharded.
         return collectives.copy(rows, self._group) if self._parts == 1 else rows
 
     def all_rows(self, rows: int) -> int:

@@ -106,7 +106,7 @@ def planned_mix(
 def _kept_by_blocks(
     config: RunConfig, layout: Layout, plan: ParallelPlan, model: nn.Module
 ) -> Mapping[str, float] | None:  # fmt: skip
-    """Return the bytes that all blocks keep, by mode: the additional bytes of twice as many blocks."""
+    """Return the bytes that all blocks keep, by mode: the difference to a model with twice as many blocks."""
     estimate = activation_estimate(config, layout, plan, model)
     if estimate is None:
         return None

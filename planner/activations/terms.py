@@ -14,13 +14,14 @@ class Share(NamedTuple):
     """Share of the work on a micro-batch on one rank."""
 
     context: int = 1
-    """Ranks that each sequence is sharded over."""
+    """Number of ranks that each sequence is sharded over."""
     keys: int = 1
-    """Ranks that the keys and values of a sequence are sharded over: 1 if each rank gathers all, or ``context``."""
+    """Number of ranks that the keys and values of a sequence are sharded over: 1 if each rank gathers all of them, else
+    ``context``."""
     tensor: int = 1
-    """Ranks that each matrix of a block is sharded over."""
+    """Number of ranks that each matrix of a block is sharded over."""
     sequence: int = 1
-    """Ranks that activations between these matrices are sharded over."""
+    """Number of ranks that activations between these matrices are sharded over."""
     blocks: float = 1.0
     """This rank's share of the model's blocks, multiplied by the number of micro-batches whose activations it holds for
     the backward."""
@@ -28,7 +29,7 @@ class Share(NamedTuple):
     """Like ``blocks``, for micro-batches whose weight gradients are deferred (zero-bubble schedules): the gradients of
     the outputs are held until then."""
     ends: int = 1
-    """Micro-batches between forward and backward in the final norm, head and loss."""
+    """Number of micro-batches between forward and backward in the final norm, head and loss."""
     trains_weights: bool = True
     """Whether the model's own weights are trained; with adapters they are not."""
     adapters: int = 0
@@ -36,7 +37,7 @@ class Share(NamedTuple):
     moment: str = ""
     """Moment of the step, one of ``MOMENTS``; empty: the moment of peak memory."""
     borders: int = 0
-    """Buffers for messages between pipeline stages, each for one micro-batch."""
+    """Number of buffers for messages between pipeline stages, each for one micro-batch."""
     checkpoint: str = "none"
     """Mode of activation checkpointing, see ``parallel.activation_checkpoint``."""
     every: int = 1

@@ -65,7 +65,7 @@ def play(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: fl
 
 
 def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> float:
-    """Return the seconds of a step as ``play`` computes them, without playing every micro-batch.
+    """Return the seconds of a step as ``play`` computes them, without simulating every micro-batch.
 
     Once the pipeline is full, each round of micro-batches takes as long as the one before.
     """

@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     devices: tuple[str, ...]
     sequence: int
     sharding: int
-    """Ranks of the largest FSDP group."""
+    """Number of ranks in the largest FSDP group."""
     has_adapters: bool = False
 
 
@@ -67,5 +67,5 @@ FAR = 4
 
 
 def software_for(device: str) -> str:
-    """Return the software whose rates are used for this framework: Megatron on an A100, otherwise torchtitan."""
+    """Return the software whose published rates are used on ``device``: Megatron on an A100, otherwise torchtitan."""
     return "megatron-2021" if device.startswith("a100") else "torchtitan"

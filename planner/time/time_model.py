@@ -24,7 +24,7 @@ _HIDDEN_AT_THE_END = 0.8
 """Share of the last backward that can overlap with gradient reduction."""
 _EXPOSED_AT_LEAST = 0.1
 _LARGEST_SEEN = 512
-"""Ranks of the largest FSDP group of a published run."""
+"""Number of ranks in the largest FSDP group of a published run."""
 _LOST_BEYOND = 0.025
 """Share of the step time lost for each doubling of the FSDP group beyond ``_LARGEST_SEEN``, as ranks wait for each
 other in each block. An assumption: published runs lose 1 to 5 % for each doubling from 128 to 512."""
@@ -62,22 +62,22 @@ class Shape(NamedTuple):
 
     @property
     def of_dense(self) -> int:
-        """Parameters of a block without its routed experts."""
+        """Number of parameters in a block, without its routed experts."""
         return 2 * self.dim * (self.width + self.kv_heads * self.head_dim) + self.matrices * self.dim * self.hidden
 
     @property
     def of_experts(self) -> int:
-        """Parameters of a block in routed experts, on average."""
+        """Mean number of parameters in the routed experts of a block."""
         return self.experts * self._of_expert * (self.layers - self.dense_layers) // self.layers
 
     @property
     def of_head(self) -> int:
-        """Parameters of the head."""
+        """Number of parameters in the head."""
         return self.vocab * self.dim
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model except norms and biases."""
+        """Number of parameters in the model, without norms and biases."""
         return self.layers * (self.of_dense + self.of_experts) + self.of_head * (1 if self.is_tied else 2)
 
     @property
@@ -169,7 +169,7 @@ class _Group(NamedTuple):
 
     ranks: int
     inside: int
-    """Ranks of the collective on one node."""
+    """Number of ranks of the collective on one node."""
 
 
 class _Block(NamedTuple):

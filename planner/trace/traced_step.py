@@ -66,7 +66,7 @@ class Traced:
     flows: Mapping[tuple[str, str, str, int], tuple[float, float]]
     """(Bytes sent, calls) of the collectives, by (axis, kind, phase, ranks)."""
     work: Mapping[str, Work]
-    """Work by phase: for a step in the optimizer phase, for one micro-batch in other phases."""
+    """Work by phase: in the optimizer phase for a full step, in the other phases for one micro-batch."""
     requests: list[Phase] | None
     """Allocator requests; None if unknown."""
     border: Tensor | None = None

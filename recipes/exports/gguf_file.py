@@ -35,7 +35,7 @@ _SPLITTINGS = {
 ``ignore_merges`` (whether a word that is a token is not split further)."""
 _FREQUENCIES = "rope_freqs.weight"
 _DIVIDED = ("linear", "llama3")
-"""Types of frequency scaling that divisors of the frequencies, which llama.cpp reads for Llama, express."""
+"""Types of frequency scaling that can be expressed as divisors of the frequencies, which llama.cpp reads for Llama."""
 
 
 def write(source: Source, file: Path, dtype: str) -> None:

@@ -200,7 +200,7 @@ class CausalLM(TextTask):
         return model
 
     def _weigh_tokens(self, model: nn.Module) -> None:
-        """Set the heads of ``model`` to return the loss of each token, which ``terms`` weighs."""
+        """Make the heads of ``model`` return the loss of each token, which ``terms`` multiplies by its weight."""
         section = self.config
         for key in ("label_smoothing", "z_loss"):
             if isinstance(section, CausalLMSection) and getattr(section, key):
@@ -348,8 +348,8 @@ class CausalLM(TextTask):
         self._saved = checkpoint
 
     def _ends_of_saved(self) -> list[int]:
-        """Return the token ids at which transformers would stop generation: the end ids of the opened model, or of
-        the base model during training."""
+        """Return the token ids at which transformers stops generation: the end ids in the config of the opened model,
+        or of the base model during training."""
         return end_ids(self._base_settings if self._saved is None else settings_in(self._saved))
 
     def text_ids(self, text: str, *, begins: bool) -> list[int]:
@@ -365,7 +365,7 @@ class CausalLM(TextTask):
 
     def target_bytes(self, batch: Batch) -> int:
         if self._text.is_weighted:
-            return 0  # a weighted loss is no number of bits of text
+            return 0  # a weighted loss cannot be converted to bits per byte
         if self._text_bytes is None:
             self._text_bytes = TextBytes(self._text.tokenizer)
         return self._text_bytes.of_targets(batch)

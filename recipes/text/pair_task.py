@@ -53,7 +53,7 @@ class PairTask(CausalLM):
 
     @property
     def _depends_on_length(self) -> bool:
-        """Whether the model rotates a long sequence in another way, so that padding must not make it longer."""
+        """Whether rotary frequencies depend on the length of a sequence, so that padding must not change it."""
         scaling = getattr(self._model, "rope_scaling", None)
         return bool(scaling and scaling.depends_on_length and self._data.sequence_length > scaling.original)
 

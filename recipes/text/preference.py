@@ -78,7 +78,8 @@ class Preference(PairTask):
         return super().loss(model, self.with_base(model, batch))
 
     def with_base(self, model: nn.Module, batch: PairBatch) -> PairBatch:
-        """Return ``batch`` with the reference of the model without its adapters, if that is the reference."""
+        """Return ``batch`` with the base model's log-probabilities as the reference, if the run compares with the base
+        model; otherwise ``batch`` unchanged."""
         if not self._compares_with_base:
             return batch
         inputs = self.inputs(batch)
@@ -145,7 +146,7 @@ class Preference(PairTask):
     @property
     def _compares_with_base(self) -> bool:
         """Whether the reference is the base model of adapters, computed in each step."""
-        adapter = self.run.adapter  # modules that are trained in full change the model without its adapters
+        adapter = self.run.adapter  # training modules in full changes the base model, too
         is_base = adapter.method != "none" and not (adapter.modules_to_save or adapter.trainable_token_indices)
         return self.config.needs_reference and is_base and self.sample_split.pipeline == 1
 
@@ -187,7 +188,7 @@ class Preference(PairTask):
 
 
 class _Divergence:
-    """Objective whose mean loss estimates how far the model is from the reference: the log-ratio of other answers."""
+    """Objective whose mean loss, the log-ratio of the other answers, estimates the divergence from the reference."""
 
     def __init__(self, task: Preference) -> None:
         self._task, self.slice_sequence = task, task.slice_sequence

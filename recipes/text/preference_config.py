@@ -13,7 +13,7 @@ from serried.recipes.text.pair_task_config import PAIR_METRICS, mistakes_of_sequ
 _BETAS = {"simpo": 2.0}
 _BETA = 0.1
 _MARGINS = {"cpo": 0.0, "simpo": 1.0}
-"""Default margins of the losses with a margin."""
+"""Default ``margin`` of each loss that has one."""
 _NLL_WEIGHTS = {"dpo": 0.0, "cpo": 1.0, "simpo": 0.0}
 """Default weights of the cross entropy of the chosen answer."""
 _LABEL_WEIGHTS = ("desirable_weight", "undesirable_weight")

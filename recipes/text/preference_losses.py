@@ -1,6 +1,6 @@
-"""Losses of preference training, of each pair or answer.
+"""Losses of preference training, per pair or per answer.
 
-Arguments are log-probabilities of answers and rewards derived from them, in fp64. Nothing here is a mean over a batch.
+Arguments are log-probabilities of answers and rewards derived from them, in fp64. No function averages over a batch.
 """
 
 import torch

@@ -49,7 +49,7 @@ def embedding_rows(model: ModelSection, data: DataSection, ids: int | None) -> i
 def exported_with_fewer_rows(
     exported: Callable[[str, Sequence[int]], tuple[Fragment, ...]], tensors: TensorFolder, rows: int
 ) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
-    """Return ``exported`` for a folder in which embedding and head may lack rows of the vocabulary.
+    """Return ``exported`` for a folder in which the embedding and the head may have fewer rows than the vocabulary.
 
     Args:
         exported: Maps parameters to their location in a folder of the same vocabulary.
@@ -73,7 +73,7 @@ def notes_of_added_tokens(
     """Return notes about tokens to add that exist already, and about new tokens whose rows are not trained.
 
     Args:
-        data: The data section, whose tokenizer lacks the new tokens.
+        data: The data section, which names the new tokens and the tokenizer without them.
         tokenizer: The tokenizer with the new tokens.
         adapter: The adapters.
         embeddings: Names of the modules with a row for each token.

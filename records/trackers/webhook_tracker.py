@@ -1,4 +1,4 @@
-"""A webhook that is called once, when a start of a run ends."""
+"""Tracker that posts to a webhook once, when the run ends or is interrupted."""
 
 import json
 import os

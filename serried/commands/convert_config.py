@@ -23,7 +23,7 @@ def convert(words: list[str]) -> int:
     from serried.conversion.foreign_config import read
     from serried.conversion.overrides_of_facts import converted
 
-    after = dict(zip(words[1:], words, strict=False))  # the number in "--gpus 8" is no file
+    after = dict(zip(words[1:], words, strict=False))  # the number in "--gpus 8" is not a file
     files = [
         word
         for word in words
@@ -61,7 +61,8 @@ def convert(words: list[str]) -> int:
 def _refused(words: Mapping[str, str]) -> tuple[str, ...]:
     """Return the mistakes that train.py would report for the overrides in ``words``, by key.
 
-    Models are not opened, since they may be on another machine, and keys that need one are left out.
+    Models are not opened, since they may be on another machine. Keys that cannot be checked without a model are left
+    out.
     """
     from serried.configs.compose import compose
 

@@ -46,7 +46,7 @@ def _without_secrets(value: Any) -> Any:
 
 @dataclass
 class ForeignConfig:
-    """Settings of one or several files by the fact that they state, such as ``micro_batch``."""
+    """Settings from one or more config files, keyed by what they set, such as ``micro_batch``."""
 
     title: str
     """Name of the framework."""

@@ -42,7 +42,7 @@ class _Fault(NamedTuple):
     reason: tuple[str, ...]
     """Texts that the recorded reason must contain."""
     stall_seconds: int = 0
-    """``launch.step_timeout_seconds``. 0 means that the run does not stall."""
+    """Value of ``launch.step_timeout_seconds`` for a fault that stalls the run; 0 for other faults."""
 
 
 def faults(workplace: Workplace, _: Bounds) -> list[Case]:

@@ -129,7 +129,7 @@ def _write_folder(
     out: Path, weights: TensorFolder | Merged | Mean, files: Mapping[str, list[TensorSpec]], others: Sequence[Path],
     *, is_model: bool,
 ) -> None:  # fmt: skip
-    """Write ``weights`` to ``files`` in the folder ``out``, with copies of the files ``others``, all or nothing."""
+    """Write ``weights`` to ``files`` in the folder ``out``, with copies of the files ``others``. This is atomic."""
     specs = [spec for part in files.values() for spec in part]
     temporary = out.with_name(f".{out.name}.partial")
     try:

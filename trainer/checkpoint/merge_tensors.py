@@ -148,7 +148,8 @@ class Merged:
         return self._merged[1][first : first + count].clone()
 
     def _with_rows(self, name: str, first: int, values: Tensor) -> Tensor:
-        """Return elements of a weight, starting at ``first``, with the trained rows."""
+        """Return ``values``, the elements of a weight from ``first`` on, with the trained rows in place of the base
+        model's."""
         rows = _whole(self._adapters, self._rows[name])
         width = rows.shape[1]
         for token, row in zip(self._tokens, rows, strict=True):

@@ -126,7 +126,8 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
 
 
 def _takes_weights_only(state: Mapping[str, Any], config: RunConfig) -> bool:
-    """Return whether a run takes only the weights of a checkpoint with ``state`` that ``checkpoint.resume`` names."""
+    """Return whether a run uses only the weights of the checkpoint in ``checkpoint.resume``. ``state``: content of the
+    checkpoint's state.json."""
     return config.checkpoint.weights_only or value_at("config.task.name", state) not in (None, config.task.name)
 
 

@@ -32,11 +32,11 @@ _OF_DRAFTS = "eh_proj.weight"
 
 
 class Readable(Protocol):
-    """Tensors that are read by elements, such as ``TensorFolder``."""
+    """Tensors of which any range of elements can be read, such as ``TensorFolder``."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Specs by name."""
+        """Specs of the tensors, by name."""
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
         """Return ``count`` elements of tensor ``name``, flattened, starting at ``first``."""
@@ -301,7 +301,7 @@ class _Differences(NamedTuple):
     missing: list[str]
     extra: list[str]
     of_other_shape: dict[str, str]
-    """Both shapes in words, by name."""
+    """Description of both shapes, by name of the tensor."""
 
     @property
     def are_any(self) -> bool:

@@ -207,7 +207,7 @@ class Shutdown:
         """
         done: deque[torch.Event] = deque()
         for batch in batches:
-            self._clock.restart()  # the time since the last step is not that of work between two looks
+            self._clock.restart()  # the time since the last step is not the time of work between two checks
             if self._agreed(0.0 if self._mine() is None else 1.0):
                 self.action = Action.STOP
                 self._settle()

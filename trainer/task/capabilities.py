@@ -47,7 +47,7 @@ class StepMean:
     """
 
     objective: Objective
-    """Objective whose mean loss is the mean."""
+    """Objective whose mean loss is this mean."""
     use: Callable[[Any, Tensor], Any]
     """Maps a batch and the mean, a scalar on the device, to the batch that the task's loss receives."""
 

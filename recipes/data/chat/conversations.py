@@ -202,9 +202,10 @@ class ChatEncoder:
     def _encoded(self, sample: Sample, weights: Mapping[int, float], *, trains_all: bool) -> Iterator[Encoded]:
         """Yield the tokens of a sample.
 
-        If a prompt is tokenized differently on its own, as in generation, than in the full text, its reply first gets a
-        sample of its own. ``weights``: weight of each reply, and under -1 of the row. ``trains_all``: train on all
-        tokens except the replies of the sample. Raises ``UnicodeEncodeError`` if the text is not valid.
+        If a prompt is tokenized differently on its own (as in generation) than within the full text, a separate sample
+        for its reply comes first. ``weights``: weight of each reply; the key -1 has the weight of the row.
+        ``trains_all``: train on all tokens except the replies of the sample. Raises ``UnicodeEncodeError`` if the text
+        is not valid.
         """
         sample.text.encode()  # tokenizers fail in other ways on invalid text
         ids, spans = self._tokenizer.encode_marked(sample.text)
@@ -507,8 +508,8 @@ def _rendered(template: Template, messages: Sequence[Message]) -> str | None:
 
 
 def _weight(message: Message, where: str) -> float:
-    """Return the weight of a message of the assistant in the loss, 0 if it is not trained on. Raises ``UserError`` if
-    its keys have invalid values."""
+    """Return the loss weight of an assistant message; 0 if it is not trained on. Raises ``UserError`` if its keys have
+    invalid values."""
     given = {key: message[key] for key in _WEIGHTS if key in message}
     for key, value in given.items():
         is_number = key == "weight" and isinstance(value, int | float) and 0 <= value <= MOST_WEIGHT

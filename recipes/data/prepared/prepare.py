@@ -79,7 +79,7 @@ class Prepared:
     split_rows: int = 0
     """Number of conversations that became several documents, because their template drops or changes earlier turns."""
     split_documents: int = 0
-    """Number of documents that these conversations became."""
+    """Number of documents produced from these conversations."""
     zero_weight: int = 0
     """Number of rows with a ``weight`` of 0, which were left out."""
 

@@ -30,7 +30,7 @@ from serried.records.files import replacing
 
 _CHECKSUMS = ".crc32"
 _BLOCK_BYTES = 2**16
-"""Size of a checksummed block. An operating system reads about as much ahead for a single token."""
+"""Size of a checksummed block in bytes. Operating systems read ahead about this much for a single token."""
 _FILES = ("tokens", "starts", "supervised", "places", "weights")
 
 
@@ -184,8 +184,8 @@ class _Numbers:
         return self._numbers[start:stop]
 
     def between(self, low: int, high: int) -> np.ndarray:
-        """Return the numbers from ``low`` up to ``high``, in a file that is sorted in ascending order. Raises
-        ``UserError`` if they have changed on the disk."""
+        """Return the numbers in the interval [``low``, ``high``). The file must be sorted in ascending order. Raises
+        ``UserError`` if the numbers have changed on the disk."""
         first, last = np.searchsorted(self._numbers, (low, high)).tolist()
         if self.checksums is not None:  # changed numbers may have misled the search; repeat it among verified neighbors
             begin = max(first - 1, 0)
@@ -215,8 +215,8 @@ class _Numbers:
 
 
 def _set_checksums(starts: Path, files: Sequence[_Numbers]) -> None:
-    """Assign their checksums to the ``files`` of a shard, if it has any. Raises ``ValueError`` if the number of
-    checksums does not match the files."""
+    """Assign checksums to the ``files`` of a shard, if the shard has checksums. Raises ``ValueError`` if their number
+    does not match the files."""
     path = starts.with_suffix(_CHECKSUMS)  # the tokens may be in another program's folder
     if not path.exists():
         return

@@ -59,7 +59,7 @@ class SplitRows:
 
     rows: int = 0
     documents: int = 0
-    """Number of documents that these conversations became."""
+    """Number of documents produced from these conversations."""
 
     def add(self, other: "SplitRows") -> None:
         self.rows += other.rows

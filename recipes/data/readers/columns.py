@@ -35,7 +35,7 @@ _REPLIES = ("assistant", "gpt", "chatgpt", "bot", "model")
 """Roles of replies."""
 _SIDES = ("chosen", "rejected")
 _LABEL = "label"
-"""Column that says whether a single answer is a good one."""
+"""Column with the label of a single answer: whether it is a good one."""
 _PROMPTS = ("prompt", "question", "instruction")
 """Prompt columns, one of which may accompany a pair of answers."""
 COLUMNS = tuple(
@@ -439,7 +439,7 @@ def _as_messages(role: str, said: str | list[dict[str, Any]]) -> list[dict[str, 
 
 
 def described(value: Any) -> str:
-    """Return the type of a value of a row and its first characters, for a message."""
+    """Return the type and the first characters of a value in a row, for a message."""
     if value is None:
         return "null"
     shown = repr(value)

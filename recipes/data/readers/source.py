@@ -85,11 +85,11 @@ class Row(NamedTuple):
     """Position of a row of a table. None if the document is the whole unit, or is known only by its number in the
     unit."""
     error: UserError | None = None
-    """Reason why the row is not a valid document. Its content is then empty."""
+    """Error that describes why the row is not a valid document, with empty content; None for a valid row."""
     is_new: bool = False
-    """Whether earlier versions read the row in another way."""
+    """Whether earlier versions of this library read the row differently."""
     has_zero_weight: bool = False
-    """Whether the row is left out because its ``weight`` is 0. Its content is then empty."""
+    """Whether the row is left out because its ``weight`` is 0. The content of such a row is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ _WIDTH_MULTIPLE = 32
 """Batches are padded to a multiple of this length, for fewer distinct shapes and aligned rows."""
 
 _TO_OTHER_ROW = 0.382
-"""Distance to the row with the other answer, as a fraction of all rows. Neighbors, and the halves of a file, may have
-the same prompts."""
+"""Distance to the row with the other answer, as a fraction of all rows. Neighboring rows, or rows half a file apart,
+may have the same prompt."""
 
 
 class Pair(NamedTuple):
@@ -62,10 +62,10 @@ class PairBatch(NamedTuple):
     weights: Tensor
     """[batch, P], fp64: weight of each pair; 0 where there is none"""
     positions: Tensor | None = None
-    """[2 x batch, sequence], int64, position in the answer with its prompt; None if there is one in each sequence and
-    its length does not matter to the model"""
+    """[2 x batch, sequence], int64, position in the answer with its prompt; None if each sequence has one answer and
+    the model does not depend on its length"""
     pairs: Tensor | None = None
-    """[2 x batch, sequence], int64: index of each token's pair, up to P - 1; None if there is one in each sequence"""
+    """[2 x batch, sequence], int64: index of each token's pair, up to P - 1; None if each sequence has one pair"""
     is_desired: Tensor | None = None
     """[batch, P], bool: labels of single answers; None for pairs"""
     divergence: Tensor | None = None
@@ -122,13 +122,15 @@ class PairDataset:
         """[samples, 2 x most_pairs or more], fp64: log-probabilities under the reference model, if known."""
 
     def _middles(self, starts: np.ndarray, supervised: np.ndarray) -> np.ndarray:
-        """Return the start of each rejected answer, [pairs]. ``supervised``: bits of all tokens."""
+        """Return the start of each rejected answer, [pairs]. ``supervised``: bits ``LEARNED`` and ``REJECTED`` of each
+        token."""
         del starts
         sides = supervised & REJECTED
         return np.flatnonzero((sides[1:] != 0) & (sides[:-1] == 0)) + 1
 
     def _check_labels(self, split: str, is_rejected: np.ndarray) -> None:
-        """Raise ``UserError`` if all labels in ``split`` are equal. ``is_rejected``: bit of the first token."""
+        """Raise ``UserError`` if all labels in ``split`` are equal. ``is_rejected`` [rows]: whether each label is
+        false."""
 
     def _lengths_of_sides(self) -> np.ndarray:
         """Return the number of tokens of both sequences of each pair, [pairs, 2]."""
@@ -207,7 +209,7 @@ class UnpairedDataset(PairDataset):
             )
 
     def _other(self, row: int) -> int:
-        """Return the row whose answer is the other one for the prompt of ``row``."""
+        """Return the row whose answer is used as the other answer to the prompt of ``row``."""
         return (row + max(1, round(_TO_OTHER_ROW * len(self._bounds)))) % len(self._bounds)
 
     def _lengths_of_sides(self) -> np.ndarray:
@@ -255,7 +257,7 @@ def collate_pairs(
         ends = np.cumsum([len(part) for part in parts])
         tokens[row, : ends[-1]] = np.concatenate(parts)
         targets[row, : ends[-1]] = np.concatenate([pair.targets[row % 2] for pair in samples[row // 2]])
-        positions[row] = positions_in_documents(ends, width)  # the padding counts as one more
+        positions[row] = positions_in_documents(ends, width)  # the padding counts as one more document
         pairs[row, : ends[-1]] = np.repeat(np.arange(len(parts)), np.diff(ends, prepend=0))
     targets[np.repeat(ids < 0, 2)] = IGNORE
     reference, weights = np.zeros((len(samples), most, 2)), np.zeros((len(samples), most))

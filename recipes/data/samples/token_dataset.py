@@ -250,7 +250,7 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
     positions = torch.from_numpy(np.stack(rows)) if rows else None
     sample_ids = torch.from_numpy(ids.astype(np.int64))
     weights = None
-    if any(sample.weights is not None for sample in samples):  # only some sources of a mixture may have weights
+    if any(sample.weights is not None for sample in samples):  # in a mixture, some sources may have no weights
         ones = np.ones(tokens.shape[1], np.float32)
         weights = torch.from_numpy(np.stack([ones if sample.weights is None else sample.weights for sample in samples]))
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions, weights)

@@ -30,7 +30,7 @@ _FILES = (
 )  # fmt: skip
 """Files of a tokenizer. Only the first is required."""
 _TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
-"""Chat template for conversations with tools, where newer versions of transformers keep it."""
+"""File in which newer versions of transformers store the chat template for conversations with tools."""
 
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
 """End-of-text tokens to try if no file names one."""

@@ -212,8 +212,11 @@ class Transformer(nn.Module):
         return self.context.mask(make, length, tokens.device)
 
     def _with_outdated(self, tokens: Tensor, cache: Cache, ropes: Collection[Rope]) -> Tensor:
-        """Return ``tokens`` after the cached ones, and empty the cache, if they make the sequence a long one for
-        ``longrope``, which changes the rotations of all its tokens; else return ``tokens``."""
+        """Return ``tokens``, preceded by the cached tokens if their rotations are outdated.
+
+        With ``longrope``, the rotations of all tokens change when the sequence exceeds the original context. The cache
+        is then emptied.
+        """
         before, now = cache.length, cache.length + tokens.shape[1]
         scalings = [rope.scaling for rope in ropes if rope.scaling and rope.scaling.rope_type == "longrope"]
         if scalings and before and any(before <= scaling.original < now for scaling in scalings):
@@ -330,7 +333,7 @@ class Llama(PublishedFamily):
         model = self.section
         scaling = model.rope_scaling
         rope = {"rope_theta": model.rope_theta, **(scaling.described() if scaling else {"rope_type": "default"})}
-        # transformers takes this as the original length of dynamic.
+        # transformers uses this value as the original length of dynamic scaling.
         longest = scaling.original if scaling and scaling.rope_type == "dynamic" else model.max_sequence_length
         return super().export_config(end_token) | {
             **model.plain,

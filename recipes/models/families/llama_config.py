@@ -163,7 +163,7 @@ class LlamaSection(ModelSection):
 
 
 def _longest(scaling: Mapping[str, Any]) -> dict[str, int]:
-    """Return the longest sequence of a model with ``dynamic`` scaling, if its factor is a number."""
+    """Return ``max_sequence_length`` of a model with ``dynamic`` scaling, as a dict; empty if it is not known."""
     factor, original = scaling["factor"], scaling["original_max_sequence_length"]
     is_known = is_number(factor) and is_number(original)
     return {"max_sequence_length": math.floor(factor * original)} if is_known else {}

@@ -39,7 +39,7 @@ class Phi3(Llama):
             return plain
         plain["original_max_position_embeddings"] = scaling.original
         if scaling.attention_factor is None and scaling.factor == model.max_sequence_length / scaling.original:
-            # transformers 4 accepts no other keys, and takes the factor from the two lengths, as version 5 does.
+            # transformers 4 accepts no other keys. Versions 4 and 5 compute the factor from the two lengths.
             kept = {key: plain["rope_scaling"][key] for key in ("short_factor", "long_factor")}
             plain["rope_scaling"] = {"type": "longrope", **kept}
         return plain

@@ -29,7 +29,7 @@ class Phi3Section(MistralSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         found = completed(found, cls)
         rope = dict(rope_of(found))
-        if type_of(rope) in ("su", "yarn"):  # what early checkpoints call longrope
+        if type_of(rope) in ("su", "yarn"):  # names of longrope in early checkpoints
             rope["rope_type"] = "longrope"
         fraction = rope.get("partial_rotary_factor", found["partial_rotary_factor"])
         keys = super().keys_from({**found, "rope_scaling": rope})

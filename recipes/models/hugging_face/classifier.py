@@ -22,7 +22,7 @@ def build_classifier(
     Args:
         classes: names of the classes; empty for the model's own.
         of: rest of the class name, such as ``SequenceClassification``.
-        own: values that replace values of the config; keys that it lacks are ignored.
+        own: values that override values of the config; keys that the config lacks are ignored.
         pad_id: id of the padding token if the config names none.
 
     Returns:

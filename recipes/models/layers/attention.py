@@ -160,8 +160,8 @@ def documents(positions: Tensor | None, length: int, window: int | None) -> Docu
     if positions is None:
         return Documents(None, length, window)
     begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
-    # Otherwise a compiled block would be recompiled for each number of documents. The function is private but
-    # documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
+    # Mark the size as dynamic, so that a compiled block is not recompiled for each number of documents. The function is
+    # private but documented: https://docs.pytorch.org/docs/stable/torch.compiler_dynamic_shapes.html
     torch._dynamo.maybe_mark_dynamic(begins, 0)
     return Documents(begins, length, window)
 

@@ -1,9 +1,8 @@
 """Rotary embeddings (https://arxiv.org/abs/2104.09864) and the scaling of their frequencies for long contexts.
 
 The formulas are the same as in transformers. Two types of scaling depend on the length of a document: ``dynamic`` and
-``longrope`` change the frequencies of documents that are longer than the original context. The length is that of the
-whole document in the batch, whatever it is packed with and however the sequence is sharded; in generation, it is the
-number of tokens so far.
+``longrope`` change the frequencies of documents that are longer than the original context. The length is the
+length of the full document, regardless of packing and sharding; in generation, it is the number of tokens so far.
 
 Shapes: B batch, S sequence, E rotated dims of a head, P = E / 2 rotary pairs.
 """
@@ -22,8 +21,8 @@ Rotation = tuple[Tensor, Tensor]
 def rope_frequencies(dim: int, rope: Rope, *, is_long: bool = False) -> Tensor:
     """Return the angle per position of each rotary pair, [P], fp32.
 
-    ``is_long``: for documents longer than the original context, if ``longrope`` distinguishes them. The frequencies
-    of ``dynamic`` are the unscaled ones of shorter documents.
+    ``is_long``: whether documents are longer than the original context, for ``longrope``. For ``dynamic``, the result
+    is the unscaled frequencies, which apply to documents within the original context.
     """
     scaling = rope.scaling
     powers = rope.base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
@@ -44,7 +43,8 @@ def rope_frequencies(dim: int, rope: Rope, *, is_long: bool = False) -> Tensor:
 
 
 def _ramp_of_yarn(dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Return 0 for pairs with unchanged frequencies, 1 for pairs with divided ones, and a ramp between, [P]."""
+    """Return 0 for pairs with unchanged frequencies, 1 for pairs with fully divided frequencies, and a linear ramp in
+    between, [P]."""
 
     def pair_with(turns: float) -> float:
         return dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -115,7 +115,7 @@ class RotaryEmbedding:
 
 
 def _rotation(angles: Tensor, rope: Rope) -> Rotation:
-    """Return cosines and sines [..., E] of ``angles`` [..., P], times the factor of attention."""
+    """Return cosines and sines [..., E] of ``angles`` [..., P], multiplied by ``RopeScaling.attention``."""
     angles = torch.cat((angles, angles), dim=-1)
     factor = rope.scaling.attention if rope.scaling else 1.0
     return angles.cos() * factor, angles.sin() * factor

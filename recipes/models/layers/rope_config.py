@@ -44,8 +44,8 @@ class RopeScaling(Section):
     high_freq_factor: Number | None = Field(default=None, gt=0)
     """For ``llama3``: wavelengths shorter than the original context length divided by this value are unchanged."""
     original_max_sequence_length: PositiveCount | None = None
-    """Longest sequence of the original training, in tokens. If it is not set, it follows from the model, and
-    ``model.max_sequence_length`` becomes ``factor`` times as long."""
+    """Longest sequence of the original training, in tokens. Null: taken from the model, and
+    ``model.max_sequence_length`` becomes ``factor`` times this length."""
     attention_factor: Number | None = Field(default=None, gt=0)
     """For ``yarn`` and ``longrope``: factor on rotated queries and keys; the recommendation of the paper when null."""
     beta_fast: Number | None = Field(default=None, gt=0)
@@ -62,7 +62,7 @@ class RopeScaling(Section):
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As in earlier versions, which had four keys, so that their runs resume.
+        # Leave out defaults, so that runs of earlier versions, which had only four keys, can be resumed.
         plain: dict[str, Any] = serialize(self)
         fields = type(self).model_fields
         return {key: plain[key] for key in plain if getattr(self, key) != fields[key].default}
@@ -74,7 +74,7 @@ class RopeScaling(Section):
 
     @property
     def original(self) -> int:
-        """``original_max_sequence_length`` of a type that needs it."""
+        """``original_max_sequence_length``, for types that require it."""
         assert self.original_max_sequence_length is not None
         return self.original_max_sequence_length
 
@@ -90,7 +90,7 @@ class RopeScaling(Section):
         return 1.0
 
     def pairs_mistake(self, pairs: int) -> str | None:
-        """Return a sentence if a list of factors does not have one for each of ``pairs`` rotary pairs."""
+        """Return an error message if a list of factors does not have one value for each of ``pairs`` rotary pairs."""
         for key in ("short_factor", "long_factor"):
             found = getattr(self, key)
             if found is not None and len(found) != pairs:
@@ -101,7 +101,7 @@ class RopeScaling(Section):
         return None
 
     def described(self) -> dict[str, Any]:
-        """Return the form in a ``config.json``, without the base."""
+        """Return the scaling in the format of ``config.json``, without the base of the frequencies."""
         own = {"rope_type": self.rope_type, "factor": self.factor}
         kept = {*_READ[self.rope_type], *(_OPTIONAL.get(self.rope_type, ()) if self.rope_type != "linear" else ())}
         values = self.model_dump(mode="json")
@@ -156,7 +156,7 @@ def type_of(rope: Mapping[str, Any]) -> Any:
 def scaling_from(found: Mapping[str, Any], types: Collection[str] = ROPE_TYPES) -> dict[str, Any] | None:
     """Return the keys of ``RopeScaling`` that the ``config.json`` ``found`` describes; None without scaling.
 
-    Raises ``ValueError`` if the type is not among ``types``, or a key of it is missing.
+    Raises ``ValueError`` if the type is not among ``types``, or if a key that it requires is missing.
     """
     rope, longest = rope_of(found), found["max_position_embeddings"]
     kind = type_of(rope)
@@ -164,7 +164,7 @@ def scaling_from(found: Mapping[str, Any], types: Collection[str] = ROPE_TYPES) 
         return None
     if kind not in types:
         raise ValueError(f"has rope_type {kind}; only default, {', '.join(types)} are supported")
-    # transformers prefers the key outside, and reads the original length of dynamic from max_position_embeddings.
+    # transformers prefers the key outside of rope_scaling, and for dynamic uses max_position_embeddings.
     outside = {"original_max_position_embeddings": longest} if kind == "dynamic" else found
     rope = {"original_max_position_embeddings": longest, **rope}
     rope |= {key: outside[key] for key in RopeScaling.names.values() if key in outside}
@@ -175,7 +175,7 @@ def scaling_from(found: Mapping[str, Any], types: Collection[str] = ROPE_TYPES) 
     wanted = ["factor", *(RopeScaling.names.get(key, key) for key in _READ[kind])]
     if missing := [key for key in wanted if rope.get(key) is None]:
         raise ValueError(f"has rope_type {kind} without {', '.join(missing)}")
-    if kind == "yarn" and rope.get("attention_factor") is None:  # DeepSeek's form of it
+    if kind == "yarn" and rope.get("attention_factor") is None:  # DeepSeek's form of the factor
         scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
         if all(is_number(scale) and scale for scale in scales):
             over, under = (_of_yarn(rope["factor"], scale or 1.0) for scale in scales)

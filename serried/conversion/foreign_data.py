@@ -308,14 +308,14 @@ def _trl(config: ForeignConfig, data: ForeignData) -> None:
     for name, fraction in mixer.items() if isinstance(mixer, dict) else ():
         split = next((split for split in splits if "train" in split), None)
         data.training.append(_located(config, str(name), split=split))
-        _note_fraction(config, data, str(name), "dataset_mixer", fraction)
+        _note_fraction(config, data, data.training[-1], "dataset_mixer", fraction)
     mixture = config.value("dataset_mixture", [])
     for entry in mixture if isinstance(mixture, list) else []:
         if isinstance(entry, Mapping) and (path := _text(entry, "id", "path")):
             source = _located(config, path)
-            for key in ("weight", "fraction"):
-                _note_fraction(config, data, path, key, entry.get(key))
             source.subset, source.split = _text(entry, "config", "name"), _text(entry, "split")
+            for key in ("weight", "fraction"):
+                _note_fraction(config, data, source, key, entry.get(key))
             data.training.append(source)
     for fact, listed in (("train_file", data.training), ("validation_file", data.validation)):
         if fact in config:
@@ -325,17 +325,19 @@ def _trl(config: ForeignConfig, data: ForeignData) -> None:
             source.format, source.text = "text", config.text("text_field")
 
 
-def _note_fraction(config: ForeignConfig, data: ForeignData, path: str, key: str, value: Any) -> None:
+def _note_fraction(config: ForeignConfig, data: ForeignData, source: Source, key: str, value: Any) -> None:
     """Name the fraction of the rows of a data set that the other framework keeps, unless it keeps all."""
     if value is None or value == 1:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise UserError(f"{key}={shown(value)} of {path} in {config.path} is not a number above 0; correct it")
+        raise UserError(f"{key}={shown(value)} of {source.path} in {config.path} is not a number above 0; correct it")
     data.fractions = True
     share = "its share of the rows of the mixture" if key == "fraction" else "the fraction of its rows that is used"
+    split = source.split or "train"
+    of = f"{source.path} ({split})" if source.split else source.path
     data.notes.append(
-        f"{key}={shown(value)} of {path} is {share}, but serried reads all rows; shorten the file, or name a split "
-        "such as train[:25%] with data=hf"
+        f"{key}={shown(value)} of {of} is {share}, but serried reads all rows; shorten the file, or name a split such "
+        f"as {split}[:25%] with data=hf"
     )
 
 

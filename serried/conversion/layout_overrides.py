@@ -11,7 +11,7 @@ from serried.conversion.foreign_config import ForeignConfig, Setting
 
 _AXES = ("tensor", "context", "pipeline")
 """Axes that divide the work on one sample."""
-_MESH = ("replicate", "shard", *_AXES)
+_MESH = ("replicate", "shard", "expert", *_AXES)
 """Axes whose degrees multiply to the number of GPUs."""
 
 
@@ -24,10 +24,11 @@ def set_batch(config: ForeignConfig, out: Converted, gpus: int | None, task: str
     divisor = math.prod(degrees)
     whole = config.count("global_batch") if "global_batch" in config else None
     known = gpus or (config.count("processes") if "processes" in config else None)
-    mesh, is_whole = _size_of_mesh(config, divisor), config.number("shard") > 0
-    if mesh and known and (known != mesh if is_whole else known % mesh):
+    replicate, shard = _data_degrees(config)
+    mesh = max(1, replicate) * max(1, shard) * divisor if replicate > 1 or shard > 1 else 0
+    if mesh and known and (known != mesh if shard else known % mesh):
         raise UserError(f"gpus={known} does not fit {_groups(config, _MESH)} in {config.path}; use gpus={mesh}")
-    if mesh and is_whole:
+    if mesh and shard:
         known = mesh
     if known is None and whole is not None and "micro_batch" in config and whole % (micro * accumulation) == 0:
         known = whole // (micro * accumulation) * divisor
@@ -68,10 +69,12 @@ def _groups(config: ForeignConfig, axes: Sequence[str] = _AXES) -> str:
     return " x ".join(config.said(axis) for axis in axes if axis in config and config.number(axis) > 0)
 
 
-def _size_of_mesh(config: ForeignConfig, divisor: int) -> int:
-    """Return the number of GPUs in a mesh whose data axes ``config`` states; 0 if it leaves them to the launcher."""
-    shard, replicate = (config.count(axis) if config.number(axis) > 0 else 1 for axis in ("shard", "replicate"))
-    return shard * replicate * divisor if shard * replicate > 1 else 0
+def _data_degrees(config: ForeignConfig) -> tuple[int, int]:
+    """Return the degrees of ``replicate`` and ``shard``; 0 if ``config`` leaves one to the launcher."""
+    replicate, shard = (config.count(axis) if config.number(axis) > 0 else 0 for axis in ("replicate", "shard"))
+    if config.title == "axolotl" and config.number("expert") > 1:  # an axis of its own there, but not here
+        shard = max(1, shard) * config.count("expert")
+    return replicate, shard
 
 
 def set_layout(config: ForeignConfig, out: Converted) -> None:
@@ -88,14 +91,14 @@ def set_layout(config: ForeignConfig, out: Converted) -> None:
         out.set("parallel.reshard_after_forward", False)
     if reason:
         out.explained.append(reason)
-    shard, replicate = (config.number(axis) for axis in ("shard", "replicate"))
+    replicate, shard = _data_degrees(config)
     if replicate > 1:
         out.set("parallel", "hsdp")
-        out.set("parallel.replicate", int(replicate))
+        out.set("parallel.replicate", replicate)
     elif shard > 1:
         out.set("parallel", "fsdp")
     if shard > 1 or (replicate > 1 and shard == 1):
-        out.set("parallel.shard", int(shard))
+        out.set("parallel.shard", shard)
     offloads = [config.text(fact).lower() for fact in ("offload_params", "offload_optimizer") if config.flag(fact)]
     if "nvme" in offloads:
         out.lack(config.said("offload_params", "offload_optimizer"), "state is offloaded to host memory, not to disk")

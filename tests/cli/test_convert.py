@@ -146,6 +146,7 @@ def test_command_on_the_page_composes() -> None:
         ("axolotl", {"sequence_parallel_degree": 4}, 8, (16, 2, 8)),  # 2 x 4 x 8 GPUs / 4
         ("axolotl", {"tensor_parallel_size": 2, "context_parallel_size": 2}, 8, (16, 2, 8)),
         ("axolotl", {"dp_shard_size": 4, "dp_replicate_size": 2, "tensor_parallel_size": 2}, None, (64, 2, 16)),
+        ("axolotl", {"dp_shard_size": 2, "expert_parallel_size": 2}, None, (32, 2, 4)),  # ranks of data, too
         ("axolotl", {"dp_replicate_size": 2}, 8, (64, 2, 8)),  # the shards are what is left
         ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 2, "data_parallel_shard_dim": 4}, None, (8, 2, 8)),
         ("torchtune", {"batch_size": 2, "tensor_parallel_dim": 2, "data_parallel_shard_dim": -1}, 8, (8, 2, 8)),
@@ -178,6 +179,16 @@ def test_batch_is_micro_batch_times_accumulation_times_gpus(
             "axolotl",
             {"dp_shard_size": 1, "dp_replicate_size": 2},
             {"parallel": "hsdp", "parallel.shard": "1", "parallel.replicate": "2"},
+        ),
+        (
+            "axolotl",
+            {"dp_shard_size": 2, "expert_parallel_size": 2},
+            {"parallel": "fsdp", "parallel.shard": "4", "parallel.expert": "2"},
+        ),
+        (
+            "axolotl",
+            {"expert_parallel_size": 4},
+            {"parallel": "fsdp", "parallel.shard": "4", "parallel.expert": "4"},
         ),
         (
             "torchtune",
@@ -547,17 +558,18 @@ def test_columns_and_splits_of_axolotl_are_kept(tmp_path: Path) -> None:
 
 def test_fraction_of_rows_of_a_data_set_is_to_decide_and_not_a_weight(tmp_path: Path) -> None:
     mixer = {"a/big": 1.0, "a/small": 0.25}
-    mixture = [{"id": "a/big", "weight": 1.0}, {"id": "a/small", "weight": 0.25}]
-    for lines in ({"dataset_mixer": mixer}, {"dataset_mixture": {"datasets": mixture}}):
+    mixture = [{"id": "a/big", "weight": 1.0}, {"id": "a/small", "split": "think", "weight": 0.25}]
+    for lines, split in (
+        ({"dataset_mixer": mixer}, "train"),
+        ({"dataset_mixture": {"datasets": mixture}}, "think"),
+    ):
         tree = {key: value for key, value in BASES["TRL"].items() if key != "dataset_name"}
         result = conversion(tmp_path, {**tree, **lines})
         assert not [key for key in result.overrides if key.endswith(".weight")]
-        assert [key for key in result.overrides if key.endswith(".path")][-2:] == [
-            "data.sources.big.path",
-            "data.sources.small.path",
-        ]
+        assert result.overrides["data"] == "mixture"
         (fraction,) = [sentence for sentence in result.decide if "0.25 of a/small" in sentence]
         assert "fraction of its rows" in fraction
+        assert f"{split}[:25%]" in fraction
         assert not any("each row once" in sentence for sentence in result.decide)
 
 

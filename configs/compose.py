@@ -100,7 +100,7 @@ def _with_fitting_length(plain: dict[str, Any], given: Collection[str]) -> dict[
 
 
 def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
-    """Return the defaults of the task that apply.
+    """Return the defaults of the task that apply to this command line.
 
     If the user chooses another optimizer, defaults in ``optim.*`` apply only to keys that this optimizer has and that
     its YAML file does not set. The same holds for ``schedule.*``.

@@ -76,8 +76,8 @@ def preflight(
 
 
 def examine(session: Session, run_dir: Path) -> dict[str, Any]:
-    """Return all measurements of this rank. A collective: all ranks measure the network together. Everything else is
-    measured by each rank on its own, at the same time."""
+    """Return all measurements of this rank. This is a collective call: all ranks measure the network together.
+    Everything else is measured by each rank on its own, at the same time."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
 
     def alone(name: str, probe: Callable[[], Any]) -> None:
@@ -115,7 +115,7 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
 
 
 def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
-    """Return whether the run folder is on a disk shared with rank 0; None if unknown. A collective."""
+    """Return whether the run folder is on a disk shared with rank 0; None if unknown. This is a collective call."""
     folder, name = session.gather([str(probes.existing(run_dir).absolute()), f".preflight-{uuid.uuid4().hex}"])[0]
     path = Path(folder) / name
     problem: OSError | None = None

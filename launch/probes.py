@@ -69,7 +69,7 @@ def matmul_flops(session: Session) -> float:
 
 
 def collectives(session: Session) -> dict[str, Any]:
-    """Measure all-reduce and all-gather between all ranks. A collective.
+    """Measure all-reduce and all-gather between all ranks. This is a collective call.
 
     Returns:
         ``reduce_bytes_per_second`` and ``gather_bytes_per_second``, the bus bandwidth as nccl-tests define it;
@@ -109,8 +109,8 @@ def _pattern(rank: int, count: int, device: torch.device) -> torch.Tensor:
 
 def pairs_bytes_per_second(session: Session, members: list[int], device: torch.device) -> float | None:
     """Return the mean rate in bytes per second at which this rank exchanges tensors on ``device`` with each other
-    member in turn; None for a rank that is not in ``members`` or is the only one. A collective. A slow link lowers the
-    rate of all pairs of one rank."""
+    member in turn; None for a rank that is not in ``members`` or is the only one. This is a collective call. A slow
+    link lowers the rate of all pairs of one rank."""
     count = 2**24 if device.type != "cpu" else 2**20
     out, into = (torch.ones(count, device=device) for _ in range(2))
     rates = []
@@ -153,8 +153,8 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
 
 
 def clock_ahead_seconds(session: Session) -> float:
-    """Return how far this machine's clock is ahead of rank 0's, in seconds; accurate to the time of a barrier. A
-    collective."""
+    """Return how far this machine's clock is ahead of rank 0's, in seconds; accurate to the time of a barrier. This is
+    a collective call."""
     if session.world_size == 1:
         return 0.0
     found = []
@@ -281,15 +281,15 @@ def launch_seconds(session: Session) -> float:
 
 
 def group_of_node(session: Session) -> ProcessGroup:
-    """Return the process group of the ranks of this node. A collective."""
+    """Return the process group of the ranks of this node. This is a collective call."""
     each, count = session.local_world_size, session.world_size
     groups = [dist.new_group(list(range(first, first + each))) for first in range(0, count, each)]
     return groups[session.rank // each]
 
 
 def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, float]:
-    """Return the bytes per second that each rank sends in all-gathers and reduce-scatters, and the seconds of one
-    call. A collective."""
+    """Return the bytes per second that each rank sends in all-gathers and reduce-scatters, and the seconds of one call.
+    This is a collective call."""
     ranks = dist.get_world_size(group)
     points = []
     for size in _EXCHANGED_BYTES:
@@ -303,7 +303,7 @@ def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, flo
 
 
 def hidden_share(session: Session) -> float:
-    """Return the share of an exchange that is hidden by simultaneous matrix products. A collective."""
+    """Return the share of an exchange that is hidden by simultaneous matrix products. This is a collective call."""
     is_gpu = session.device.type != "cpu"
     size, count = (8192, 2**26) if is_gpu else (512, 2**21)
     matrix = _random(session, "bf16" if is_gpu else "fp32", size, size)

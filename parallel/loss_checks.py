@@ -83,7 +83,7 @@ def check_names(terms: LossTerms, known: Shapes) -> None:
 def agreed_shapes(mine: Shapes | None, gather: Callable[[Any], list[Any]]) -> Shapes:
     """Return the names and shapes of the loss sums, after checking that all ranks agree.
 
-    A collective on the host.
+    This is a collective call on the host.
 
     Args:
         mine: The entries of this rank's loss; None on ranks without a loss in a pipeline.

@@ -15,7 +15,8 @@ _GPU_LENGTHS = 128
 
 
 def last_logits(runner: Runner, groups: Groups, place: Coordinates, ids: Tensor) -> Tensor:
-    """Return the logits [B, 1, V] of the last token of ``ids`` [B, S]; each rank computes a shard. A collective."""
+    """Return the logits [B, 1, V] of the last token of ``ids`` [B, S]; each rank computes a shard. This is a collective
+    call."""
     layout, length = groups.layout, ids.shape[1]
     parts = layout.context
     multiple = 2 * parts * layout.tensor

@@ -47,7 +47,7 @@ class LossTerms(NamedTuple):
     """
 
     def zeroed(self) -> "LossTerms":
-        """Return the same names with all sums zero, for a batch that only keeps ranks in step."""
+        """Return the same names with all sums zero, for a batch that a rank processes only because others do."""
         zero = torch.zeros_like(self.loss_sum)
         counts = {name: torch.zeros_like(count) for name, count in self.counts.items()}
         return LossTerms(zero, zero, dict.fromkeys(self.metrics, (zero, zero)), counts)

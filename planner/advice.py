@@ -54,7 +54,8 @@ class Planned:
         return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
 
     def saved_by(self, values: Mapping[str, object], ranks: int = 1) -> int:
-        """Return the bytes that ``values``, by key, save on ``ranks`` times as many ranks; 0 if they are invalid."""
+        """Return the number of bytes that the overrides ``values`` save, with ``ranks`` times as many ranks; 0 if they
+        are invalid."""
         try:
             return self.memory.total - self.of(with_values(self.config, values), ranks * self.world_size).total
         except UserError:

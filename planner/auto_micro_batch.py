@@ -24,7 +24,7 @@ from serried.trainer.task import RunTask
 
 
 def for_run(config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
-    """Return ``config`` with the chosen ``trainer.micro_batch``, and a line that reports it. A collective.
+    """Return ``config`` with the chosen ``trainer.micro_batch``, and a line that reports it. This is a collective call.
 
     Rank 0 chooses for the rank with the least memory. A run that resumes with the same settings keeps its value. Raises
     ``UserError`` if no value fits.

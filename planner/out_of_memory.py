@@ -67,7 +67,7 @@ def explained(
     """Return ``error``, or for an out-of-memory error a ``TrainingFailed`` that lists memory in use and overrides that
     help.
 
-    Not a collective, because other ranks may be inside one. ``optimizer`` is None before it is created.
+    This is not a collective call, because other ranks may be inside one. ``optimizer`` is None before it is created.
     """
     if isinstance(error, UserError | TrainingFailed) or not is_out_of_memory(error):
         return error

@@ -63,7 +63,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Fits:
-    """Whether the memory suffices."""
+    """Comparison of the needed memory with the usable memory."""
 
     needed: int
     """Bytes that torch's allocator reserves if they are available."""

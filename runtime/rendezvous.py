@@ -262,7 +262,7 @@ def choose_interface(store: "Store", ranks: tuple[int, int, int, int], patience:
     127.0.1.1. Most nodes use the interface on the route to the rendezvous host. The rendezvous host itself may
     resolve its name to a loopback address, so it uses the interface on the route to another node.
 
-    ``ranks``: rank, local rank, world size and local world size. A collective.
+    ``ranks``: rank, local rank, world size and local world size. This is a collective call.
 
     Raises:
         RuntimeError: the other nodes did not publish their addresses within ``patience``.

@@ -49,8 +49,8 @@ class Base:
 def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
     """Return the base model in ``folder``, or the initial weights of ``module`` if ``folder`` is None.
 
-    If ``checkpoint`` is given, the base model must be the one that the checkpoint was trained on. A collective: the
-    ranks share the reading. Raises ``UserError`` if the base model is missing or differs.
+    If ``checkpoint`` is given, the base model must be the one that the checkpoint was trained on. This is a collective
+    call: the ranks share the reading. Raises ``UserError`` if the base model is missing or differs.
     """
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
@@ -93,7 +93,7 @@ def initial_weights(config: RunConfig, task: RunTask, *, is_new: bool = False) -
 def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[str, list[int]]:
     """Return the size and checksum of each weight file in ``folder``, by file name.
 
-    A collective: the ranks share the reading.
+    This is a collective call: the ranks share the reading.
     """
     names = session.once(lambda: _weight_files(folder, checkpoint))
     found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
@@ -103,7 +103,8 @@ def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[st
 def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[str, list[int]]:
     """Return the weight files in ``folder``, after comparing them with the checkpoint's record.
 
-    ``kind``: "teacher" or "reference", the key of the record. A collective. Raises ``UserError`` if they differ.
+    ``kind``: "teacher" or "reference", the key of the record. This is a collective call. Raises ``UserError`` if they
+    differ.
     """
     files = files_of(folder, None, context.session)
     if files != (before := start.state.get(kind) or files):

@@ -160,7 +160,7 @@ class Evaluator:
 def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
     """Return the benchmarks of lm-evaluation-harness in ``trainer.evaluate``, or None if there are none.
 
-    The library is imported only if it is needed. A collective.
+    The library is imported only if it is needed. This is a collective call.
 
     Raises:
         UserError: The library is not installed, the run has no validation data, or a benchmark cannot be used.

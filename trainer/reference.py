@@ -45,7 +45,7 @@ class ReferencePass:
     """The reference values that this run needs, and the pass that computes missing values."""
 
     def __init__(self, context: Context, data: Data, reference: Reference, start: Start) -> None:
-        """Find the pretrained model and the reference values computed so far. A collective.
+        """Find the pretrained model and the reference values computed so far. This is a collective call.
 
         Raises ``UserError`` if there is no pretrained model, or if it differs from the model that the checkpoint of
         ``start`` was trained with.
@@ -74,7 +74,8 @@ class ReferencePass:
         return any(len(split.missing) for split in self._splits)
 
     def run(self, parallel: DistributedModel) -> None:
-        """Compute the missing reference values with ``parallel``, which holds the pretrained weights. A collective."""
+        """Compute the missing reference values with ``parallel``, which holds the pretrained weights. This is a
+        collective call."""
         for split in self._splits:
             split.compute(self._context, parallel)
 
@@ -106,7 +107,7 @@ class _Split:
         return self._wanted[np.isnan(self.numbers[self._wanted, 0])]
 
     def read(self, context: Context) -> None:
-        """Read the stored values on rank 0, for all ranks. A collective."""
+        """Read the stored values on rank 0, for all ranks. This is a collective call."""
         if context.session.is_main:
             self._read(context.console)
         if dist.is_initialized():
@@ -132,7 +133,7 @@ class _Split:
                 self._write()
 
     def compute(self, context: Context, parallel: DistributedModel) -> None:
-        """Compute the missing values. A collective."""
+        """Compute the missing values. This is a collective call."""
         missing, session = self.missing, context.session
         micro_batch, ranks = context.config.trainer.micro_batch, parallel.layout.data_ranks
         step = max(_BLOCK_BATCHES * micro_batch * ranks, len(missing) // _WRITES)

@@ -119,7 +119,8 @@ class ReplicaCheck:
         """Pairs of group and index of the replica, in the same order on all ranks."""
 
     def __call__(self, step: int, parts: Iterable[Part]) -> None:
-        """Compare ``parts``, this rank's shards of the state after ``step``. A collective that waits for the device.
+        """Compare ``parts``, this rank's shards of the state after ``step``. This is a collective call that waits for
+        the device.
 
         Raises:
             TrainingStopped: Replicas differ. The message names the ranks that disagree with the majority.

@@ -34,7 +34,7 @@ class Rollback:
         """Number of rollbacks of the run so far."""
 
     def __call__(self, back: GoBack) -> int:
-        """Roll back, and return the step to resume after. A collective.
+        """Roll back, and return the step to resume after. This is a collective call.
 
         Raises:
             TrainingStopped: There is no checkpoint, or ``health.max_rollbacks`` is reached.
@@ -63,8 +63,8 @@ class Rollback:
         return start.step
 
     def _newest_of_run(self, start: Start) -> int:
-        """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer checkpoints, which
-        cannot be read, are moved aside, since they would block later saves. A collective."""
+        """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer checkpoints, which cannot be
+        read, are moved aside, since they would block later saves. This is a collective call."""
         context = self._context
         if not start.continues(context.config.run.dir):
             return 0

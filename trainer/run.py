@@ -131,7 +131,7 @@ class _Run:
             context.console.say(note)
 
     def is_over(self) -> bool:
-        """Return whether the run already ended with the checkpoint that was found. A collective."""
+        """Return whether the run already ended with the checkpoint that was found. This is a collective call."""
         config = self.context.config
         start = self.start
         session = self.context.session
@@ -172,7 +172,7 @@ class _Run:
 
     def _missing_compiler(self) -> str | None:
         """Return a description of a host that lacks a requirement of torch.compile; None if no host does. All ranks
-        compile, or none. A collective."""
+        compile, or none. This is a collective call."""
         session = self.context.session
         missing = missing_compiler(session.device.type)
         found = session.gather(missing and f"{session.host()} needs {missing[0]}; {missing[1]}")
@@ -196,7 +196,7 @@ class _Run:
         return activity(context.pulse, waits_for, steps, context.console.last_step)
 
     def stop_unheard(self) -> int:
-        """Record the stop if a signal arrives when no training loop responds to it. Returns the exit code."""
+        """Record a stop on a signal that arrived while no training loop could respond to it. Returns the exit code."""
         context = self.context
         context.console.quiet()
         failure = context.session.cause.of(StopRequested(context.session.signals.received))

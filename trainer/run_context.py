@@ -39,7 +39,8 @@ class Planner(Protocol):
         """
 
     def micro_batch(self, config: RunConfig, task: RunTask, session: Session, start: Start) -> tuple[RunConfig, str]:
-        """Return ``config`` with ``trainer.micro_batch=auto`` resolved, and a line to print about it. A collective.
+        """Return ``config`` with ``trainer.micro_batch=auto`` resolved, and a line to print about it. This is a
+        collective call.
 
         Raises:
             UserError: No micro-batch fits into memory.
@@ -54,7 +55,8 @@ class Planner(Protocol):
         pulse: Pulse,
         optimizer: torch.optim.Optimizer | None,
     ) -> BaseException:
-        """Return ``error``, or, if memory ran out, an error that reports memory use and remedies. Not a collective."""
+        """Return ``error``, or, if memory ran out, an error that reports memory use and remedies. This is not a
+        collective call."""
 
 
 @dataclass(frozen=True)

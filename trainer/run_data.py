@@ -43,7 +43,7 @@ class Data:
     """Data sets of a task, opened on every rank, and the position in the order of training samples."""
 
     def __init__(self, task: RunTask, session: Session, console: Console) -> None:
-        """Prepare and open the data. A collective.
+        """Prepare and open the data. This is a collective call.
 
         Raises ``UserError`` if there is no training data, or if the ranks read different data.
         """
@@ -124,7 +124,7 @@ class Data:
         return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data after ``step``, for a checkpoint. A collective."""
+        """Return the position in the data after ``step``, for a checkpoint. This is a collective call."""
         samples = self.samples(self.step)
         state = {"samples": samples, "data_fingerprint": self.fingerprint}
         if self._stream is None:

@@ -59,7 +59,7 @@ class Saver:
         self.saved_step, self._compared_step = step, -1
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the replicas bitwise, unless this was already done after ``step``. A collective."""
+        """Compare the replicas bitwise, unless this was already done after ``step``. This is a collective call."""
         if self._compares and self._compared_step != step:
             self._compared_step = step
             self._replicas(step, (part for _, part in self._state.parts()))

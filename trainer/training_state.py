@@ -133,7 +133,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the plain data of a checkpoint: the state of the step, and the optimizer state other than tensors.
 
-        A collective. Synchronizes with the device.
+        This is a collective call. Synchronizes with the device.
         """
         optimizer = plain_state(self.optimizer, self._named(), self._configured)
         layout = self.parallel.layout

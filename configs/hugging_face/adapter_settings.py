@@ -83,7 +83,7 @@ def adapters_in(name: str, key: str = KEY) -> Path:
 
 
 def _named(plain: Mapping[str, Any], section: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the key that names adapters to start from, and its value; None if no key does."""
+    """Return the config key that can name adapters to start from, and its value; the value is None if it names none."""
     if section.get("path") is not None:
         return KEY, str(section["path"])
     resumed = str(value_at("checkpoint.resume", plain))

@@ -99,7 +99,7 @@ class DataSection(LoadingSection, SourceSection):
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: each row is a
     pair of answers. ``unpaired``: each row is an answer with a label, true or false."""
     chat_template: PathText | None = None
-    """Jinja template for conversations, or a file with one; when null the template of the tokenizer, else ChatML.
+    """Jinja template for conversations, or a file with one; null: the template of the tokenizer, else ChatML.
     ``none``: each row is a prompt and its completion, used unchanged."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Additional variables of the chat template, such as ``data.chat_template_kwargs.enable_thinking=false``."""

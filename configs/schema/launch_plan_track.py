@@ -48,13 +48,14 @@ class LaunchSection(Section):
     """``torchrun`` (you start the processes), ``local`` (this command starts them here), ``slurm`` or ``kubernetes``
     (it submits a job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
-    """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
+    """Processes per node. With ``launch=torchrun``, torchrun decides. Null with ``launch=local``: one per GPU, or one
+    without GPUs."""
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
-    """Number of nodes. With ``launch=torchrun`` torchrun decides; one when null."""
+    """Number of nodes. With ``launch=torchrun``, torchrun decides. Null: one."""
     device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = "auto"
     """``auto`` (the GPU if there is one), ``cpu``, ``cuda`` (NVIDIA, AMD), ``xpu`` (Intel) or ``npu`` (Ascend)."""
     threads: Annotated[Count, Field(ge=1, le=1024)] | None = None
-    """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
+    """Threads per process; null: ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0
     """Seconds that a process waits for the others until the first step is done, including data preparation and
     set-up."""
@@ -101,7 +102,7 @@ class TrackSection(Section):
     webhook: str | None = Field(default=None, min_length=1)
     """Name of the environment variable that contains the URL to post to when the run ends; null: none."""
     project: str | None = Field(default=None, min_length=1)
-    """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
+    """W&B project and MLflow experiment; null: ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
     ``serried``."""
     entity: str | None = Field(default=None, min_length=1)
     """W&B team or user; your default when null."""
@@ -141,20 +142,20 @@ class PlanSection(Section):
     step. Not saved in the run folder."""
 
     device: str | None = Field(default=None, min_length=1)
-    """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; when null this machine's, or ``h100``."""
+    """Device to plan for, such as ``h100``, ``rtx4090`` or ``t4``; null: this machine's device, or ``h100``."""
     memory: str | None = None
     """Memory of the device, such as ``24GiB``, if it differs from the memory of ``plan.device``."""
     per_node: PositiveCount | None = None
-    """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
+    """Devices per node; null: ``launch.processes`` if ``launch.nodes`` is set, else 8."""
     mode: Literal["formula", "trace"] | None = None
     """How memory and communication are computed: ``formula``, or ``trace`` (run a step on tensors without data).
-    ``serried plan`` traces; when null ``dry_run=true`` prints only the memory by formula."""
+    Null: ``serried plan`` traces, and ``dry_run=true`` prints only the memory by formula."""
     tokens: Annotated[Count, Field(ge=1, le=10**15)] | None = None
     """Total number of training tokens, such as ``15T``; computed from ``trainer.steps`` when null."""
     price: Annotated[Number, Field(gt=0)] | None = None
-    """Price per device-hour, in any currency; when null no costs are printed."""
+    """Price per device-hour, in any currency; null: no costs are printed."""
     rates: LocalPath | None = None
-    """File of rates written by ``serried plan calibrate``; when null the rates of published runs are used."""
+    """File of rates written by ``serried plan calibrate``; null: the rates of published runs."""
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
     out: LocalPath | None = None

@@ -87,10 +87,10 @@ class ParallelSection(Section):
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
     """Number of ``pipeline`` stages on each rank. Null: 1, or 2 for schedules with several stages per rank."""
     layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
-    """Number of blocks in each ``pipeline`` stage; when null split evenly, with fewer in the last stages."""
+    """Number of blocks in each ``pipeline`` stage; null: split evenly, with fewer in the last stages."""
     reshard_after_forward: bool | None = None
-    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
-    but false with ``pipeline``, which would gather again for each micro-batch. When null on a CPU, parameters of less
+    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). Null: true, but
+    false with ``pipeline``, which would gather again for each micro-batch. If it is null on a CPU, parameters of less
     than 1 GiB in total are gathered as one unit."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
@@ -148,7 +148,7 @@ class ParameterGroup(Section):
     lr_scale: Number = Field(default=1.0, ge=0)
     """Multiplier on ``optim.lr``."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
-    """Weight decay, also of vectors; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
+    """Weight decay, also of vectors; null: ``optim.weight_decay`` for matrices and 0 for vectors."""
     frozen: bool = False
     """Do not train these parameters: no gradient, no optimizer state."""
 
@@ -193,7 +193,7 @@ class AdapterSection(Section):
     quantize: Literal["none", "nf4"] = "none"
     """``nf4``: store the frozen linear layers of the blocks in 4 bits (QLoRA)."""
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
-    """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all
+    """Linear layers to adapt, by name or pattern, such as ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; null: all
     linear layers of the blocks."""
     modules_to_save: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Modules to train in full, in addition to the adapters, by name or pattern, such as ``[embed_tokens,lm_head]``."""
@@ -296,8 +296,7 @@ class TrainerSection(Section):
     log_every: CountOrZero = 10
     """Steps between log lines; 0: none."""
     eval_every: CountOrZero | None = None
-    """Steps between evaluations on the validation data, also at the last step; 0: none. When null a tenth of the
-    run."""
+    """Steps between evaluations on the validation data, also at the last step; 0: none. Null: a tenth of the run."""
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` samples per evaluation; fewer if the data has fewer."""
     evaluate: tuple[str, ...] = ()

@@ -58,13 +58,13 @@ class SlurmSection(Section):
     container: str | None = None
     """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
     python: PathText | None = None
-    """Python interpreter on the nodes; when null, the interpreter that submits the job."""
+    """Python interpreter on the nodes; null: the interpreter that submits the job."""
     interface: _Word | None = None
     """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
     """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
     signal_seconds: Annotated[PositiveCount, Field(le=MOST_SIGNAL_SECONDS)] | None = None
-    """Seconds before the time limit at which Slurm asks the run to save and stop. When null 120, or the planned time
+    """Seconds before the time limit at which Slurm asks the run to save and stop. Null: 120, or the planned time
     to stop and save if that is known and longer; at most half of ``time_minutes``."""
     dry_run: bool = False
     """Print the script and stop."""

@@ -22,7 +22,7 @@ class SampledSection(Section):
     path: PathText = Field(min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
-    """Split to evaluate on; when null the first of ``val``, ``validation`` and ``test`` that exists."""
+    """Split to evaluate on; null: the first of ``val``, ``validation`` and ``test`` that exists."""
     model: PathText = Field(min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = False

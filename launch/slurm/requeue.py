@@ -67,8 +67,8 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
 
 
 def _was_stopped(start: Path) -> bool:
-    """Return whether a request ended the start before a status was written: a rank or a node's shell left a file.
-    False if a node failed, since Slurm then sends SIGTERM to the others."""
+    """Return whether a request to stop ended the start before a status was written. A rank or a node's shell then
+    creates a file. False if a node failed, since Slurm then sends SIGTERM to the other nodes."""
     return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
 
 

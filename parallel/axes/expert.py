@@ -85,7 +85,7 @@ class Exchange(Dispatch):
         self._group, self._ranks = group, dist.get_world_size(group)
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the experts; see ``Dispatch.run``. A collective, also for ranks without rows."""
+        """Run the experts; see ``Dispatch.run``. This is a collective call, also for ranks without rows."""
         experts_here = [len(counts) // self._ranks] * self._ranks
         # [ranks x local experts]: number of rows from each rank for each local expert
         received = collectives.exchange(counts, experts_here, experts_here, self._group)

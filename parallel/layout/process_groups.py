@@ -32,7 +32,7 @@ class Groups:
         self._is_complete = False
 
     def make(self, *, ties_ends: bool) -> None:
-        """Create and connect every group that training needs, before the first step. A collective.
+        """Create and connect every group that training needs, before the first step. This is a collective call.
 
         The order is the same on all ranks. A group first used inside a step would be connected during a collective of
         another group, and NCCL may then hang
@@ -168,7 +168,8 @@ class Groups:
         return _described(header)
 
     def share_form(self, tensor: Tensor | None, source: int) -> Tensor:
-        """Return an empty tensor on meta with the shape and dtype of ``tensor``. A collective of the pipeline.
+        """Return an empty tensor on meta with the shape and dtype of ``tensor``. This is a collective call on all ranks
+        of the pipeline.
 
         ``tensor`` is needed only at pipeline coordinate ``source``.
         """
@@ -177,7 +178,7 @@ class Groups:
         return _described(header)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` (JSON data) of every rank, in rank order. A collective on the host."""
+        """Return the ``value`` (JSON data) of every rank, in rank order. This is a collective call on the host."""
         return gather_plain(value)
 
     def names(self) -> dict[str, str]:
@@ -222,8 +223,8 @@ def _described(header: Tensor) -> Tensor:
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the ``value`` (JSON data) of every rank of ``group``, or of all ranks, in rank order. A collective on the
-    host.
+    """Return the ``value`` (JSON data) of every rank of ``group``, or of all ranks, in rank order. This is a collective
+    call on the host.
 
     It does not use the store of ``Session.gather``, which ends with the launcher and belongs to the training thread.
     After the first step ranks exchange values only with this function, so that a run whose launcher was killed can

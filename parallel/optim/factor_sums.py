@@ -25,7 +25,7 @@ class Sums:
 
     @classmethod
     def of(cls, model: DistributedModel) -> "Sums":
-        """Return the ``Sums`` of the trained parameters of ``model``. A collective of all ranks."""
+        """Return the ``Sums`` of the trained parameters of ``model``. This is a collective call on all ranks."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         trained = (shard for shard in model.parameters if shard.tensor.requires_grad)
         return cls(trained, model.layout, rank, model.groups.stage)

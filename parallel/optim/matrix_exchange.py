@@ -81,7 +81,7 @@ class Matrices:
 
     @classmethod
     def of(cls, model: DistributedModel, blocks: Collection[str], low_dtype: torch.dtype | None) -> "Matrices":
-        """Return the matrices of ``model`` in its ``blocks``. A collective of all ranks.
+        """Return the matrices of ``model`` in its ``blocks``. This is a collective call on all ranks.
 
         They are exchanged in bf16 if the model has a ``low_dtype``, otherwise in fp32. There must be at least one.
         """
@@ -109,7 +109,7 @@ class Matrices:
 
     @torch.no_grad()
     def replace(self, parts: Mapping[Tensor, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace matrices in place by the result of ``function``. A collective.
+        """Replace matrices in place by the result of ``function``. This is a collective call.
 
         Args:
             parts: This rank's shard of each parameter, as a plain tensor. All parameters must be given.

@@ -38,7 +38,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def set_scales(self) -> None:
-        """Set the scales of the weights from their current values. A collective.
+        """Set the scales of the weights from their current values. This is a collective call.
 
         Call it before the weights are gathered. There must be at least one weight.
         """

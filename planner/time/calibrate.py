@@ -50,7 +50,7 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequenc
 
 
 def measure(session: Session, shapes: Sequence[Shape], precision: str) -> dict[str, Any]:
-    """Measure the rates of this rank at the same time as all other ranks. A collective."""
+    """Measure the rates of this rank at the same time as all other ranks. This is a collective call."""
     versions = probes.versions()
     session.gather("imported")
     found: dict[str, Any] = {
@@ -70,7 +70,7 @@ def measure(session: Session, shapes: Sequence[Shape], precision: str) -> dict[s
 
 
 def _network(session: Session) -> dict[str, Any]:
-    """Measure the bandwidth within a node and, if there are several, between all ranks. A collective."""
+    """Measure the bandwidth within a node and, if there are several, between all ranks. This is a collective call."""
     if session.world_size == 1:
         return {"links": None, "network": None, "hidden": 0.0}
     everyone = probes.exchange_rate(session, None)

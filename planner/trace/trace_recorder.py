@@ -23,7 +23,7 @@ KEPT, WORKING = "kept for backward", "working memory"
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
-"""Operations that hold a copy of their input while they run, which their outputs do not show."""
+"""Operations that allocate a copy of their input while they run. The copy is not among their outputs."""
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
     "wait_tensor", "_unsafe_view", "lift_fresh",

@@ -30,12 +30,12 @@ class PreferenceSection(TaskSection):
     """``dpo``, ``ipo`` and ``kto`` compare with the initial model; ``orpo``, ``cpo`` and ``simpo`` need no reference
     model. ``kto`` trains on answers with a label, the others on pairs."""
     beta: Annotated[Number, Field(gt=0)] | None = None
-    """Scale of the rewards; for ``orpo``, the weight of the odds ratio; for ``ipo``, tau. When null, 0.1, or 2 for
+    """Scale of the rewards; for ``orpo``, the weight of the odds ratio; for ``ipo``, tau. Null: 0.1, or 2 for
     ``simpo``."""
     margin: Annotated[Number, Field(ge=0)] | None = None
-    """``cpo``, ``simpo``: target margin between the rewards. When null, 0, or 1 for ``simpo``."""
+    """``cpo``, ``simpo``: target margin between the rewards. Null: 0, or 1 for ``simpo``."""
     nll_weight: Annotated[Number, Field(ge=0)] | None = None
-    """``dpo``, ``cpo``, ``simpo``: weight of the mean cross entropy of the chosen answer. When null, 0, or 1 for
+    """``dpo``, ``cpo``, ``simpo``: weight of the mean cross entropy of the chosen answer. Null: 0, or 1 for
     ``cpo``."""
 
     desirable_weight: Annotated[Number, Field(ge=0)] = 1.0

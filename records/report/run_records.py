@@ -196,7 +196,8 @@ def _add_evaluation(records: Records, step: int, event: dict[str, Any]) -> None:
 
 
 def _add_logged(records: Records, step: int, event: dict[str, Any]) -> None:
-    """Add values that a callback logged. A number of no later step than the last one of its name is left out."""
+    """Add values that a callback logged. A number is left out if its step is not later than the last step with a number
+    of this name."""
     for name, value in _items(event.get("metrics")):
         curve = records.curves.get((f"metric:{name}", "logged"))
         if curve is None or step > curve.steps[-1]:

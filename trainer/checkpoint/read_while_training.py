@@ -29,7 +29,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
 def read_by_all(session: Session, checkpoint: Path, function: Callable[[], _T]) -> _T:
     """Return the result of ``function``, which reads ``checkpoint``.
 
-    A collective: if the checkpoint was deleted while any rank read it, all ranks raise ``Deleted``.
+    This is a collective call: if the checkpoint was deleted while any rank read it, all ranks raise ``Deleted``.
     """
     deleted, result = None, None
     try:

@@ -66,7 +66,7 @@ class Start:
 
 
 def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None) -> Start:
-    """Choose the starting point of a run, and verify it. A collective: the ranks share the reading.
+    """Choose the starting point of a run, and verify it. This is a collective call: the ranks share the reading.
 
     ``pretrained``: called on one rank, returns the folder of the initial weights of a new run, if any.
 

@@ -77,7 +77,7 @@ class _Ranks:
     """The ranks that save together: their process groups for background threads, and the assignment of files."""
 
     def __init__(self, session: Session, layout: Layout) -> None:
-        """Create the process groups. A collective."""
+        """Create the process groups. This is a collective call."""
         self.layout, self._rank = layout, session.rank
         blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
         self._world = session.background_group([range(session.world_size)])
@@ -97,7 +97,8 @@ class _Ranks:
         return [value] if self._world is None else gather_plain(value, self._world)
 
     def make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
-        """Assign ``parts``, the parts of this rank, to files and ranks. A collective of the pipeline stages."""
+        """Assign ``parts``, the parts of this rank, to files and ranks. This is a collective call on all pipeline
+        stages."""
         stage = self.layout.coordinates(self._rank).pipeline
         files: list[PlannedFile] = []
         targets: dict[str, Target] = {}
@@ -207,7 +208,7 @@ class Checkpointer:
         parts: Callable[[], Iterable[tuple[str, Part]]],
         write_extras: Callable[[Path], None],
     ) -> None:
-        """Plan the files. A collective.
+        """Plan the files. This is a collective call.
 
         Args:
             parts: Yields the tensors of the state, each with the stem of its files, in the same order on every rank.
@@ -394,7 +395,7 @@ class Checkpointer:
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Send this rank's pieces to their owners, and write the files that this rank owns.
 
-        A collective of the ranks of one block. It is completed even if this rank can no longer write.
+        This is a collective call on the ranks of one block. It is completed even if this rank can no longer write.
         """
         plan, ranks = self._plan, self._ranks
         exchange = Exchange(plan, staged, ranks.rank_of_block, ranks.layout.block, ranks.block)

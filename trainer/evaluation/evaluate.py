@@ -58,8 +58,8 @@ def evaluate_by_source(
 ) -> Iterator[tuple[str, Sums]]:
     """Evaluate the first ``samples`` samples, or all samples if there are fewer.
 
-    A collective: each rank reads its share. Yields the sums by source of a mixture, or under the name "" if there is a
-    single source.
+    This is a collective call: each rank reads its share. Yields the sums by source of a mixture, or under the name ""
+    if there is a single source.
 
     ``on_device``: receives pairs of a batch and whether it counts, and yields them with the batch on the device.
     """
@@ -103,7 +103,8 @@ class Kept:
         return LossTerms(self.numbers.new_zeros(()), 0)
 
     def total(self) -> Tensor:
-        """Return the values of all ranks, [samples, columns]. A collective: each value is 0 on all ranks but one."""
+        """Return the values of all ranks, [samples, columns]. This is a collective call: each value is 0 on all ranks
+        but one."""
         if dist.is_initialized():
             dist.all_reduce(self.numbers)
         return self.numbers
@@ -220,7 +221,8 @@ def evaluate(
     sequences: int | None,
     console: Console,
 ) -> list[Evaluated]:
-    """Evaluate the weights of ``checkpoint`` with ``config``. A collective that returns the same result on every rank.
+    """Evaluate the weights of ``checkpoint`` with ``config``. This is a collective call that returns the same result on
+    every rank.
 
     The validation sets are evaluated, or all of ``data`` if ``is_whole``. ``sequences``: maximum number of sequences
     of each data set. None evaluates all of them.
@@ -321,7 +323,7 @@ def _evaluate_on(
 def load_model(
     config: RunConfig, task: RunTask, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
-    """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective."""
+    """Return the model with the weights of ``checkpoint``, in evaluation mode. This is a collective call."""
     check_products(config, device)  # same check as in training
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # build_model() must initialize a base model as in training

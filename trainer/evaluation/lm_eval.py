@@ -50,7 +50,8 @@ class Benchmarks:
     """The benchmarks in ``trainer.evaluate``."""
 
     def __init__(self, names: Sequence[str], documents: int, task: TextTask, session: Session) -> None:
-        """Load the benchmarks and their data, first on one rank of each node, which downloads the data. A collective.
+        """Load the benchmarks and their data, first on one rank of each node, which downloads the data. This is a
+        collective call.
 
         ``documents``: maximum number of documents of each benchmark.
 
@@ -80,7 +81,7 @@ class Benchmarks:
         return "\n".join(lines)
 
     def scores(self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> dict[str, float]:
-        """Return the metrics under the names ``TASK.METRIC``. A collective.
+        """Return the metrics under the names ``TASK.METRIC``. This is a collective call.
 
         Raises:
             Stopped: ``on_device`` ended early.

@@ -45,7 +45,7 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
 
 
 def check_host_memory(config: RunConfig, needed: int, copied: int, session: Session) -> None:
-    """Check that host memory suffices for offloading and saves. A collective.
+    """Check that host memory suffices for offloading and saves. This is a collective call.
 
     With GPUs, both use pinned memory, and the kernel kills processes that use too much.
 

@@ -78,7 +78,8 @@ class Meter:
     def rates(
         self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None
     ) -> dict[str, Any]:
-        """Return the rates since the last call, after ``step`` with ``tokens`` trained in total. A collective.
+        """Return the rates since the last call, after ``step`` with ``tokens`` trained in total. This is a collective
+        call.
 
         Measurements of all ranks may be from an earlier call, about a second ago. ``time_split`` in the result
         is then None.
@@ -170,7 +171,7 @@ class _NumbersOfAllRanks:
         }
         self.data_share = waited / self._window_seconds
         self.start()
-        if self._world_size > 1:  # equal on all ranks, because the table is
+        if self._world_size > 1:  # the result is equal on all ranks, like the table
             self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
 
 

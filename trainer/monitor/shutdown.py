@@ -222,7 +222,7 @@ class Shutdown:
                     done.popleft().synchronize()
 
     def settle_evaluation(self) -> None:
-        """Agree with all ranks that an evaluation is complete. A collective, on the host.
+        """Agree with all ranks that an evaluation is complete. This is a collective call on the host.
 
         Raises:
             PeerFailed: the evaluation failed on another rank.
@@ -297,7 +297,7 @@ class Shutdown:
     def _settle(self, then: str = "saving, then the run ends") -> None:
         """Set the reason on every rank and print it with ``then``, a clause on the next action.
 
-        A collective, after the ranks have agreed to stop.
+        This is a collective call, made after the ranks have agreed to stop.
         """
         self.reason = _in_words(gather_plain(self._mine()))
         self._session.signals.acknowledge = None

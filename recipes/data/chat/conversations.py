@@ -345,8 +345,8 @@ def template_to_export(section: DataSection, tokenizer: Tokenizer) -> str:
 
 
 def _enclosed(template: str) -> str:
-    """Return ``template`` so that it renders between other tags as it does alone: without the line break at its end,
-    which Jinja drops, and with its other whitespace kept from the tags."""
+    """Return ``template`` changed so that it renders the same between other tags as on its own: without its final line
+    break, which Jinja drops, and with its other whitespace protected from the tags."""
     template = re.sub(r"(\r\n|\r|\n)\Z", "", template)
     begin = "\n" if template[:1].isspace() else ""  # dropped after a tag, and what follows begins a line
     end = "{{ '' }}" if template[-1:].isspace() else ""

@@ -20,8 +20,8 @@ from serried.records.files import write_atomically
 
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
-"""Dtype of the tokens by the first integer of an llm.c file. The header has 256 32-bit integers, followed by the
-tokens."""
+"""Maps the first integer of an llm.c file to the dtype of its tokens. The header has 256 32-bit integers, followed by
+the tokens."""
 
 _LLM_C_HEADER_BYTES = 1024
 _NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")

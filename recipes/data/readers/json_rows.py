@@ -31,7 +31,7 @@ def _lines_from(path: Path | str) -> str:
 
 
 def holds_rows(path: Path, column: Column) -> bool:
-    """Return whether a JSON file contains rows, one per line or in an array, and is not one document of text. Raises
+    """Return whether a JSON file contains rows, one per line or in an array, rather than one document of text. Raises
     ``UserError`` if its rows span several lines."""
     with open_plain(path) as stream:
         line = next((line for line in iter(partial(stream.readline, _LONGEST_LINE), b"") if line.strip()), b"")

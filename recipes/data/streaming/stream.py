@@ -32,7 +32,7 @@ _FORMAT = 3
 be joined."""
 
 _JOINED = "pieces are joined"
-"""Added to the identity of the data if its tokens depend on joining the pieces of long documents."""
+"""Text added to the identity of the data if its tokens depend on joining the pieces of long documents."""
 _SINCE_JOINED = "documents above 1 MiB were tokenized in pieces of 1 MiB and are now tokenized as a whole"
 
 _HELD_OUT = "held-out.json"

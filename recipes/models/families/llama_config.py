@@ -46,7 +46,7 @@ class LlamaSection(ModelSection):
     heads: Size
     """Number of query heads per block."""
     kv_heads: DerivedSize
-    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. Null: half of
     ``heads``, or ``heads`` if that is odd."""
     head_dim: Size | None = None
     """Width of one head; ``dim / heads`` when null."""

@@ -344,8 +344,8 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def last(self, parameter: Tensor) -> Any:
-        """Return the standard deviation of the zero-mean normal distribution that last filled ``parameter``; None:
-        ones. A string describes other values."""
+        """Return how ``parameter`` was last filled: the standard deviation of a zero-mean normal distribution, None for
+        ones, or a string that describes other values."""
         return self._last.get(id(parameter), (parameter, "other values"))[1]
 
 

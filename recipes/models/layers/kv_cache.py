@@ -25,7 +25,7 @@ class LayerCache:
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens from the cache."""
         self._length = 0
 
 
@@ -41,7 +41,7 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens from the cache."""
         self.length = 0
         self.inputs.clear()
         for layer in self.layers:

@@ -82,9 +82,9 @@ def _check(name: str) -> None:
     elif name not in (installed := _installed()):
         near = nearest(name, list(installed))
         hint = f"did you mean {_FLAG} {near[0]}? " if near else ""
+        names = f", or the name of an installed callback ({', '.join(installed)})" if installed else ""
         raise UserError(
-            f"{_FLAG} {name}: {hint}use {_FLAG} package.module:Class, or the name of an installed callback "
-            f"({', '.join(installed) or 'none is installed'})"
+            f"{_FLAG} {name}: no callback with this name is installed; {hint}use {_FLAG} package.module:Class{names}"
         )
 
 

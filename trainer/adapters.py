@@ -352,8 +352,8 @@ class Adapters:
         tokens = config.get("trainable_token_indices")
         if self._row_weights and len(self._row_weights) != (len(tokens) if isinstance(tokens, dict) else 1):
             raise UserError(
-                f"{file} has trainable_token_indices for the embedding only, and here rows of the head are trained "
-                "too; merge these adapters with PEFT's merge_and_unload()"
+                f"{file} has trainable_token_indices for the embedding only, but this run also trains rows of the "
+                "head; merge these adapters with PEFT's merge_and_unload()"
             )
 
     def _target_modules(self, chosen: set[str]) -> list[str]:

@@ -407,7 +407,9 @@ class CausalLM(TextTask):
     def check_weights(self, folder: Path) -> None:
         """Check that ``folder`` has a ``config.json``, from which the architecture was read."""
         if not (folder / CONFIG).is_file():
-            raise UserError(f"{folder / CONFIG} does not exist; the architecture of the model is read from it")
+            raise UserError(
+                f"{folder / CONFIG} does not exist, but the architecture of the model is read from it; restore the file"
+            )
 
     def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the content of ``config.json`` for an export."""

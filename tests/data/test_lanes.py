@@ -232,7 +232,9 @@ def test_ended_run_does_not_wait_for_network_retries() -> None:
 
 
 def test_too_little_data_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"lane . of 4 has no document .* trainer.global_batch=4 .*streaming=false"):
+    with pytest.raises(
+        UserError, match=r"trainer.global_batch=4 .* sequence . has no document .*use data.streaming=false"
+    ):
         for lane in range(4):
             stream([Rows("unit", ["1 2", "3 4"])])[lane]
 

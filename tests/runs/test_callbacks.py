@@ -234,7 +234,7 @@ def test_flag_names_a_callback_that_processes_of_the_run_load_too(
     capfd.readouterr()
     for name, said in {
         "no_such_module:Hello": "cannot find the module no_such_module",
-        "upload": "use --callback package.module:Class, or the name of an installed callback",
+        "upload": "no callback with this name is installed; use --callback package.module:Class",
     }.items():
         assert main([f"--callback={name}", *argv], declaration(Points)) == EXIT_MISTAKE
         assert said in capfd.readouterr().err

@@ -130,8 +130,8 @@ class Merged:
                 raise UserError(f"{folder} has an adapter of {name}, but {there}; use adapters of this base model")
         if isinstance(self._base, Merged) and (twice := self._heads.keys() & self._base._heads.keys()):
             raise UserError(
-                f"{folder} and {self._base._adapters.folder} both hold all of {min(twice)}, and modules saved in full "
-                "cannot be added; merge only one of them"
+                f"{folder} and {self._base._adapters.folder} both contain {min(twice)} in full, and weights saved in "
+                "full cannot be added; merge only one of them"
             )
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:

@@ -52,7 +52,8 @@ class PairEncoder:
         sides = [self._side(pair, name) for name in ("chosen", "rejected")]
         if np.array_equal(sides[0].tokens, sides[1].tokens):
             raise UserError(
-                f": chosen and rejected are the same tokens ({_shown(pair['chosen'])}); fix or remove the row"
+                f": chosen and rejected have the same tokens ({_shown(pair['chosen'])}), so there is nothing to "
+                "prefer; fix or remove the row"
             )
         kept = self._sequence_length + 1
         if np.array_equal(sides[0].tokens[:kept], sides[1].tokens[:kept]):

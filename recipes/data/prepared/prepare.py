@@ -500,7 +500,7 @@ def _open(folder: Path) -> Prepared:
     if summary["format"] != _FORMAT:
         raise ValueError(f"summary.json has format {summary['format']}, but this version reads format {_FORMAT}")
     if folder.name.endswith((".tmp", ".partial")):
-        raise ValueError("it was not completed")
+        raise ValueError("its preparation was not completed")
     tokenizer = tokenizer_from_spec(json.loads(spec))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
     shards = {split: [Shard.from_json(folder, shard) for shard in summary["shards"][split]] for split in SPLITS}
@@ -512,5 +512,5 @@ def _open(folder: Path) -> Prepared:
     for split in SPLITS:
         stored = prepared.stream(split).tokens
         if stored != splits[split].tokens:
-            raise ValueError(f"its {split} shards have {stored} tokens, but summary.json says {splits[split].tokens}")
+            raise ValueError(f"the {split} shards have {stored} tokens, but summary.json says {splits[split].tokens}")
     return prepared

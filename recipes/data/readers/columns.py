@@ -243,8 +243,8 @@ class Column:
             if pair and not self.renamed and row[name] and all(row[side] for side in pair):
                 both = " and ".join(map(repr, pair))
                 raise UserError(
-                    f": {name!r} and {both} both contain a conversation; choose one with data.columns.messages={name}, "
-                    "or remove one"
+                    f": {name!r} and {both} both contain a conversation; use data.columns.messages={name} to read "
+                    f"only {name!r}, or remove one of them"
                 )
             return row[name]
         if pair is None:

@@ -240,9 +240,8 @@ class _Documents:
             if whole_epoch and not count:
                 lanes = self._deal.lanes
                 raise UserError(
-                    f"lane {lane} of {lanes} has no document to train on: the data is too small for "
-                    f"trainer.global_batch={lanes} sequences per step with data.streaming=true; use "
-                    "data.streaming=false"
+                    f"data.streaming=true assigns documents to trainer.global_batch={lanes} sequences per step, but "
+                    f"sequence {lane} has no document to train on, as the data is too small; use data.streaming=false"
                 )
             epoch, place = epoch + 1, 0
 

@@ -59,8 +59,8 @@ def test_columns_beside_messages_are_read(tmp_path: Path) -> None:
         "line 5: column 'weight' is a number (-0.5), not a number from 0 to 1,000,000; fix the row, or ignore the "
         "column: data.columns.weight=null",
         [U, A],
-        "line 7: 'messages' and 'prompt' and 'completion' both contain a conversation; choose one with "
-        "data.columns.messages=messages, or remove one",
+        "line 7: 'messages' and 'prompt' and 'completion' both contain a conversation; use "
+        "data.columns.messages=messages to read only 'messages', or remove one of them",
     ]
 
 

@@ -342,7 +342,7 @@ def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: P
 def test_adapters_that_save_the_same_module_are_not_added(tmp_path: Path, adapted: tuple[str, Path]) -> None:
     _, run_dir = adapted
     assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'adapters'}"]) == 0
-    with pytest.raises(UserError, match=r"both hold all of .*\.weight, and modules saved in full"):
+    with pytest.raises(UserError, match=r"both contain .*\.weight in full, and weights saved in full"):
         export_models.merge([f"run.dir={run_dir}", f"adapters={tmp_path / 'adapters'}", f"out={tmp_path / 'out'}"])
 
 
@@ -437,7 +437,7 @@ def test_rows_that_peft_trains_in_the_embedding_alone_are_refused(models: Path, 
     peft.get_peft_model(opened(models / "untied"), peft.LoraConfig(**options)).save_pretrained(folder)
     config = config_of_model(folder, ["data.tokenizer=bytes", "precision=fp32"])
     assert config.adapter.trainable_token_indices == (5, 3)
-    with pytest.raises(UserError, match="for the embedding only, and here rows of the head are trained too; merge"):
+    with pytest.raises(UserError, match="for the embedding only, but this run also trains rows of the head; merge"):
         load_model(config, CausalLM(config), Layout("single"), torch.device("cpu"), folder)
 
 

@@ -192,8 +192,8 @@ class CausalLM(TextTask):
             if not heads:
                 key = "label_smoothing" if section.label_smoothing else "z_loss"
                 raise UserError(
-                    f"task.{key}={getattr(section, key):g}: the model family {self._model.family} has no "
-                    f"LanguageModelHead to add it to the loss; use task.{key}=0"
+                    f"task.{key}={getattr(section, key):g} is computed by a LanguageModelHead, which "
+                    f"model.family={self._model.family} does not have; use task.{key}=0"
                 )
             for head in heads:
                 head.loss = partial(linear_cross_entropy_sum, terms=HeadTerms(section.label_smoothing, section.z_loss))

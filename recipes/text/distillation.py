@@ -97,8 +97,8 @@ class Distillation(CausalLM):
     def _weigh_tokens(self, model: nn.Module) -> None:
         del model
         raise UserError(
-            "distillation does not support data whose messages or rows have weights other than 0 and 1; use these "
-            "weights, or data.columns.weight=null"
+            "distillation does not support data whose messages or rows have weights other than 0 and 1; use only "
+            "0 and 1, or ignore the weights of rows: data.columns.weight=null"
         )
 
     def build_model(self) -> nn.Module:

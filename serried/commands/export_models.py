@@ -194,7 +194,8 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
         return TensorFolder(base)
     if saved.run is None:
         raise UserError(
-            f"merge=true builds the base model from the run folder, but {checkpoint} is not in one; move it back"
+            f"merge=true builds the base model from the run folder, but {checkpoint} is not in a run folder; move it "
+            "back"
         )
     return _built_base(saved.run, checkpoint)
 

@@ -66,7 +66,10 @@ def test_user_family_has_the_same_losses_on_every_layout(folder: Path, text: Pat
     [
         ("model.widht=4", "did you mean model.width=4?"),
         ("model.heads=4", "but the run uses model.family=bigram"),
-        ("task.z_loss=1e-4", "task.z_loss=0.0001: the model family bigram has no LanguageModelHead"),
+        (
+            "task.z_loss=1e-4",
+            "task.z_loss=0.0001 is computed by a LanguageModelHead, which model.family=bigram does not have",
+        ),
         ("model.width=x", "model.width=x (command line) is not a whole number"),
     ],
 )

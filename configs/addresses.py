@@ -12,7 +12,7 @@ _KEYS = (
     r"(?:[\w.-]*(?:(?:password|passwd|passphrase|pwd|secret|signature|credential)s?|token)"
     r"|(?!ssl)(?:[\w.-]*[_.-])?(?:api|access)?keys?)"  # sslkey=FILE names a file
 )
-_KEY = re.compile(rf"{_KEYS}|[\w-]*(?:api|access|auth|hf|hub)[_-]?tokens", re.IGNORECASE)
+_KEY = re.compile(rf"{_KEYS}|[\w-]*(?:api|access|auth|hf|hub)[_-]?tokens|authorization", re.IGNORECASE)
 _NOT_SECRET = re.compile(r"(bos|eos|pad|unk|sep)_token")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _IN_QUERY = re.compile(rf"""([?&;]{_KEYS}=)[^&;#\s"']*""", re.IGNORECASE)

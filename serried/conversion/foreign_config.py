@@ -36,11 +36,15 @@ class Setting(NamedTuple):
 
 
 def _without_secrets(value: Any) -> Any:
-    """Return ``value`` with passwords and tokens in nested mappings replaced by ***."""
+    """Return ``value`` with *** for passwords and tokens in nested mappings, and for those that a text assigns, such as
+    ``API_KEY=...`` or ``--token ...``."""
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
     if isinstance(value, dict):
         return {key: "***" if is_secret(str(key)) else _without_secrets(item) for key, item in value.items()}
+    if isinstance(value, str):
+        assigned = re.compile(r"(?<![\w.-])((?:--)?([\w.-]+)=|--([\w.-]+)\s+)[^\s,;]+")
+        return assigned.sub(lambda found: f"{found[1]}***" if is_secret(found[2] or found[3]) else found[0], value)
     return value
 
 

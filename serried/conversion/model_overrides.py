@@ -197,7 +197,8 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         out.decide.append("the file names no data; add data.path=FILE, or data=hf data.path=OWNER/NAME")
     if len(training) > 1 and task in ("preference", "reward"):
         paths = ", ".join(source.path for source in training[1:])
-        out.decide.append(f"pairs are read from the first data set only; join the others into one file: {paths}")
+        rows = "rows" if out.overrides["recipe"] == "kto" else "pairs"
+        out.decide.append(f"{rows} are read from the first data set only; join the others into one file: {paths}")
         training = training[:1]
     if len(training) == 1:
         if training[0].kind != "text":

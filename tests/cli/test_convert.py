@@ -382,6 +382,13 @@ def test_samples_of_a_step_have_the_name_of_the_task(
     assert f"trainer.global_batch=8 {samples} per step" in " ".join(result.explained)
 
 
+def test_further_data_sets_of_kto_are_not_called_pairs(tmp_path: Path) -> None:
+    result = conversion(
+        tmp_path, {**BASES["axolotl"], "rl": "kto", "datasets": [{"path": "a.json"}, {"path": "b.json"}]}
+    )
+    assert [sentence for sentence in result.decide if sentence.startswith("rows are read from the first data set only")]
+
+
 @pytest.mark.parametrize(
     ("framework", "lines", "expected"),
     [
@@ -671,6 +678,9 @@ def test_tokens_and_passwords_are_not_printed(tmp_path: Path, capsys: pytest.Cap
         "my_auth_tokens": ["SECRET"],
         "env": {"OPENAI_KEY": "SECRET"},
         "servers": [{"name": "a", "api_key": "SECRET"}],
+        "notify": ["OPENAI_KEY=SECRET", "x=1"],
+        "on_start": "start --api-key SECRET --token=SECRET --rank 1",
+        "headers": {"Authorization": "Bearer SECRET"},
         "my_pad_token": "<pad>",
     }
     assert main(["convert", str(written(tmp_path / "a.yaml", {**BASES["axolotl"], **lines}))]) == 0
@@ -678,7 +688,8 @@ def test_tokens_and_passwords_are_not_printed(tmp_path: Path, capsys: pytest.Cap
     assert "SECRET" not in out
     for name in ("my_passwd", "wandb_key", "api_keys.openai", "my_auth_tokens", "env.OPENAI_KEY"):
         assert f"{name}=***" in out
-    assert "my_pad_token=<pad>" in out
+    for line in ("my_pad_token=<pad>", "notify=[OPENAI_KEY=***,x=1]", "start --api-key *** --token=*** --rank 1"):
+        assert line in out
 
 
 def test_output_is_a_shell_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ class UserError(Exception):
 
 
 class TrainingFailed(Exception):
-    """Training cannot continue, for a reason that a traceback would not explain. One line, exit code 70."""
+    """Raised if training cannot continue, for a reason that a traceback would not explain. One line, exit code 70."""
 
     def _render_traceback_(self) -> list[str]:
         """Show one line in a notebook instead of a traceback, like ``UserError``."""
@@ -45,7 +45,7 @@ class TrainingFailed(Exception):
 
 
 class TrainingStopped(TrainingFailed):
-    """Training cannot continue, but can be resumed from its newest checkpoint. One line, exit code 75."""
+    """Raised if training must stop, but can be resumed from its newest checkpoint. One line, exit code 75."""
 
 
 class StopRequested(BaseException):

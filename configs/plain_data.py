@@ -20,7 +20,7 @@ _TOO_LARGE = 2**62
 
 
 class NotPlainData(ValueError):
-    """File or text that is not plain data within the limits. The message is one line with the reason."""
+    """Raised for a file or text that is not plain data within the limits. The message is one line with the reason."""
 
 
 def open_regular(path: Path) -> IO[bytes]:

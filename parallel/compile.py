@@ -24,7 +24,7 @@ def check_blocks(
 ) -> Sequence[str]:  # fmt: skip
     """Return the names of the blocks of ``module``.
 
-    ``keeps_less`` is the property of the trainer section.
+    ``keeps_less``: value of ``TrainerSection.keeps_less``.
 
     Raises:
         UserError: There are no blocks, or they cannot be compiled.

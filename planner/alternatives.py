@@ -34,7 +34,7 @@ _CHANGES = {
     "adapter.quantize": "stores the base model in 4 bits",
     "data.sequence_length": "trains on shorter samples",
 }
-"""Effects of keys other than speed and memory."""
+"""Effects of keys, other than on speed and memory."""
 _WORTH_A_LINE = 0.01
 _LINES = 3
 _MOST_CHANGES = 3
@@ -45,9 +45,9 @@ class Faster(NamedTuple):
 
     override: str
     saved: float
-    """Share of the step's time, with the overrides before this one."""
+    """Saved share of the step time, if all overrides before this one are set."""
     bytes: int
-    """Additional memory in bytes; negative if it is less."""
+    """Additional memory in bytes; negative if the override saves memory."""
 
 
 class Fitting(NamedTuple):

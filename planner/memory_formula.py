@@ -148,7 +148,7 @@ class ParameterSize(NamedTuple):
     """Sizes of one parameter on a rank that holds it."""
 
     held: int
-    """Elements that the rank holds."""
+    """Number of elements that the rank holds."""
     shape: tuple[int, ...]
     """Shape that FSDP2 shards, after sharding on the other axes."""
     state_bytes: float
@@ -163,7 +163,7 @@ class ParameterSize(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Elements that FSDP2 gathers."""
+        """Number of elements that FSDP2 gathers."""
         return prod(self.shape)
 
 

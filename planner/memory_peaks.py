@@ -41,11 +41,11 @@ class Part(NamedTuple):
     gathered: int
     """Bytes when gathered."""
     trained: int
-    """Trained elements before FSDP sharding."""
+    """Number of trained elements before FSDP sharding."""
     held: int
-    """Trained elements on this rank."""
+    """Number of trained elements on this rank."""
     largest: int
-    """Elements of the largest trained parameter."""
+    """Number of elements of the largest trained parameter."""
 
 
 class Parts(NamedTuple):

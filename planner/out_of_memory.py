@@ -99,7 +99,7 @@ def explained(
 
 
 class _Usage(NamedTuple):
-    """Memory as measured, in bytes."""
+    """Measured memory in bytes."""
 
     allocated: int
     """Bytes of this process's tensors on a GPU; on a CPU its peak resident memory."""

@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All parts on the device, in bytes."""
+        """Sum of all parts on the device, in bytes."""
         return int(sum(self.parts.values())) - self.on_host
 
     @property

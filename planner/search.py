@@ -485,7 +485,8 @@ def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
 
 
 def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
-    """Return the overrides to try for FSDP: after which steps it reshards parameters and reduces gradients."""
+    """Return the overrides to try for FSDP: whether it reshards parameters after the forward, and whether it reduces
+    gradients after each micro-batch."""
     if strategy is None:
         return [{}]
     key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"

@@ -92,7 +92,7 @@ def fits_of(memory: Memory, capacity: int) -> Fits:
 
 
 def with_unused(memory: Memory) -> Memory:
-    """Return ``memory`` with the allocator's fragmentation."""
+    """Return ``memory`` with the allocator's fragmentation included."""
     passing = sum(
         part for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
     )

@@ -247,7 +247,7 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
 def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
     """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
 
-    A decorator. The module that a function returns maps ``tokens`` [B, S] to logits [B, S, V].
+    Use it as a decorator. The module that a function returns maps ``tokens`` [B, S] to logits [B, S, V].
 
     Args:
         name: Value of ``model.family``.

@@ -35,7 +35,7 @@ _SAME_NAMES = ("partition", "account", "qos", "reservation", "constraint", "excl
 
 
 class _NothingSubmitted(UserError):
-    """Slurm is not available, or has refused the job."""
+    """Raised if Slurm is not available or has refused the job."""
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
@@ -348,7 +348,7 @@ def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: 
 
 
 def _size(config: RunConfig, text: str) -> str:
-    """Return ``2 nodes x 8 processes`` for the job whose script is ``text``."""
+    """Return the size of the job whose script is ``text``, such as ``2 nodes x 8 processes``."""
     nodes, processes = config.launch.nodes or 1, processes_per_node(config.launch)
     asks = config.launch.device == "cpu" or "--gpus-per-node" in text
     no_gpu = "" if asks else "; no GPUs requested (slurm.gpus_per_node=8 requests them)"

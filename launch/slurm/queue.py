@@ -30,7 +30,7 @@ class Job:
     partition: str
 
     def describe(self) -> str:
-        """Return ``17 running on node[0-1] for 3:12, 6:48 left (partition gpu)``."""
+        """Return a description such as ``17 running on node[0-1] for 3:12, 6:48 left (partition gpu)``."""
         place = self.where.strip("()")
         if self.state == "PENDING":
             return f"{self.name} pending: {place} (partition {self.partition})"

@@ -38,7 +38,7 @@ _PATIENCE = ("trainer.early_stopping_patience", "trainer.patience")
 
 
 class _AskedToStop(BaseException):
-    """A signal arrived."""
+    """Raised when a signal has arrived."""
 
 
 def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> int:

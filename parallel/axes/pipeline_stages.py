@@ -170,7 +170,7 @@ def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
 def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield path, module and stage of blocks, of their parents and of their siblings.
 
-    For blocks the stage is not valid.
+    The stage has no meaning for blocks.
     """
     around, is_behind = _around(plan), False
     for path, module in model.named_modules():

@@ -267,7 +267,8 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
 
 
 def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of rows of each embedding and head by name. A tied head counts as the largest embedding."""
+    """Return the number of rows of each embedding and head, by name. A tied head has as many as the largest
+    embedding."""
     ends = {name: module.get_submodule(name).weight for name, role in roles.items() if role in ("vocabulary", "head")}
     rows = {name: len(weight) for name, weight in ends.items() if isinstance(weight, Tensor)}
     largest = max((count for name, count in rows.items() if roles[name] == "vocabulary"), default=0)

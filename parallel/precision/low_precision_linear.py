@@ -22,7 +22,7 @@ from serried.parallel.plan import ParallelPlan
 Product = Callable[[Tensor, Tensor], Tensor]
 """Function of x [..., I] and a weight [O, I] that returns [..., O]."""
 _ROUTERS = ("gate", "router")
-"""Last name parts of routers. They are excluded, because rounding would change the chosen experts."""
+"""Last parts of the names of routers, which are excluded because rounding would change the chosen experts."""
 
 
 class Chosen(NamedTuple):

@@ -30,7 +30,7 @@ in the timeline."""
 
 
 class UnknownTime(Exception):
-    """The step time is unknown. The message is the reason, as a clause."""
+    """Raised if the step time is unknown. The message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)

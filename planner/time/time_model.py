@@ -46,7 +46,8 @@ class Shape(NamedTuple):
     experts_per_token: int = 0
     expert_hidden: int = 0
     dense_layers: int = 0
-    """Layers without experts in a model with experts. ``hidden`` is the mean over these layers and shared experts."""
+    """Number of layers without experts in a model with experts. ``hidden`` is the mean over these layers and shared
+    experts."""
     attended: float = 1.0
     """Share of the attention scores that sliding windows keep."""
 

@@ -110,8 +110,8 @@ class StepTrace(LiveStorages):
     """Records storages, collectives and operations from ``begin`` on."""
 
     def __init__(self, *, is_pipeline: bool = False) -> None:
-        """``is_pipeline``: in the first step, ranks read int32 flags that report whether shapes are known on all
-        ranks."""
+        """``is_pipeline``: whether there are pipeline stages. In the first step, their ranks read int32 flags that
+        report whether shapes are known on all ranks."""
         super().__init__()
         if is_pipeline:
             self._flags = torch.bool, torch.int32

@@ -50,7 +50,7 @@ _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
 class CannotTrace(Exception):
-    """A step cannot be traced on tensors without data. The message is the reason, as a clause."""
+    """Raised if a step cannot be traced on tensors without data. The message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)

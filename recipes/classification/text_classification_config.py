@@ -5,7 +5,7 @@ from serried.configs.schema.tasks import LabelledSection, TextsSection
 
 
 class TextClassSection(TextsSection, LabelledSection):
-    """Texts with one class each."""
+    """Texts, each with one class."""
 
 
 tasks.register(

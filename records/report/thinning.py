@@ -1,4 +1,4 @@
-"""Thinning of curves that keeps spikes: the lowest and highest value of each stretch stay."""
+"""Thinning of curves that keeps spikes: the lowest and highest value of each stretch are kept."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
     name: str
     work: Callable[[], Found]
-    """Raises ``RunFailed`` if a run that it needs does not end as expected."""
+    """Function that computes the result. Raises ``RunFailed`` if a run that it needs does not end as expected."""
     skipped: str = ""
     """Reason why the case cannot run on this machine; empty if it can."""
 

@@ -1,4 +1,4 @@
-"""The check of the machine, and its anonymous description in a report: no user, host or network names."""
+"""Check of this machine, and an anonymous description of it for a report: no user, host or network names."""
 
 import json
 import os

@@ -34,7 +34,7 @@ _LEFT_OVER_SECONDS = 20.0  # a driver first ends the kernels of a process
 
 
 class RunFailed(Exception):
-    """A run did not end as expected. The message is one line."""
+    """Raised if a run did not end as expected. The message is one line."""
 
 
 class Started:

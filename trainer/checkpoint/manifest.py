@@ -36,7 +36,7 @@ class FileRecord(NamedTuple):
 
 
 class Damaged(Exception):
-    """A checkpoint is damaged. The message describes the file and the damage in one line."""
+    """Raised if a checkpoint is damaged. The message describes the file and the damage in one line."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -67,7 +67,7 @@ class Resized:
         return torch.cat((self._base.read_elements(name, first, begin - first), added)) if begin > first else added
 
     def _is_resized(self, spec: TensorSpec) -> bool:
-        """Return whether a tensor has a row for each token. Tensors of the numbered blocks do not."""
+        """Return whether a tensor has a row for each token. Tensors of the numbered blocks never have."""
         return spec.shape[:1] == (self._rows,) and not any(part.isdigit() for part in spec.name.split("."))
 
 

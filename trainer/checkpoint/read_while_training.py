@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Deleted(UserError):
-    """A checkpoint was deleted while it was being read."""
+    """Raised if a checkpoint was deleted while it was being read."""
 
 
 @contextmanager

@@ -361,7 +361,8 @@ def _check(
 
 
 def _class_in(folder: Path) -> str:
-    """Return ``: LlamaForCausalLM`` if the ``config.json`` of ``folder`` names that class, else an empty string."""
+    """Return a colon and the class that the ``config.json`` of ``folder`` names, such as ``: LlamaForCausalLM``; empty
+    if it names none."""
     try:
         (name,) = read_json(folder / CONFIG)["architectures"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -30,7 +30,8 @@ Collate = Callable[[Sequence[Any], np.ndarray], Any]
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read. The message contains its number. The cause is the exception of the data set."""
+    """Raised if a sample could not be read. The message contains its number. The cause is the exception of the data
+    set."""
 
 
 class Reader(NamedTuple):

@@ -267,7 +267,7 @@ class BatchShare(NamedTuple):
 
     @property
     def of_all(self) -> int:
-        """Number of samples in one micro-batch of every rank together."""
+        """Number of samples in one micro-batch of all ranks together."""
         return self.data_ranks * self.micro_batch
 
 

@@ -43,7 +43,7 @@ OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class Stopped(Exception):
-    """The ranks agreed to stop."""
+    """Raised when the ranks have agreed to stop."""
 
 
 class Benchmarks:

@@ -26,7 +26,7 @@ def machine_bytes() -> tuple[int, int]:
 
 
 def limits() -> dict[str, int]:
-    """Return the memory limits that are below the memory of this machine, in bytes, by a description of their scope."""
+    """Return the memory limits in bytes that are below the memory of this machine. Keys describe their scope."""
     found = {_OF_A_PROCESS: resource.getrlimit(resource.RLIMIT_AS)[0]}
     with suppress(OSError, ValueError):
         found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))

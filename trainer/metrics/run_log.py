@@ -22,9 +22,9 @@ _IDS_SHOWN = 8
 
 
 def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the entries of metrics.jsonl on tokens sent to experts.
+    """Return the entries of metrics.jsonl about tokens sent to experts.
 
-    They are the fewest, the most and the total per layer, and the ratio of the most to the mean.
+    These are the minimum, the maximum and the sum per layer, and the ratio of the maximum to the mean.
     """
     if not loads:
         return {}

@@ -46,7 +46,7 @@ _FAILED = 2.0
 
 
 class PeerFailed(Exception):
-    """The evaluation failed on another rank, which has recorded the reason."""
+    """Raised if the evaluation failed on another rank, which has recorded the reason."""
 
 
 _SOON = 0.1

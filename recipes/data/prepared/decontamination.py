@@ -70,7 +70,7 @@ def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
 def _documents(
     stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each document that ``wanted``, a function of all lengths, selects."""
+    """Yield the start and stop of each selected document. ``wanted`` maps the lengths of all documents to a mask."""
     bounds = np.append(stream.all_document_starts(), stream.tokens)
     chosen = np.flatnonzero(wanted(np.diff(bounds)))
     yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)

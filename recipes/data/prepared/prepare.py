@@ -208,7 +208,7 @@ def _used(section: DataSection, prepared: Prepared) -> Prepared:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return ``1 row``, ``12,345 rows``."""
+    """Return a number with its noun, such as ``1 row`` or ``12,345 rows``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

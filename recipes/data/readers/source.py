@@ -33,7 +33,8 @@ class Place(NamedTuple):
     noun: Literal["line", "row"]
 
     def __str__(self) -> str:
-        """Return ``chats.jsonl line 12``, counted from 1. Reads a file up to the line."""
+        """Return the position as text, such as ``chats.jsonl line 12``, counted from 1. Reads the file up to the
+        line."""
         if self.noun == "row":
             return f"{self.path} row {self.number + 1:,}"
         lines, position = 1, self.number

@@ -266,7 +266,7 @@ def _without_targets(stream: TokenStream, pieces: Pieces, sequence_length: int) 
 
 
 def _cut_off(prepared: Prepared, sequence_length: int, *, may_skip: bool) -> UserError:
-    """Return the error for conversations of both splits without targets after truncation."""
+    """Return the error for conversations that have no targets after truncation, in either split."""
     shown = list[str]()
     count = 0
     longest = 0

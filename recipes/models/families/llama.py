@@ -196,8 +196,8 @@ class Transformer(nn.Module):
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
-        """Return the window and the rotary frequencies of each block. A window that is not shorter than ``length`` is
-        None."""
+        """Return the attention window and the rotary frequencies of each block. A window is None if it is not shorter
+        than ``length``."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
         windows = [None if window is None or window >= length else window for window in windows]

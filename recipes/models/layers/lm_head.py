@@ -114,7 +114,7 @@ class Chunk(NamedTuple):
     losses: Tensor
     """[T], 0 where there is no target"""
     is_target: Tensor
-    """[T]"""
+    """Whether the token has a target, [T]"""
     row: Tensor
     """Local row of the target, [T]; any row if it is on another rank"""
     is_here: Tensor

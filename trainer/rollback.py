@@ -41,7 +41,10 @@ class Rollback:
         """
         context, config = self._context, self._context.config
         if self._count >= config.health.max_rollbacks:
-            raise TrainingStopped(f"{back}; health.max_rollbacks={config.health.max_rollbacks} is reached")
+            raise TrainingStopped(
+                f"{back}; health.max_rollbacks={config.health.max_rollbacks} is reached. Check the data, or "
+                "lower optim.lr"
+            )
         samples = self._data.samples(back.step)
         context.pulse.enter(SET_UP, back.step)
         context.console.doing("rolling back to a checkpoint")

@@ -91,7 +91,7 @@ def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
     """Return the error for a class that only a validation split has."""
     return UserError(
         f"{where} has the class {name}, but the training data has only {_some(classes)}; add training samples of this "
-        "class, or remove its samples here"
+        "class, or remove the samples of this class from the validation data"
     )
 
 

@@ -40,7 +40,7 @@ def convert(words: list[str]) -> int:
         result.decide.append(
             "run the command on each node, with the address of the first node for HOST; or use launch=slurm"
         )
-    if result.nodes == 1 and result.processes > 16:
+    if result.nodes == 1 and result.processes > 8:
         nodes = -(-result.processes // 8)
         result.decide.append(
             f"launch.processes={result.processes} is for one node; for nodes of 8 GPUs use launch=slurm "

@@ -124,7 +124,9 @@ def _axolotl(config: ForeignConfig, data: ForeignData) -> None:
         named = config.value("pretraining_dataset")
         for entry in named if isinstance(named, list) else [named]:
             entry = entry if isinstance(entry, Mapping) else {"path": entry}
-            source = _located(config, str(entry.get("path")), format="text", subset=_text(entry, "name"))
+            if not (path := _text(entry, "path")):
+                continue
+            source = _located(config, path, format="text", subset=_text(entry, "name"))
             source.split, source.text = _text(entry, "split"), _text(entry, "text_column")
             data.training.append(source)
 

@@ -656,6 +656,12 @@ def test_gpus_that_do_not_fit_the_stated_mesh_are_refused(tmp_path: Path) -> Non
         conversion(tmp_path, tree, gpus=16)
 
 
+def test_mesh_of_several_nodes_is_to_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {**BASES["axolotl"], "dp_shard_size": 8, "dp_replicate_size": 2}
+    assert main(["convert", str(written(tmp_path / "a.yaml", tree))]) == 0
+    assert "for nodes of 8 GPUs use launch=slurm launch.nodes=2 launch.processes=8" in capsys.readouterr().out
+
+
 def test_dashes_and_unknown_keys_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(written(tmp_path / "a.yaml", BASES["axolotl"]))
     for words, expected in (
@@ -753,6 +759,7 @@ def test_odd_values_are_converted_or_get_one_line(framework: str, tmp_path: Path
     ("framework", "section", "keys"),
     [
         ("axolotl", "datasets", "path name split type data_files field_messages field_instruction roles_to_train"),
+        ("axolotl", "pretraining_dataset", "path name split text_column"),
         ("torchtune", "dataset", "_component_ source name split column_map column conversation_column data_files"),
         ("TRL", "dataset_mixture", "id path config split weight fraction"),
         ("LLaMA-Factory", "dataset_info", "file_name hf_hub_url ms_hub_url subset columns tags formatting"),
@@ -771,9 +778,10 @@ def test_odd_values_of_a_data_set_are_converted_or_get_one_line(
                 written(tmp_path / "data" / "dataset_info.json", {"demo": entry})
             else:
                 tree[section] = {"datasets": [entry], "dataset": entry}.get(section, {"datasets": [entry]})
-                tree[section] = [entry] if section == "datasets" else tree[section]
+                tree[section] = [entry] if section in ("datasets", "pretraining_dataset") else tree[section]
             try:
                 result = converted(read([written(tmp_path / "odd.json", tree)]), None, None, None)
-                assert Path(result.overrides.get("data.path", "")).name != "None"
+                paths = [path for key, path in result.overrides.items() if key.endswith(".path")]
+                assert "None" not in [Path(path).name for path in paths]
             except UserError as error:
                 assert all("\n" not in sentence for sentence in error.args)

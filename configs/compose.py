@@ -136,7 +136,7 @@ def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
     """Return the keys that the user's own recipe sets. The defaults of the task must not override them."""
     keys: set[str] = set()
     names = [dict(word.partition("=")[::2] for word in argv).get("recipe")]
-    for name in names:  # grows by the recipes that this one starts from
+    for name in names:  # the loop appends the recipes that each recipe is based on
         for folder in declared().config_dirs:
             content = read_if_there(folder / "recipe" / f"{name}.yaml")
             keys |= flatten(content).keys()

@@ -46,7 +46,7 @@ def _within_model(given: Collection[str]) -> set[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return ``value``, converted to a number if it is the text of one."""
+    """Return ``value``. Text that represents a number is converted to a float."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

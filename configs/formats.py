@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def size(number_bytes: float) -> str:
-    """Format bytes: 512B, 1.5GiB."""
+    """Format a number of bytes, as in ``512B`` or ``1.5GiB``."""
     if number_bytes < 2**10:
         return f"{number_bytes:.0f}B"
     for limit, divisor, unit in ((2**20, 2**10, "KiB"), (2**30, 2**20, "MiB"), (2**40, 2**30, "GiB")):
@@ -16,7 +16,7 @@ def size(number_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 45s, 3m20s, 5h12m, 1d03h."""
+    """Format seconds, as in ``45s``, ``3m20s``, ``5h12m`` or ``1d03h``."""
     whole = round(seconds)
     for size, unit, part, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:
@@ -25,7 +25,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Format a count: 1234567 -> 1.2M."""
+    """Format a count, as in ``1.2M`` for 1234567."""
     for limit, divisor, suffix in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
         if number < limit:
             return f"{number / divisor:.1f}{suffix}" if suffix else f"{number:.0f}"

@@ -179,7 +179,7 @@ class DistributedModel:
         return own.joined(SumTable.pack(further, self.device)).start_adding()
 
     def _agreed(self, use: str, terms: LossTerms | None) -> Shapes:
-        """Return the names and shapes of the loss sums. The first call for each ``use`` is a collective.
+        """Return the names and shapes of the loss sums. The first call for each ``use`` is a collective call.
 
         ``terms`` is a loss of this rank, or None if the loss is on another pipeline stage.
         """

@@ -310,7 +310,7 @@ def _of_stages(config: RunConfig, task: RunTask, accumulation: int, sizes: Sizes
 
 
 def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
-    """Return whether gradients exist between steps: DDP keeps its buckets."""
+    """Return whether gradients stay allocated between steps, like DDP's buckets."""
     return layout.is_replicated and not trained_type(config)
 
 

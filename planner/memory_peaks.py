@@ -158,7 +158,7 @@ class _MicroBatch:
         """Return the moment in the backward of a part at which its largest parameter's gradient exists.
 
         ``tied``: number of uses of the embedding weight, if this part may hold it. With two uses, the gradients of both
-        and their sum exist. In other parts, the gradient of the head's use waits.
+        and their sum exist. In other parts, the gradient from the head is held.
         """
         how = self._how
         times = (3 if tied > 1 else 1) if tied is not None else 1

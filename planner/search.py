@@ -115,7 +115,8 @@ def search(config: RunConfig, task: RunTask, processes: int) -> str:
         )
     device = searched.machine.device.name
     nearest = None if fastest else searched.nearest()
-    if nearest is not None and nearest.bytes <= searched.machine.limit:  # by the plan, though not by the first estimate
+    # The nearest candidate may fit by the plan, although it did not by the first estimate.
+    if nearest is not None and nearest.bytes <= searched.machine.limit:
         fastest = [nearest]
         found = [nearest]
         nearest = None

@@ -23,7 +23,7 @@ _ONLY_INFERENCE = ("activation_scale", "input_scale", ".k_scale", ".v_scale")
 """Suffixes of scales of activations and of the KV cache, which training does not need."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BYTES = 16
-"""Bytes of a group of MXFP4."""
+"""Number of bytes in a group of MXFP4 values."""
 _BIAS = 127
 """Bias of the stored exponents: 0 is stored for the exponent -127."""
 

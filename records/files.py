@@ -46,7 +46,7 @@ def replacing(path: Path, *, survives_power_loss: bool = True) -> Iterator[IO[by
 
 
 def write_atomically(path: Path, content: str | bytes, *, survives_power_loss: bool = True) -> None:
-    """Replace the file ``path``; see ``replacing``."""
+    """Replace the content of the file ``path`` atomically; see ``replacing``."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with replacing(path, survives_power_loss=survives_power_loss) as file:
         file.write(data)

@@ -19,7 +19,7 @@ class Status:
     """State of a run."""
 
     state: str
-    """running, finished, stopped or failed."""
+    """State of the run: running, finished, stopped or failed."""
     step: int
     reason: str | None = None
     exit_code: int | None = None

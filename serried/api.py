@@ -37,7 +37,7 @@ class Result:
     state: str
     """``finished``, ``stopped`` (resumable) or ``failed``."""
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     loss: float | None
     """Training loss of the last logged step."""
     validation: float | None

@@ -65,7 +65,8 @@ def _check(name: str) -> None:
     """
     module, _, attribute = name.partition(":")
     if module and attribute:
-        if (here := str(Path.cwd())) not in sys.path:  # train.py in a checkout, callbacks.py in the current folder
+        # train.py may be in a checkout and callbacks.py in the current folder.
+        if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         try:
             is_there = find_spec(module) is not None

@@ -87,7 +87,8 @@ class Compilation:
         self._seen = _newest()
         if not found:
             return
-        graphs = [compilation for compilation in found if compilation.co_name is not None]  # others: backward graphs
+        # Backward graphs have no name.
+        graphs = [compilation for compilation in found if compilation.co_name is not None]
         seconds = sum(compilation.duration_us or 0 for compilation in found) / 1e6
         if self._is_first:
             many = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"

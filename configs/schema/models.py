@@ -27,7 +27,7 @@ def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
 
 
 def keys_named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``names`` with their values in the ``config.json`` ``found``. ``names`` maps our key to its
+    """Return the keys of ``names`` with their values in the ``config.json`` ``found``. ``names`` maps each key to its
     name there."""
     return {ours: found[theirs] for ours, theirs in names.items()}
 

@@ -31,7 +31,7 @@ class SampledSection(Section):
     """Fraction of each target that is spread evenly over the classes, in training only."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
-        """Yield a sentence: this task has no sections of a language model."""
+        """Yield the error message that this task has no sections of a language model."""
         yield (
             f"task.name={config.task.name} cannot be used with the other settings, which are for a language model; "
             f"choose the task with task={config.task.name} instead"

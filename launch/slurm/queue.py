@@ -22,7 +22,7 @@ class Job:
     name: str
     """Job number, followed by ``_TASK`` for a task of an array."""
     state: str
-    """RUNNING, PENDING, COMPLETING, ..."""
+    """State in Slurm's terms, such as RUNNING, PENDING or COMPLETING."""
     elapsed: str
     left: str
     where: str

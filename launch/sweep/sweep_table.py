@@ -34,7 +34,7 @@ class Outcome:
     values: Mapping[str, str]
     """The value of each swept key."""
     state: str = "not started"
-    """not started, queued, running, finished, stopped or failed."""
+    """State of the run: not started, queued, running, finished, stopped or failed."""
     step: int = 0
     reason: str | None = None
     exit_code: int | None = None

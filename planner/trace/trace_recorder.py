@@ -39,7 +39,7 @@ _COLLECTIVES = {
 
 
 class Collective(NamedTuple):
-    """A collective."""
+    """A collective operation."""
 
     kind: str
     group: str

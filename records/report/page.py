@@ -107,7 +107,7 @@ _Curves = dict[tuple[str, str], Curve]
 
 def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
     """Return the curves of each run that fit on a page, and a sentence about curves that are left out."""
-    most = _points(runs) // 2 // _FEWEST_BUCKETS  # weight
+    most = _points(runs) // 2 // _FEWEST_BUCKETS  # largest total weight that fits
 
     def weight(of_runs: Iterable[_Curves]) -> int:
         return sum(_WEIGHTS.get(chart, 1) for curves in of_runs for chart, _ in curves)

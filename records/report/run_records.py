@@ -39,7 +39,7 @@ class Mark(NamedTuple):
     """An event at a step."""
 
     kind: str
-    """restart, rollback, spike, skipped or checkpoint."""
+    """Kind of event: restart, rollback, spike, skipped or checkpoint."""
     step: int
     text: str
 

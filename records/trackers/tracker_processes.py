@@ -16,7 +16,7 @@ import serried
 from serried.configs.requirements import LABELS, LIVE, asked_for
 from serried.configs.schema.launch_plan_track import TrackSection
 
-COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library
+COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: do not import ./wandb.py as the library
 _END_SECONDS, _NICENESS = 5.0, 10
 
 

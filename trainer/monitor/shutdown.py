@@ -126,8 +126,8 @@ class Shutdown:
 
         The result is None if steps are short: the run then stops only between steps.
 
-        The function is a collective, on the host. If a rank must stop, it raises ``StepDropped`` on all ranks, and sets
-        ``stops``.
+        The function is a collective call on the host. If a rank must stop, it raises ``StepDropped`` on all ranks, and
+        sets ``stops``.
         """
         per_look = self._clock.begin_step(count)
         return None if per_look is None else partial(self._look, step, count, per_look)

@@ -103,7 +103,7 @@ class Unit(ABC):
     name: str
     """Name in messages, such as a path or ``part.parquet row group 3``."""
     size_bytes: int
-    """Approximate size, for progress."""
+    """Approximate size in bytes, for the progress display."""
     split: str | None = None
     """Split of all its documents; None if it depends on each document's content."""
 

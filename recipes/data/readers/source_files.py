@@ -33,7 +33,7 @@ AROUND_BYTES = 1 << 14
 """Size in bytes of the text on each side of a piece that is tokenized together with it."""
 
 SETTLED_SECONDS = 2.0
-"""Age of a file above which its timestamps reliably show whether it has changed."""
+"""Age of a file in seconds above which its timestamps reliably show whether it has changed."""
 
 Stamp = tuple[int, int, int, int]
 """Inode, size, mtime and ctime of a file. The ctime is included because copying tools may restore the mtime."""

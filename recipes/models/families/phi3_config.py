@@ -19,7 +19,7 @@ class Phi3Section(MistralSection):
     rope_types = ("longrope",)
 
     rotary_fraction: Number | None = Field(default=None, gt=0, le=1)
-    """Fraction of each head that rotary embeddings apply to, for Phi-4-mini; all of it when null."""
+    """Fraction of each head that rotary embeddings apply to, for Phi-4-mini; null: the full head."""
 
     @property
     def rotary_dim(self) -> int:

@@ -29,27 +29,27 @@ class WSDSection(DecaySection):
 
 @register_schedule("constant", section=ConstantSection)
 def constant(step: int, steps: int, peak: float, section: ConstantSection) -> float:
-    """Stay at the peak."""
+    """Return the constant learning rate ``peak``."""
     del step, steps, section
     return peak
 
 
 @register_schedule("cosine", section=DecaySection)
 def cosine(step: int, steps: int, peak: float, section: DecaySection) -> float:
-    """Fall along half a cosine."""
+    """Return the learning rate of a cosine decay."""
     progress = (step - section.warmup_steps) / (steps - section.warmup_steps)
     return _between(peak, section.min_lr_ratio, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @register_schedule("linear", section=DecaySection)
 def linear(step: int, steps: int, peak: float, section: DecaySection) -> float:
-    """Fall along a straight line."""
+    """Return the learning rate of a linear decay."""
     return _between(peak, section.min_lr_ratio, 1 - (step - section.warmup_steps) / (steps - section.warmup_steps))
 
 
 @register_schedule("wsd", section=WSDSection)
 def wsd(step: int, steps: int, peak: float, section: WSDSection) -> float:
-    """Stay at the peak, then fall along a straight line over the last ``decay_fraction`` of the steps."""
+    """Return a learning rate that is constant, and decays linearly over the last ``decay_fraction`` of the steps."""
     first = max(section.warmup_steps, steps - round(section.decay_fraction * steps))
     if step <= first:
         return peak

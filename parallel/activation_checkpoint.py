@@ -213,7 +213,8 @@ class _Keep(TorchDispatchMode):
     def take(self, compute: Callable[[], Any]) -> Any:
         """Return ``compute()`` and keep it.
 
-        Both are detached, because autograd would attach a history to the kept tensor, which refers back to this object.
+        Result and kept tensor are detached, because autograd would attach a history to the kept tensor, which refers
+        back to this object.
         """
         self._results.append(tree_map_only(Tensor, Tensor.detach, compute()))
         return tree_map_only(Tensor, Tensor.detach, self._results[-1])

@@ -182,7 +182,7 @@ class Search:
         return max(missing, key=lambda tried: tried.fits.margin, default=None)
 
     def _relaxed(self, chosen: Sequence[Sequence[Mapping[str, Any]]]) -> Fitting:
-        """Return the options ``chosen``, each weakened as far as the run still fits."""
+        """Return the options ``chosen``, each in its weakest form with which the run still fits."""
         steps = [options[-1] for options in chosen]
         for place, options in enumerate(chosen):
             for weaker in options[:-1]:

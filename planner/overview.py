@@ -50,8 +50,8 @@ _LARGE_GPU_BYTES = 80 * 2**30
 """Memory of an A100 or H100, which a plan assumes on a machine without GPUs."""
 
 _PASSES_THAT_TEACH = 16
-"""Muennighoff et al., "Scaling data-constrained language models", 2023: 4 epochs are almost as good as new data; beyond
-16 the return falls off sharply."""
+"""Number of epochs beyond which the return falls off sharply. Up to 4 epochs are almost as good as new data
+(Muennighoff et al., "Scaling data-constrained language models", 2023)."""
 
 
 def overview(

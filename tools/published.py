@@ -400,7 +400,7 @@ def _run_planned(argv: tuple[str, ...], ranks: int, loss: str) -> tuple[float, s
     if layout.pipeline == 1:
         stages = trace_step(config, _WithLoss(config, loss), layout, accumulation)
         return with_unused(reserved_memory_of(stages, is_expandable=True)).peak, "trace"  # set by its run_train.sh
-    task = CausalLM(config)  # its loss needs less memory, but only on the last rank, which is not the peak
+    task = CausalLM(config)  # its loss needs less, but only on the last rank, which is not the largest
     model = build_model(config, task)
     found = planned_memory(config, task, accumulation, Sizes(config, layout, model.module, model.plan))
     return with_unused(formula_memory(found)).peak, "formula"

@@ -145,7 +145,7 @@ def _is_same(key: str, given: Any, found: Any) -> bool:
 
 
 def _with_base(plain: dict[str, Any], base: str | None) -> dict[str, Any]:
-    """Return ``plain`` with the base model ``base``, if it has a language model and ``model.path`` is not set."""
+    """Return ``plain`` with ``model.path=base``, unless that is set or there is no section ``model``."""
     model = plain.get("model")
     if base is None or not isinstance(model, dict) or model.get("path") is not None:
         return plain

@@ -415,8 +415,8 @@ class CheckpointSection(Section):
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
     every_minutes: CountOrZero | None = None
-    """Maximum time between checkpoints, in minutes, after which any step may be saved; 0: off. Null: 30, or 0 with
-    ``every=0``."""
+    """Maximum time between checkpoints, in minutes. When it has passed, the next step is saved; 0: off. Null: 30, or 0
+    with ``every=0``."""
     keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""
     keep_every: CountOrZero = 0

@@ -397,7 +397,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Return whether an error may be temporary: a failure of the network or a server."""
+    """Return whether an error may be temporary, such as a failure of the network or a server."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
         if isinstance(status, int):

@@ -21,7 +21,7 @@ class DecaySection(ScheduleSection):
 
 
 class WSDSection(DecaySection):
-    """Warm-up, stable, then a linear decay (https://arxiv.org/abs/2404.06395)."""
+    """Warm-up, then constant, then a linear decay (https://arxiv.org/abs/2404.06395)."""
 
     decay_fraction: Number = Field(default=0.1, gt=0, le=1)
     """Fraction of all steps spent decaying."""

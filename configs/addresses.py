@@ -24,8 +24,8 @@ def is_address(text: str) -> bool:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a setting with this dotted name holds a password or token, such as ``env.OPENAI_KEY``. A name of a
-    token of text, such as ``pad_token``, does not."""
+    """Return whether a setting with this dotted name holds a password or an access token, such as ``env.OPENAI_KEY``.
+    Settings for text tokens, such as ``pad_token``, do not."""
     return any(_KEY.fullmatch(part) and not _NOT_SECRET.search(part) for part in name.split("."))
 
 

@@ -13,7 +13,7 @@ RENAMED = {
     "trainer.quantize_aware": "precision.quantize_aware",
     "trainer.workers": "data.workers",
 }
-"""Old key -> new key. An old key on the command line is an error that names the new key."""
+"""Maps old keys to new keys. An old key on the command line is an error that names the new key."""
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Fitting(NamedTuple):
         return " ".join(word(key, value) for key, value in self.values.items() if key not in implied)
 
     def changes(self) -> list[str]:
-        """Return the effects of the overrides other than speed and memory."""
+        """Return the effects of the overrides, other than on speed and memory."""
         optimizer = [OTHER_NUMERICS[self.values["optim.name"]]] if "optim.name" in self.values else []
         return [text for key, text in _CHANGES.items() if key in self.values] + optimizer
 

@@ -43,7 +43,7 @@ class Data:
     """Data sets of a task, opened on every rank, and the position in the order of training samples."""
 
     def __init__(self, task: RunTask, session: Session, console: Console) -> None:
-        """Prepare and open the data. This is a collective call.
+        """Prepare and open the data of the task. This is a collective call.
 
         Raises ``UserError`` if there is no training data, or if the ranks read different data.
         """

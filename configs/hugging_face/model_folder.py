@@ -305,7 +305,7 @@ def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
 
 
 def adapters_alone(given: Any) -> str:
-    """Return the error message for a run of adapters whose weights alone are asked for with ``checkpoint.resume``."""
+    """Return the error message for ``checkpoint.resume`` with a run of adapters, if only its weights are to be used."""
     return (
         f"checkpoint.resume={given} is a run of adapters, not of a whole model; use adapter.path={given} to continue "
         "them, and adapter.merge=true to merge them first"

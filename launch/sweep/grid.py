@@ -27,7 +27,7 @@ _MANY_RUNS = 20
 def read_sweep(argv: Sequence[str]) -> Sweep:
     """Return the sweep of the command line ``argv``.
 
-    Every run of a grid is composed and checked. For a search, only the corners of its space are.
+    Every run of a grid is composed and checked. For a search, only the corners of its space are checked.
 
     Raises ``UserError`` if no key has several values or a run has a mistake. The error lists every mistake.
     """

@@ -54,7 +54,7 @@ class NoSync:
         return nullcontext()
 
     def reshard(self) -> None:
-        """Nothing is ever gathered."""
+        """Do nothing, since no parameters are gathered."""
 
 
 class Replicated:
@@ -88,7 +88,7 @@ class Replicated:
         return nullcontext() if is_last else self.root.no_sync()
 
     def reshard(self) -> None:
-        """Nothing is ever gathered."""
+        """Do nothing, since no parameters are gathered."""
 
 
 class Summed(NoSync):

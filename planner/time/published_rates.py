@@ -63,7 +63,7 @@ on one device, the largest from a run with pipeline and tensor ranks."""
 MEASURED = (0.8, 1.25)
 """Assumed range of measured / predicted time when the rates come from ``serried plan calibrate``."""
 FAR = 4
-"""Factor over the largest published FSDP group above which a group counts as outside the range."""
+"""Ratio to the size of the largest published FSDP group above which a group counts as outside the range."""
 
 
 def software_for(device: str) -> str:

@@ -147,12 +147,12 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank."""
+        """Number of tokens in a micro-batch on one rank."""
         return self.micro_batch * self.sequence / self.layout.context
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
+        """Number of samples in a step."""
         return self.micro_batch * self.accumulation * self.layout.data_ranks
 
 

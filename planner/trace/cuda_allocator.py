@@ -24,7 +24,7 @@ _SHARED_UP_TO = 10 * _MIB
 _SEGMENT_MULTIPLE = 2 * _MIB
 """Multiple to which the size of a segment with a single request is rounded up."""
 _LEAST_LEFT = _MIB + 1
-"""Smallest remainder of a range that is split off, in bytes; in an expandable segment it is ``_MULTIPLE``."""
+"""Smallest remainder of a range that is split off, in bytes. In an expandable segment, it is ``_MULTIPLE`` instead."""
 
 Request = tuple[Hashable, int, int]
 """(Block, bytes, stream); 0 bytes free the block."""

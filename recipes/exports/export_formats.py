@@ -34,7 +34,7 @@ class Exporter(Protocol):
 
 
 class Format(NamedTuple):
-    """A file format."""
+    """A format of ``serried export``."""
 
     module: str
     """Name of the format's module in this package."""

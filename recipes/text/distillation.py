@@ -183,7 +183,7 @@ class _End(NamedTuple):
     """Inputs from which a model's logits are computed."""
 
     hidden: Tensor
-    """[T, D]"""
+    """Hidden states, [T, D]"""
     weight: Tensor
     vocabulary: Vocabulary
     soft_cap: float | None

@@ -79,7 +79,7 @@ class Records:
     """Time spent waiting for data, within ``timed_seconds``."""
     timed_seconds: float = 0.0
     undone_lines: int = 0
-    """Number of logged steps that a crash or a rollback undid."""
+    """Number of logged steps that were lost in a crash or a rollback."""
 
     goodput: Goodput = field(default_factory=lambda: goodput([]))
 

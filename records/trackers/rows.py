@@ -81,7 +81,7 @@ class Rows:
 
     @property
     def newest(self) -> list[Row]:
-        """The row that is not complete yet, as a list of at most one."""
+        """List with the row that is not complete yet; empty if there is none."""
         return [] if self._row is None else [self._row]
 
     def rest(self) -> Iterator[Row]:

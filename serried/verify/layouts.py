@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     data_ranks: int
     """Number of ranks that see different samples."""
     accumulation: int = 3
-    """Micro-batches per step."""
+    """Number of micro-batches per step."""
     model: tuple[str, ...] = ()
     precision: str = "fp32"
 

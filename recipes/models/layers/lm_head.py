@@ -106,7 +106,7 @@ class Chunk(NamedTuple):
     mine: slice
     """Range of this rank's tokens."""
     hidden: Tensor
-    """[T, D]"""
+    """Hidden states, [T, D]"""
     logits: Tensor
     """[T, local rows of the vocabulary], fp32; for compiled passes, the uncapped product in hidden's dtype"""
     normalizer: Tensor

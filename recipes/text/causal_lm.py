@@ -16,7 +16,7 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
-from serried.configs.hugging_face.model_folder import CONFIG, GENERATION, model_folder
+from serried.configs.hugging_face.model_folder import ANY_FAMILY, CONFIG, GENERATION, model_folder
 from serried.configs.schema.data import DataSection, TextRunConfig
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import models, takes
@@ -27,7 +27,7 @@ from serried.recipes.data.chat.conversations import ask, chat_template
 from serried.recipes.data.samples.text_bytes import TextBytes
 from serried.recipes.data.samples.token_dataset import Batch, Sample, collate
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
-from serried.recipes.models.family import ModelFamily, family_of
+from serried.recipes.models.family import ModelFamily, Tokens, family_of
 from serried.recipes.models.layers.attention_choice import describe_attention
 from serried.recipes.models.layers.lm_head import (
     IGNORE,
@@ -236,8 +236,17 @@ class CausalLM(TextTask):
             return f"{before:,}, resized to {rows:,}"
         return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
-    def inputs(self, batch: Batch) -> Inputs:
-        return self._family().inputs(batch)
+    @property
+    def _needs_token_losses(self) -> bool:
+        """Whether ``terms`` computes the loss from the losses of single tokens, not from their sum."""
+        return self._text.is_weighted
+
+    def inputs(self, batch: Tokens) -> Inputs:
+        inputs = self._family().inputs(batch)
+        if self._model.family != ANY_FAMILY or not self._needs_token_losses:
+            return inputs
+        # With targets, a model of transformers returns the loss sum; without them, logits.
+        return inputs._replace(named={name: value for name, value in inputs.named.items() if name != "targets"})
 
     def terms(self, output: torch.Tensor, batch: Batch) -> LossTerms:
         of_sources = self._text.targets_by_source(batch)
@@ -245,7 +254,13 @@ class CausalLM(TextTask):
         is_target = batch.targets != IGNORE
         if not self._text.is_weighted:
             return LossTerms(self._family().loss_sum(output, batch), is_target.sum(), counts=counts)
-        if output.dim() == 3:  # logits
+        shape = tuple(output.shape)
+        if shape[:2] != batch.targets.shape or len(shape) > 3:
+            raise UserError(
+                f"model.family={self._model.family} returns a loss of shape {shape}, but the data has weights for the "
+                "loss of each token; return logits [B, S, V], or ignore the weights of rows: data.columns.weight=null"
+            )
+        if len(shape) == 3:  # logits
             losses = F.cross_entropy(output.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
             output = losses.view_as(batch.targets)
         weights = torch.ones_like(output) if batch.weights is None else batch.weights

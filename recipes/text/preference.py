@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.model_folder import ANY_FAMILY
 from serried.configs.schema.sections import DEFAULT_VALIDATION, TRAINING, RunConfig
 from serried.parallel.lora import without_adapters
 from serried.parallel.plan import Inputs, LossTerms
@@ -67,12 +66,9 @@ class Preference(PairTask):
 
     # loss -----------------------------------------------------------------------------------------------------------
 
-    def inputs(self, batch: Any) -> Inputs:
-        inputs = self._family().inputs(batch)
-        if self._model.family != ANY_FAMILY:
-            return inputs
-        # The loss is not a sum over tokens: the log-probability of each answer is computed from logits.
-        return inputs._replace(named={name: each for name, each in inputs.named.items() if name != "targets"})
+    @property
+    def _needs_token_losses(self) -> bool:
+        return True
 
     def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
         return super().loss(model, self.with_base(model, batch))

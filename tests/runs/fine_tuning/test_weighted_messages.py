@@ -81,6 +81,22 @@ def test_loss_of_weighted_messages_is_the_weighted_mean_on_any_number_of_ranks(
     assert_equal_runs(tmp_path / "ranks", tmp_path / "whole")
 
 
+def test_loss_of_weighted_messages_with_a_model_of_transformers_is_that_of_the_built_in_family(
+    inputs: Path, tmp_path: Path
+) -> None:
+    for family in ("auto", "hf"):
+        train(arguments(inputs, f"model={family}", f"run.dir={tmp_path / family}"))
+    assert_equal_runs(tmp_path / "hf", tmp_path / "auto")
+
+
+def test_sum_of_losses_with_weighted_messages_is_refused(inputs: Path) -> None:
+    task = CausalLM(compose(arguments(inputs)))
+    task.open_data(task.prepare())
+    batch = task.collate_numbered([task.dataset("train")[0]], np.arange(1))
+    with pytest.raises(UserError, match=r"model\.family=llama returns a loss of shape \(\), but the data has weights"):
+        task.terms(torch.tensor(5.0), batch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["reshard_after_forward=true", "tensor=2", "context=2", "pipeline=2"])
 def test_loss_of_weighted_messages_is_the_same_on_other_axes(

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
-from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
+from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, PREFIX
 from serried.configs.hugging_face.model_folder import CONFIG, GENERATION
+from serried.configs.hugging_face.text_part import text_part
 from serried.configs.plain_data import read_json
 from serried.records.safetensors_files import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.file_assignment import file_names
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_files, fsync_folder
-from serried.trainer.checkpoint.merge_tensors import Base, Built, Mean, Merged, Resized
+from serried.trainer.checkpoint.merge_tensors import Built, Mean, Merged, Resized, has_rows, trained_tokens
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL, OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE
 
@@ -110,8 +111,9 @@ def write_merged(adapters: Path, base: TensorFolder | Built, out: Path) -> None:
     """Write the model folder ``out``: ``base`` with ``adapters`` merged into it, whose matrices are in fp32.
 
     The other files are copied from the checkpoint ``adapters``, or from ``base`` if ``adapters`` was saved by PEFT. An
-    earlier folder ``out`` is replaced. Raises ``UserError`` if the adapters do not fit ``base``, or if the disk is too
-    full or fails.
+    earlier folder ``out`` is replaced. Its ``config.json`` describes only the text part of ``base``, whose weights are
+    written, and the rows of the vocabulary after the merge. Raises ``UserError`` if the adapters do not fit ``base``,
+    or if the disk is too full or fails.
     """
     weights = _with_adapters(base, adapters, {adapters: 1.0})
     merged = {f"{name}.weight" for name in weights.adapted}
@@ -122,14 +124,18 @@ def write_merged(adapters: Path, base: TensorFolder | Built, out: Path) -> None:
     others = [path for path in others if not path.name.endswith(".safetensors.index.json")]
     _check_space(out.absolute(), sum(spec.nbytes for spec in specs))
     shutil.rmtree(out, ignore_errors=True)
-    _write_folder(out, weights, _shards(specs, _MERGED_SHARD_BYTES), others, is_model=True)
+    rows = _rows_of_vocabulary(base, adapters)[1]
+    _write_folder(out, weights, _shards(specs, _MERGED_SHARD_BYTES), others, is_model=True, rows=rows)
 
 
 def _write_folder(
     out: Path, weights: TensorFolder | Merged | Mean, files: Mapping[str, list[TensorSpec]], others: Sequence[Path],
-    *, is_model: bool,
+    *, is_model: bool, rows: int = 0,
 ) -> None:  # fmt: skip
-    """Write ``weights`` to ``files`` in the folder ``out``, with copies of the files ``others``. This is atomic."""
+    """Write ``weights`` to ``files`` in the folder ``out``, with copies of the files ``others``. This is atomic.
+
+    ``rows``: see ``_write_configs``.
+    """
     specs = [spec for part in files.values() for spec in part]
     temporary = out.with_name(f".{out.name}.partial")
     try:
@@ -143,7 +149,7 @@ def _write_folder(
         for path in others:
             shutil.copyfile(path, temporary / path.name)
         if is_model and (temporary / CONFIG).is_file():
-            _write_configs(temporary, specs)
+            _write_configs(temporary, specs, rows)
         _commit(temporary, out)
     except OSError as error:
         raise UserError(
@@ -164,20 +170,39 @@ def _with_adapters(base: TensorFolder | Built, checkpoint: Path, factors: Mappin
                 "alone"
             )
     first, *others = factors
-    weights = Merged(_resized(base, checkpoint), TensorFolder(first, ADAPTER), configs[first], factors[first])
+    rows, new_rows = _rows_of_vocabulary(base, checkpoint)
+    resized = Resized(base, rows, new_rows) if isinstance(base, TensorFolder) and new_rows > rows else base
+    weights = Merged(resized, TensorFolder(first, ADAPTER), configs[first], factors[first])
     for folder in others:
         weights = Merged(weights, TensorFolder(folder, ADAPTER), configs[folder], factors[folder])
     return weights
 
 
-def _resized(base: TensorFolder | Built, checkpoint: Path) -> Base:
-    """Return ``base`` with the rows that the model in ``checkpoint`` has for added tokens."""
-    if isinstance(base, Built) or not (base.folder / CONFIG).is_file() or not (checkpoint / CONFIG).is_file():
-        return base
-    rows, new_rows = (read_json(folder / CONFIG).get("vocab_size") for folder in (base.folder, checkpoint))
-    if isinstance(rows, int) and isinstance(new_rows, int) and new_rows > rows:
-        return Resized(base, rows, new_rows)
-    return base
+def _rows_of_vocabulary(base: TensorFolder | Built, adapters: Path) -> tuple[int, int]:
+    """Return the number of rows of the vocabulary in ``base``, and of the model that ``adapters`` were trained with.
+
+    Both are 0 if ``base`` has no config with a vocabulary.
+    """
+    rows = 0 if isinstance(base, Built) else _vocab_size(base.folder)
+    if isinstance(base, Built) or not rows:
+        return 0, 0
+    # PEFT and exports of adapters leave out config.json, so added tokens appear only in the adapters themselves.
+    tokens = trained_tokens(read_json(adapters / ADAPTER_CONFIG))
+    found = [rows, _vocab_size(adapters), *(token + 1 for token in tokens)]
+    for name, spec in TensorFolder(adapters, ADAPTER).specs.items():
+        module = name.removeprefix(PREFIX)
+        before = base.specs.get(module) or base.specs.get(module.partition(".")[2])
+        if before is not None and has_rows(before, rows) and spec.shape[1:] == before.shape[1:]:
+            found.append(spec.shape[0])
+    return rows, max(found)
+
+
+def _vocab_size(folder: Path) -> int:
+    """Return the number of rows of the vocabulary in ``config.json``; 0 if it is unknown."""
+    if not (folder / CONFIG).is_file():
+        return 0
+    rows = text_part(read_json(folder / CONFIG)).get("vocab_size")
+    return rows if isinstance(rows, int) else 0
 
 
 _ANOTHER = "export another checkpoint with checkpoint=STEP"
@@ -262,8 +287,14 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
     return converted
 
 
-def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
+def _write_configs(folder: Path, specs: list[TensorSpec], rows: int) -> None:
+    """Make the configs in ``folder`` describe the weights ``specs``.
+
+    ``rows``: number of rows of the vocabulary, if the weights are of a text model; 0 to keep what ``config.json`` says.
+    """
     config = read_json(folder / CONFIG)
+    if rows:
+        config = text_part(config) | {"vocab_size": rows}
     config.pop("quantization_config", None)  # weights are written dequantized
     floating = [spec for spec in specs if spec.dtype.is_floating_point]
     if floating:

@@ -1,6 +1,6 @@
 """Tensor folders computed from several others piece by piece: a base model with adapters, or the mean of models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Resized:
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         return {
-            name: replace(spec, shape=(self._new_rows, *spec.shape[1:])) if self._is_resized(spec) else spec
+            name: replace(spec, shape=(self._new_rows, *spec.shape[1:])) if has_rows(spec, self._rows) else spec
             for name, spec in self._base.specs.items()
         }
 
@@ -58,17 +58,13 @@ class Resized:
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
         spec = self._base.specs[name]
-        if not self._is_resized(spec) or first + count <= spec.numel:
+        if not has_rows(spec, self._rows) or first + count <= spec.numel:
             return self._base.read_elements(name, first, count)
         if self._mean[0] != name:
             self._mean = name, mean_of_rows(self._base, name).flatten().to(spec.dtype)
         mean, begin = self._mean[1], max(first, spec.numel)
         added = mean[torch.arange(begin, first + count) % len(mean)]
         return torch.cat((self._base.read_elements(name, first, begin - first), added)) if begin > first else added
-
-    def _is_resized(self, spec: TensorSpec) -> bool:
-        """Return whether a tensor has a row for each token. Tensors of the numbered blocks never have."""
-        return spec.shape[:1] == (self._rows,) and not any(part.isdigit() for part in spec.name.split("."))
 
 
 class Merged:
@@ -86,7 +82,8 @@ class Merged:
             factor: Factor of the products that LoRA adds.
 
         Raises:
-            UserError: The adapters do not fit the base model, or a module is saved in full twice.
+            UserError: The adapters do not fit the base model, or they contain a module in full, or the row of a token,
+                that adapters in ``base`` contain, too.
         """
         end = ".lora_A.weight"
         adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
@@ -97,8 +94,7 @@ class Merged:
         }
         """Tensors with trained rows, by the name of the weight."""
         heads = {name: each for name, each in heads.items() if not name.endswith(ROWS_END)}
-        tokens = config.get("trainable_token_indices") or []
-        self._tokens: list[int] = next(iter(tokens.values())) if isinstance(tokens, dict) else tokens
+        self._tokens = trained_tokens(config)
         left_out = {_REPLACED} if heads.keys() - self._base.specs.keys() else set()
         if config.get("ensure_weight_tying"):
             left_out = {name for name in heads if not saved_module(name, tuple(config["modules_to_save"]))}
@@ -110,7 +106,7 @@ class Merged:
         self._scales = {name: factor * scale for name, scale in scales_in(adapters.folder, adapted).items()}
         self.adapted = adapted
         """Names of the layers whose weights are merged."""
-        self._is_transposed = bool(config["fan_in_fan_out"])
+        self._is_transposed = bool(config.get("fan_in_fan_out"))
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))
 
     def named_like(self, names: Sequence[str]) -> "Merged":
@@ -128,10 +124,48 @@ class Merged:
             if shape is None or sorted(shape) != sorted((inputs, outputs)):
                 there = "the base model lacks it" if shape is None else f"its weight has shape {list(shape)}"
                 raise UserError(f"{folder} has an adapter of {name}, but {there}; use adapters of this base model")
-        if isinstance(self._base, Merged) and (twice := self._heads.keys() & self._base._heads.keys()):
+        for name, stored in self._rows.items():
+            if specs[stored].shape[0] != len(self._tokens):
+                raise UserError(
+                    f"{folder} has {specs[stored].shape[0]} rows in {stored}, but its trainable_token_indices names "
+                    f"{len(self._tokens)} tokens; copy the files of the adapters again"
+                )
+            if name in self._base.specs and (last := max(self._tokens)) >= (rows := self._base.specs[name].shape[0]):
+                raise UserError(
+                    f"{folder} has a trained row of token {last}, but {name} has only {rows} rows here; merge only "
+                    "adapters with the same added tokens"
+                )
+        for other in self._merged_before():
+            self._refuse_overlap(other)
+        for name, spec in self._heads.items() if isinstance(self._base, Merged) else ():
+            if name in self._base.specs and spec.shape != (shape := self._base.specs[name].shape):
+                raise UserError(
+                    f"{folder} contains {name} of shape {list(spec.shape)}, but it has shape {list(shape)} here; merge "
+                    "only adapters with the same added tokens"
+                )
+
+    def _merged_before(self) -> "Iterator[Merged]":
+        """Yield the adapters that are merged into the base model, the last ones first."""
+        base = self._base
+        while isinstance(base, Merged):
+            yield base
+            base = base._base
+
+    def _refuse_overlap(self, other: "Merged") -> None:
+        """Raise ``UserError`` if adapters merged before contain the same module in full, or the same rows."""
+        both = f"{self._adapters.folder} and {other._adapters.folder} both contain"
+        if twice := self._heads.keys() & other._heads.keys():
             raise UserError(
-                f"{folder} and {self._base._adapters.folder} both contain {min(twice)} in full, and weights saved in "
-                "full cannot be added; merge only one of them"
+                f"{both} {min(twice)} in full, and weights saved in full cannot be added; merge only one of them"
+            )
+        if self._rows.keys() & other._rows.keys() and (tokens := {*self._tokens} & {*other._tokens}):
+            raise UserError(
+                f"{both} a trained row of token {min(tokens)}, and trained rows cannot be added; merge only one of them"
+            )
+        if twice := (self._heads.keys() & other._rows.keys()) | (self._rows.keys() & other._heads.keys()):
+            raise UserError(
+                f"{both} {min(twice)}, one of them in full and one only the rows of some tokens, and these cannot be "
+                "added; merge only one of them"
             )
 
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
@@ -184,6 +218,17 @@ class Mean:
         if not values[-1].is_floating_point():
             return values[-1]
         return torch.stack([value.float() for value in values]).mean(0).to(values[-1].dtype)
+
+
+def has_rows(spec: TensorSpec, rows: int) -> bool:
+    """Return whether a tensor has a row for each of ``rows`` tokens. Tensors of the numbered blocks never have."""
+    return spec.shape[:1] == (rows,) and not any(part.isdigit() for part in spec.name.split("."))
+
+
+def trained_tokens(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens with trained rows. ``config``: content of ``adapter_config.json``."""
+    tokens: Any = config.get("trainable_token_indices") or []
+    return next(iter(tokens.values())) if isinstance(tokens, dict) else tokens
 
 
 def _whole(folder: Base, name: str) -> Tensor:

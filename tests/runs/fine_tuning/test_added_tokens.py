@@ -1,12 +1,13 @@
 """Added tokens: embedding and head get rows for them on any layout, and other software opens the result."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from serried.commands import export_models
@@ -333,6 +334,12 @@ def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: P
             export_models.merge([f"run.dir={tmp_path / 'a'}", f"out={tmp_path / 'none'}", *words])
         return str(error.value)
 
+    shutil.copytree(tmp_path / "peft-b", tmp_path / "resized")
+    file, config = tmp_path / "resized/adapter_model.safetensors", tmp_path / "resized/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["lm_head"]}))
+    head = torch.zeros(rows_in(models / "untied") + 2, SIZES["hidden_size"])
+    save_file(load_file(file) | {"base_model.model.lm_head.weight": head}, file)
+    assert f"contains lm_head.weight of shape {list(head.shape)}, but" in refused(f"adapters={tmp_path / 'resized'}")
     assert "weights=1 must be 2 numbers" in refused(f"adapters={tmp_path / 'b'}", "weights=1")
     assert "is given twice" in refused(f"adapters={tmp_path / 'a'}")
     assert "contains a full model, not adapters" in refused(f"adapters={models / 'tied'}")
@@ -340,10 +347,28 @@ def test_weighted_sum_of_adapters_is_merged_as_by_peft(models: Path, tmp_path: P
 
 
 def test_adapters_that_save_the_same_module_are_not_added(tmp_path: Path, adapted: tuple[str, Path]) -> None:
+    """Nor are trained rows of such a module. Other adapters in between make no difference."""
     _, run_dir = adapted
-    assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / 'adapters'}"]) == 0
-    with pytest.raises(UserError, match=r"both contain .*\.weight in full, and weights saved in full"):
-        export_models.merge([f"run.dir={run_dir}", f"adapters={tmp_path / 'adapters'}", f"out={tmp_path / 'out'}"])
+    for name in ("adapters", "rows", "plain"):
+        assert export_models.export([f"run.dir={run_dir}", f"out={tmp_path / name}"]) == 0
+
+    def replace_modules(folder: Path, tokens: list[int], rows: dict[str, Tensor]) -> None:
+        file, config = folder / "adapter_model.safetensors", json.loads((folder / "adapter_config.json").read_text())
+        config |= {"modules_to_save": None, "ensure_weight_tying": False, "trainable_token_indices": tokens}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name} | rows, file)
+
+    stored = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    replace_modules(tmp_path / "plain", [], {})
+    replace_modules(tmp_path / "rows", [70], {stored: torch.ones(1, SIZES["hidden_size"])})
+    for others, message in (
+        (["adapters"], r"both contain .*\.weight in full, and weights saved in full"),
+        (["plain", "adapters"], r"both contain .*\.weight in full, and weights saved in full"),
+        (["plain", "rows"], r"both contain .*embed_tokens\.weight, one of them in full and one only the rows"),
+    ):
+        folders = ",".join(str(tmp_path / name) for name in others)
+        with pytest.raises(UserError, match=message):
+            export_models.merge([f"run.dir={run_dir}", f"adapters={folders}", f"out={tmp_path / 'out'}"])
 
 
 # rows of some tokens --------------------------------------------------------------------------------------------------
@@ -396,6 +421,124 @@ def test_trained_rows_change_alone_and_peft_and_transformers_open_them(
         again = as_saved(again, tmp_path / "adapters", world_size=1, is_resharded=True, is_other_data=True)
         module = load_model(again, CausalLM(again), Layout("single"), torch.device("cpu"), tmp_path / "adapters").module
         torch.testing.assert_close(module(tokens), ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("source", ["run", "export"])
+def test_merged_start_keeps_the_trained_rows_of_added_tokens(
+    models: Path, tmp_path: Path, with_rows: tuple[str, Path], source: str
+) -> None:
+    model, folder = with_rows
+    if source == "export":
+        assert export_models.export([f"run.dir={folder}", f"out={tmp_path / 'adapters'}"]) == 0
+        folder = tmp_path / "adapters"
+    assert export_models.export([f"run.dir={with_rows[1]}", f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    argv = merged_start(models, tmp_path / "run", folder, model, *ADDED)
+    ended = runs.run_here(argv)
+    assert ended.code == 0, ended.printed
+    want, found = load_file(tmp_path / "merged/model.safetensors"), opened(tmp_path / "run/base").state_dict()
+    assert all(found[name].equal(tensor) for name, tensor in want.items())
+    assert all(tensor.equal(want[name]) for name, tensor in runs.weights(tmp_path / "run").items())
+
+
+def merged_start(models: Path, run_dir: Path, adapters: Path, model: str, *more: str) -> list[str]:
+    """A run that starts from ``adapters``, merged into the base model, and does not change the weights."""
+    argv = [word for word in tuned(models, run_dir, "optim.lr=0", "trainer.steps=1", model=model) if word not in ADDED]
+    return [*argv, f"adapter.path={adapters}", "adapter.merge=true", *more]
+
+
+def test_merged_start_from_a_resized_embedding_saved_by_peft_opens_in_transformers(
+    models: Path, tmp_path: Path
+) -> None:
+    adapters, rows = resized_by_peft(models, tmp_path / "adapters"), rows_in(models / "untied") + 2
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    del config["fan_in_fan_out"]  # PEFT reads folders without this key
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    ended = runs.run_here(merged_start(models, tmp_path / "run", adapters, "untied", *ADDED))
+    assert ended.code == 0, ended.printed
+    saved, base = load_file(adapters / "adapter_model.safetensors"), opened(tmp_path / "run/base").state_dict()
+    assert rows_in(tmp_path / "run/base") == rows
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert base[name].equal(saved[f"base_model.model.{name}"]), name
+
+
+def resized_by_peft(models: Path, folder: Path) -> Path:
+    """Adapters that PEFT saves with an embedding and a head with two new rows."""
+    import peft
+
+    base = opened(models / "untied")
+    base.resize_token_embeddings(base.config.vocab_size + 2, mean_resizing=False)
+    options = {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(folder)
+    file = folder / "adapter_model.safetensors"
+    # Modules are saved a second time under other names, which are refused.
+    whole = {name: tensor for name, tensor in load_file(file).items() if "modules_to_save" not in name}
+    save_file({name: tensor for name, tensor in whole.items() if "original_module" not in name}, file)
+    return folder
+
+
+def test_base_model_that_also_reads_images_is_merged_as_its_text_part(models: Path, tmp_path: Path) -> None:
+    """By an export of the run, and at the start of a run from the exported adapters. The vocabulary has new rows."""
+    import transformers
+
+    rows = rows_in(models / "untied")
+    text = {**SIZES, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": rows, "sliding_window": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "gemma")
+    for file in (models / "untied").glob("token*"):
+        shutil.copy(file, tmp_path / "gemma")
+
+    def of_gemma(argv: list[str]) -> list[str]:
+        return [word.replace(str(models / "untied"), str(tmp_path / "gemma")) for word in argv]
+
+    argv = rows_argv(models, tmp_path / "run", "untied")
+    assert runs.run_here(of_gemma(argv)).code == 0
+    for folder, how in (("adapters", "false"), ("merged", "true")):
+        assert export_models.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / folder}", f"merge={how}"]) == 0
+    argv = merged_start(models, tmp_path / "again", tmp_path / "adapters", "untied", *ADDED)
+    ended = runs.run_here(of_gemma(argv))
+    assert ended.code == 0, ended.printed
+    want = load_file(tmp_path / "merged/model.safetensors")
+    for folder in (tmp_path / "merged", tmp_path / "again/base"):
+        model = opened(folder)
+        assert type(model) is transformers.Gemma3ForCausalLM
+        assert rows_in(folder) == rows + 2
+        found = model.state_dict()
+        assert all(found[name].equal(tensor) for name, tensor in want.items())
+
+
+def test_trained_rows_that_cannot_be_added_are_refused(
+    models: Path, tmp_path: Path, with_rows: tuple[str, Path]
+) -> None:
+    """Rows of the same token, rows outside the vocabulary, and too few rows."""
+    model, run_dir = with_rows
+    before = rows_in(models / model)
+
+    def refused(tokens: list[int]) -> str:
+        folder, out = tmp_path / "adapters", tmp_path / "out"
+        shutil.rmtree(folder, ignore_errors=True)
+        assert export_models.export([f"run.dir={run_dir}", f"out={folder}"]) == 0
+        config = json.loads((folder / "adapter_config.json").read_text())
+        named = config["trainable_token_indices"]
+        config["trainable_token_indices"] = dict.fromkeys(named, tokens) if isinstance(named, dict) else tokens
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError) as error:
+            export_models.merge([f"run.dir={run_dir}", f"adapters={folder}", f"out={out}"])
+        assert not out.exists()
+        (line,) = str(error.value).splitlines()
+        return line
+
+    assert "both contain a trained row of token 70, and trained rows cannot be added" in refused([5, 70, 6])
+    beyond = refused([5, before + 2, 6])
+    assert f"has a trained row of token {before + 2}, but " in beyond
+    assert f"has only {before + 2} rows here; merge only adapters with the same added tokens" in beyond
+    assert "trainable_token_indices names 2 tokens; copy the files" in refused([5, 6])
 
 
 @pytest.mark.parametrize("layout", ["tensor", *SLOW, pytest.param("sequence", marks=pytest.mark.slow)])

@@ -325,8 +325,7 @@ def _beginning(config: RunConfig, start: Start) -> str:
         quantization = quantization_in(start.weights)
         how = f", dequantized from {quantization.method}," if quantization else ""
         given.append(f"the weights of {start.weights}{how}")
-    section = config.adapter
-    given += [f"the adapters of {section.path}"] if section.path is not None and not section.merge else []
+    given += [f"the adapters of {config.adapter.path or start.adapters}"] if start.adapters is not None else []
     return f"step 0 with {' and '.join(given)}".rstrip(",") if given else "step 0"
 
 

@@ -86,7 +86,8 @@ class Trainer:
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         check_model(config, module, plan, layout)
-        planned = context.planner.plan(context, model, start, data.training) if context.planner else None
+        shown = start if base is None else replace(start, weights=base.folder, adapters=base.adapters)
+        planned = context.planner.plan(context, model, shown, data.training) if context.planner else None
         for line in planned.lines if planned else ():
             console.say(line)
         needed, copied = saved_bytes(config, module, plan), copied_bytes(config, module, plan, session.device.type)
@@ -276,20 +277,19 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
     """
     given = start.weights if start.origin is not None else None
     is_peft = given is not None and (given / ADAPTER_CONFIG).is_file()
-    if config.adapter.path is not None and not config.adapter.merge:
-        if is_peft:
-            raise UserError(
-                f"adapter.path={config.adapter.path} and checkpoint.resume={given} both name adapters; keep one"
-            )
-        found = adapters_in(config.adapter.path)
+    path = None if config.adapter.merge else config.adapter.path
+    if is_peft and path is not None:
+        raise UserError(f"adapter.path={path} and checkpoint.resume={given} both name adapters; keep one")
+    if given is not None and is_peft:
+        adapters.check_folder(given)
+        return str(given)
+    if given is None or (base.folder and given.is_dir() and given.samefile(base.folder)):
+        if path is None:
+            return None
+        found = adapters_in(path)
         check_adapters(found, base.record)
         adapters.check_folder(found)
         return str(found)
-    if given is None or (base.folder and given.is_dir() and given.samefile(base.folder)):
-        return None
-    if is_peft:
-        adapters.check_folder(given)
-        return str(given)
     key = "task.model" if hasattr(config.task, "model") else "model.path"
     of_base = (f"{key}={base.folder}", f"use {key}={given}") if base.folder else None
     is_base, instead = of_base or ("the one that build_model() returns", "load the weights there")

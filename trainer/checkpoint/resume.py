@@ -41,6 +41,8 @@ class Start:
     """Checkpoint to resume from. The checksums of all its files were verified."""
     weights: Path | None = None
     """Model folder from which only the weights are loaded."""
+    adapters: Path | None = None
+    """Folder from which a new run loads its adapters. None if it initializes them, and before they are checked."""
     origin: str | None = None
     """Path in ``checkpoint.resume`` of this run, or of the run that it resumes."""
     state: dict[str, Any] = field(default_factory=dict)

@@ -268,7 +268,7 @@ def test_run_that_starts_from_adapters_continues_with_them(
         with runs.kept_batches(CausalLM) as batches:
             ended = runs.run_here(argv)
         assert ended.code == 0, ended.printed
-        assert f"step 0 with the weights of {exported}" in ended.printed
+        assert f"step 0 with the weights of {models / 'llama'} and the adapters of {exported}" in ended.printed
         base = transformers.AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float32)
         theirs = peft.PeftModel.from_pretrained(base, exported)
         total, count = 0.0, 0

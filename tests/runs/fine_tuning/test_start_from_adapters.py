@@ -284,6 +284,30 @@ def test_weights_alone_of_a_run_of_adapters_are_refused_with_the_key_to_use(
     assert f"use adapter.path={single[0]} to continue them" in str(refused.value)
 
 
+def test_adapters_beside_another_model_to_resume_from_are_refused(
+    models: Path, made_by_peft: dict[str, Path], tmp_path: Path
+) -> None:
+    other = shutil.copytree(models / "llama", tmp_path / "other")
+    ended = runs.run_here(
+        continued(models, tmp_path / "run", made_by_peft["plain"], f"checkpoint.resume={other}", "trainer.steps=1")
+    )
+    base = models / "llama"
+    assert f"the base model of adapter.method=lora is model.path={base}; use model.path={other}" in ended.error
+
+
+@pytest.mark.parametrize("key", ["checkpoint.resume={base}", "model.path={base}", "checkpoint.resume={adapters}"])
+def test_run_line_names_the_base_model_and_the_adapters(
+    models: Path, made_by_peft: dict[str, Path], tmp_path: Path, key: str
+) -> None:
+    base, adapters = models / "llama", made_by_peft["plain"]
+    words = continued(models, tmp_path / "run", adapters, key.format(base=base, adapters=adapters), "trainer.steps=1")
+    if "adapters" in key:
+        words = [*(word for word in words if not word.startswith("adapter.path=")), f"model.path={base}"]
+    ended = runs.run_here(words)
+    assert ended.code == 0, ended.printed
+    assert f"step 0 with the weights of {base} and the adapters of {adapters}\n" in ended.printed
+
+
 # adapter.merge --------------------------------------------------------------------------------------------------------
 
 

@@ -21,11 +21,17 @@ from serried.recipes.data.chat.conversations import (
     encoder_of_rows,
     template_to_export,
 )
+from serried.recipes.data.prepared.prepare import Prepared, prepare
 from serried.recipes.data.readers.source import Row
 from serried.recipes.data.samples.token_dataset import PackedDataset, collate
 from serried.recipes.data.tokenizers.chat_template import Template
 from serried.recipes.data.tokenizers.encode_rows import Encoded
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import (
+    HuggingFaceTokenizer,
+    find_tokenizer,
+    tokenizer_from_spec,
+)
+from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, SampleOrder
@@ -343,7 +349,9 @@ def test_a_template_for_tools_is_chosen_for_rows_with_tools() -> None:
     ]  # fmt: skip
 
 
-def test_template_for_tools_that_transformers_saved_in_a_folder_of_its_own_is_found(tmp_path: Path) -> None:
+@pytest.fixture
+def with_tools(tmp_path: Path) -> Path:
+    """A tokenizer that transformers saved with the template for tools in a folder of its own."""
     from transformers import AutoTokenizer
 
     for name, text in tokenizer().spec()["files"].items():
@@ -352,15 +360,47 @@ def test_template_for_tools_that_transformers_saved_in_a_folder_of_its_own_is_fo
     theirs.chat_template = {"default": STYLES["chatml"].template, "tool_use": STYLES["hermes"].template}
     theirs.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
-    found = find_tokenizer(str(tmp_path / "saved"))
+    return tmp_path / "saved"
+
+
+def test_template_for_tools_that_transformers_saved_in_a_folder_of_its_own_is_found(
+    with_tools: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    both = {"default": STYLES["chatml"].template, "tool_use": STYLES["hermes"].template}
+    found = find_tokenizer(str(with_tools))
     assert isinstance(found, HuggingFaceTokenizer)
-    assert found.chat_templates == theirs.chat_template
-    again = HuggingFaceTokenizer(found.spec()["files"])
-    assert again.chat_templates == theirs.chat_template
-    for name, text in found.spec()["files"].items():  # one folder, which transformers reads in the same way
+    again = tokenizer_from_spec(json.loads(json.dumps(found.state())))
+    assert isinstance(again, HuggingFaceTokenizer)
+    longer = found.with_tokens(["<new>"], [])
+    assert found.chat_templates == again.chat_templates == longer.chat_templates == both
+    for name, text in hugging_face_files(found).items():  # one folder, which transformers reads in the same way
         (tmp_path / "again").mkdir(exist_ok=True)
         (tmp_path / "again" / name).write_text(text)
-    assert AutoTokenizer.from_pretrained(tmp_path / "again").chat_template == theirs.chat_template
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").chat_template == both
+
+
+def test_template_for_tools_changes_the_key_of_conversations_with_tools_alone(with_tools: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("Hello, world.\n\n" * 50)
+    for name, tools in (("chats.jsonl", []), ("tools.jsonl", [ADD])):
+        rows = [{"messages": [{**U, "content": f"{number}?"}, A], "tools": tools} for number in range(40)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prepared(name: str) -> Prepared:
+        format = "text" if name == "text" else "chat"
+        return prepare(section(tmp_path / name, tmp_path / "cache", tokenizer=str(with_tools), format=format))
+
+    names = ("text", "chats.jsonl", "tools.jsonl")
+    assert prepared("text").tokenizer.state() == find_tokenizer(str(with_tools)).state()
+    before = [prepared(name).key for name in names]
+    file = with_tools / "additional_chat_templates" / "tool_use.jinja"
+    file.write_text(STYLES["qwen 3"].template)
+    with_other = [prepared(name).key for name in names]
+    file.unlink()
+    without = [prepared(name).key for name in names[:2]]
+    assert before[:2] == with_other[:2] == without
+    assert before[2] != with_other[2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -22,11 +22,13 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.recipes.classification.text_classification_config import TextClassSection
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.models.hugging_face.classifier import build_classifier
 from serried.recipes.text.causal_lm import CausalLM
 from serried.trainer.trainer import Trainer
 from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
+from tests.support.texts import write
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}
 TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))
@@ -489,6 +491,7 @@ class Hub(BaseHTTPRequestHandler):
     """What huggingface_hub asks of the Hub to download a model; the class attribute ``folder`` is the model."""
 
     folder: Path
+    asked: ClassVar[list[str]] = []
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
@@ -498,7 +501,8 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(has_body=True)
 
     def _answer(self, *, has_body: bool) -> None:
-        file = self.folder / self.path.rpartition("/")[2]
+        file = self.folder / self.path.rpartition("/resolve/")[2].partition("/")[2]
+        self.asked.append(str(file.relative_to(self.folder)))
         if self.path.startswith("/api/models/owner/name"):
             files = [
                 {
@@ -556,6 +560,39 @@ def test_a_model_of_the_hub_is_downloaded_and_trained(text: Path, tmp_path: Path
     there, tuned = load_file(Hub.folder / "model.safetensors"), weights(tmp_path / "run")
     assert tuned.keys() == there.keys(), "a head that is tied in config.json, with values of its own"
     assert all(tuned[name].equal(tensor) for name, tensor in there.items())
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_cached_tokenizer_without_its_template_for_tools_is_completed_once(tmp_path: Path, has_template: bool) -> None:
+    own = train_tokenizer(iter(["some text " * 20]), 260).spec()["files"]
+    file = "additional_chat_templates/tool_use.jinja"
+    Hub.folder = write(tmp_path / "tokenizer", own | ({file: "{{ tools }}"} if has_template else {}))
+    Hub.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    script = f"""
+from huggingface_hub import hf_hub_download
+for name in {[*own]}:
+    hf_hub_download("owner/name", name)
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import find_tokenizer
+for _ in range(2):
+    print(find_tokenizer("owner/name").chat_templates)
+"""
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+    }  # fmt: skip
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    found = {"tool_use": "{{ tools }}"} if has_template else {}
+    assert done.stdout.splitlines() == [str(found)] * 2, done.stderr
+    assert Hub.asked.count(file) == (2 if has_template else 1)  # its header, and its content
 
 
 def test_a_name_that_cannot_be_downloaded_is_answered_with_the_command(

@@ -329,7 +329,7 @@ def _fill(
     units = source.units()
     splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
     tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
-    write_json(partial / "tokenizer.json", tokenizer.spec())
+    write_json(partial / "tokenizer.json", tokenizer.state())
     encoder = _encoder(section, tokenizer)
     # Otherwise the tokenizers library would start one thread per core, in addition to ours.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -468,7 +468,7 @@ def write_summary(
 ) -> None:  # fmt: skip
     """Write ``tokenizer.json`` and ``summary.json``, after all other files of ``folder``. ``key``: defaults to the name
     of the folder."""
-    write_json(folder / "tokenizer.json", tokenizer.spec())
+    write_json(folder / "tokenizer.json", tokenizer.state())
     summary = {
         "format": _FORMAT, "key": key or folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "bad": counts.bad, "bad_rows": counts.bad_rows,

@@ -17,6 +17,7 @@ from serried.recipes.data.readers.source_files import assignment, library, quiet
 from serried.recipes.data.tokenizers.tokenizer import (
     END,
     REPLACEMENT,
+    TEMPLATE_FOR_TOOLS,
     TOKENIZER_CONFIG,
     BytesTokenizer,
     CharsTokenizer,
@@ -29,9 +30,6 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 """Files of a tokenizer. Only the first is required."""
-_TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
-"""File in which newer versions of transformers store the chat template for conversations with tools."""
-
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
 """End-of-text tokens to try if no file names one."""
 
@@ -56,6 +54,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ValueError: the files do not describe a tokenizer, or it has no end-of-text token.
         """
         self._files = {name: files[name] for name in _FILES if name in files}
+        self._template_for_tools = files.get(TEMPLATE_FOR_TOOLS)
         self._tokenizer = _parsed(files["tokenizer.json"])
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -83,6 +82,8 @@ class HuggingFaceTokenizer(Tokenizer):
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "chat_template.jinja" in self._files:
             named = {"default": self._files["chat_template.jinja"]}
+        if self._template_for_tools is not None:
+            named["tool_use"] = self._template_for_tools
         return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
     @functools.cached_property
@@ -149,14 +150,18 @@ class HuggingFaceTokenizer(Tokenizer):
     def spec(self) -> dict[str, Any]:
         return {"kind": "hugging_face", "files": self._files}
 
+    def state(self) -> dict[str, Any]:
+        for_tools = {} if self._template_for_tools is None else {TEMPLATE_FOR_TOOLS: self._template_for_tools}
+        return {"kind": "hugging_face", "files": self._files | for_tools}
+
     def with_tokens(self, tokens: Sequence[str], special: Sequence[str]) -> "HuggingFaceTokenizer":
         """Return a copy with additional ``tokens`` and ``special`` tokens, as ``add_tokens`` of transformers adds them.
 
-        Tokens that were added before are skipped.
+        Tokens that were added before are skipped, except that they become special if they are in ``special``.
         """
         tokenizer = _parsed(self._files["tokenizer.json"])
-        known = tokenizer.get_added_tokens_decoder().values()
-        if not {*tokens, *special} - {token.content for token in known}:
+        known = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+        if known.keys() >= {*tokens} and all(known.get(token) for token in special):
             return self
         tokenizer.add_tokens(list(tokens))
         tokenizer.add_special_tokens(list(special))
@@ -169,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
         files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
         if special:
             files["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        return HuggingFaceTokenizer({**self._files, **files})
+        return HuggingFaceTokenizer({**self.state()["files"], **files})
 
 
 def _parsed(content: str) -> Any:
@@ -257,22 +262,9 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
 
 
 def _files_beside(path: Path) -> dict[str, str]:
-    others = {name: path.parent / name for name in (*_FILES[1:], _TEMPLATE_FOR_TOOLS)}
+    others = {name: path.parent / name for name in (*_FILES[1:], TEMPLATE_FOR_TOOLS)}
     found = {name: _read(other) for name, other in others.items() if other.exists()}
-    return _with_both_templates({"tokenizer.json": _read(path), **found})
-
-
-def _with_both_templates(files: dict[str, str]) -> dict[str, str]:
-    """Return ``files`` with the template for tools in ``tokenizer_config.json``, in the earlier format, so that all
-    files are in one folder."""
-    for_tools = files.pop(_TEMPLATE_FOR_TOOLS, None)
-    if for_tools is None:
-        return files
-    settings = _settings(files, "tokenizer_config.json")
-    usual = files.pop("chat_template.jinja", settings.get("chat_template"))
-    named = {"default": usual, "tool_use": for_tools}
-    settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text is not None]
-    return files | {"tokenizer_config.json": json.dumps(settings, indent=2)}
+    return {"tokenizer.json": _read(path), **found}
 
 
 def _read(path: Path) -> str:
@@ -289,13 +281,15 @@ def _files_of_hub(name: str) -> dict[str, str]:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
             except errors.LocalEntryNotFoundError:
                 files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
-                for file in (*_FILES[1:], _TEMPLATE_FOR_TOOLS):
+                for file in (*_FILES[1:], TEMPLATE_FOR_TOOLS):
                     with contextlib.suppress(errors.EntryNotFoundError):
                         _downloaded(name, file)
-            for file in (*_FILES[1:], _TEMPLATE_FOR_TOOLS):
+            else:
+                _add_template_for_tools(name)
+            for file in (*_FILES[1:], TEMPLATE_FOR_TOOLS):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     files[file] = _downloaded(name, file, local_files_only=True)
-        return _with_both_templates(files)
+        return files
     except errors.GatedRepoError as error:
         raise UserError(
             f"data.tokenizer={name} is gated: request access at https://huggingface.co/{name}, then run `hf auth "
@@ -324,6 +318,16 @@ def _files_of_hub(name: str) -> dict[str, str]:
             "and share data.cache_dir and HF_HOME with this machine, or use a folder with a tokenizer.json: "
             "data.tokenizer=FOLDER"
         ) from error
+
+
+def _add_template_for_tools(name: str) -> None:
+    """Download the template for tools to a cache that does not have it, as earlier versions did not ask for it. The
+    cache records if the repository has none. Without network the cache is used as it is."""
+    hub, errors = (library(part, f"data.tokenizer={name}") for part in ("huggingface_hub", "huggingface_hub.errors"))
+    if hub.try_to_load_from_cache(name, TEMPLATE_FOR_TOOLS) is None:
+        commit = Path(hub.hf_hub_download(name, "tokenizer.json", local_files_only=True)).parent.name
+        with contextlib.suppress(errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError):
+            hub.hf_hub_download(name, TEMPLATE_FOR_TOOLS, revision=commit)
 
 
 def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
@@ -363,7 +367,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
 
 
 def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
-    """Create a tokenizer from the result of ``Tokenizer.spec``.
+    """Create a tokenizer from the result of ``Tokenizer.state`` or ``Tokenizer.spec``.
 
     Raises:
         ValueError: the kind of tokenizer is unknown to this version.

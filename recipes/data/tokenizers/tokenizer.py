@@ -1,12 +1,13 @@
 """Conversion of text to token ids and back.
 
-A tokenizer is a pure function of its ``spec()``, which is plain JSON and is stored with prepared data and saved models.
+A tokenizer is a pure function of its ``state()``, which is plain JSON and is stored with prepared data and saved
+models. Prepared data is found by the part of it that determines the ids, ``spec()``.
 A new kind of tokenizer needs a class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from serried.configs.plain_data import parse_json, read_bytes
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LARGEST_TOKENIZER = 256 * 2**20
 """Maximum size of a ``tokenizer.json`` in bytes."""
+TEMPLATE_FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+"""File in which newer versions of transformers store the chat template for conversations with tools."""
 END = "<|end|>"
 """Text of the end token of tokenizers that this package creates."""
 TOKENIZER_CONFIG = {
@@ -74,7 +77,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Return plain JSON data from which ``tokenizer_from_spec`` creates the same tokenizer."""
+        """Return plain JSON data from which ``tokenizer_from_spec`` creates a tokenizer with the same ids."""
+
+    def state(self) -> dict[str, Any]:
+        """Return ``spec()`` and all other files of the tokenizer, in the same format."""
+        return self.spec()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -166,13 +173,28 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the files from which ``transformers.AutoTokenizer`` loads ``tokenizer`` with the same ids, as content by
     name.
 
-    Files of a Hugging Face tokenizer are returned unchanged. Byte and character tokenizers become byte-pair encodings
-    without merges: one id per byte or per character.
+    Files of a Hugging Face tokenizer are returned unchanged, except that a template for tools in a folder of its own is
+    added to ``tokenizer_config.json``, in the earlier format, so that all files are in one folder. Byte and character
+    tokenizers become byte-pair encodings without merges: one id per byte or per character.
     """
-    spec = tokenizer.spec()
+    spec = tokenizer.state()
     if spec["kind"] == "hugging_face":
-        return dict(spec["files"])
+        return _in_one_folder(spec["files"])
     return {name: json.dumps(content, indent=2) + "\n" for name, content in _own_files(tokenizer, spec).items()}
+
+
+def _in_one_folder(files: Mapping[str, str]) -> dict[str, str]:
+    """Return ``files`` with the template for tools in ``tokenizer_config.json``."""
+    files = dict(files)
+    for_tools = files.pop(TEMPLATE_FOR_TOOLS, None)
+    if for_tools is None:
+        return files
+    settings = parse_json(files.get("tokenizer_config.json", "{}"))
+    others = files.pop("chat_template.jinja", settings.get("chat_template"))
+    named = others if isinstance(others, list) else [{"name": "default", "template": others}] if others else []
+    named = [entry for entry in named if entry.get("name") != "tool_use"]
+    settings["chat_template"] = [*named, {"name": "tool_use", "template": for_tools}]
+    return files | {"tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
 
 
 def ids_of_tokens(tokenizer: Any) -> dict[str, int]:

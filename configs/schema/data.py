@@ -237,6 +237,10 @@ class DataSection(LoadingSection, SourceSection):
             )
         for token in sorted({*self.add_tokens} & {*self.add_special_tokens}):
             yield f"{token!r} is in both data.add_tokens and data.add_special_tokens; name it in one of them"
+        for key in ("add_tokens", "add_special_tokens"):
+            tokens = getattr(self, key)
+            for token in sorted({token for token in tokens if tokens.count(token) > 1}):
+                yield f"data.{key} names {token!r} more than once; name it once"
 
     def _mistakes_of_chats(self) -> Iterator[str]:
         kwargs = self.chat_template_kwargs

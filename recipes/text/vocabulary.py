@@ -93,9 +93,10 @@ def notes_of_added_tokens(
         names = ",".join(name.rpartition(".")[2] for name in embeddings)
         now = ids_of_tokens(parse_json(hugging_face_files(tokenizer)["tokenizer.json"]))
         ids = ",".join(str(now[token]) for token in new)
+        kept = "as they are in the merged model" if adapter.merge else "at their initial values"
         notes.append(
-            f"data.add_tokens with adapter.method={adapter.method}: the rows of new tokens are not trained and stay at "
-            f"their initial values; to train them: 'adapter.trainable_token_indices=[{ids}]'; or all rows: "
+            f"data.add_tokens with adapter.method={adapter.method}: the rows of new tokens are not trained and stay "
+            f"{kept}; to train them: 'adapter.trainable_token_indices=[{ids}]'; or all rows: "
             f"'adapter.modules_to_save=[{names}]'"
         )
     return notes

@@ -12,13 +12,22 @@ from torch import Tensor
 
 from serried.commands import export_models
 from serried.configs.errors import UserError
+from serried.configs.schema.sections import AdapterSection
 from serried.parallel.layout.mesh import Layout
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import train_tokenizer
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import (
+    HuggingFaceTokenizer,
+    find_tokenizer,
+    named_tokenizer,
+    train_tokenizer,
+)
+from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.text.causal_lm import CausalLM
+from serried.recipes.text.vocabulary import notes_of_added_tokens
 from serried.saved import as_saved, config_of_model
 from serried.trainer.evaluation.evaluate import load_model
 from testing import runs
 from testing.rank_pool import Cluster
+from tests.support.texts import section
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 4,
@@ -170,6 +179,7 @@ def test_stopped_run_with_added_tokens_resumes_on_other_ranks(
     [
         (["data.add_tokens=<tool>"], "data.add_tokens"),
         (["data.tokenizer=bytes"], "data.add_tokens needs the tokenizer of a model, and data.tokenizer=bytes cannot"),
+        (["data.add_tokens=[<a>,<b>,<a>]"], "data.add_tokens names '<a>' more than once; name it once"),
         ([f"data.add_special_tokens=[{TOOL}]"], "'<tool>' is in both data.add_tokens and data.add_special_tokens"),
     ],
 )
@@ -197,6 +207,31 @@ def test_tokens_that_exist_are_skipped_and_listed(models: Path, tmp_path: Path) 
     assert ended.code == 0, ended.printed
     assert "the vocabulary has these tokens already, with their ids: 'a' (" in ended.printed
     assert rows_in(runs.checkpoint(tmp_path / "run")) == rows_in(models / "untied")
+
+
+def test_added_token_that_is_listed_as_special_becomes_special(models: Path, tmp_path: Path) -> None:
+    import transformers
+
+    ordinary = find_tokenizer(str(models / "untied"))
+    assert isinstance(ordinary, HuggingFaceTokenizer)
+    ordinary = ordinary.with_tokens([TOOL], [])
+    special = ordinary.with_tokens([], [TOOL])
+    assert special.with_tokens([], [TOOL]) is special
+    for name, content in hugging_face_files(special).items():
+        (tmp_path / name).write_text(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.decode(theirs(f"a{TOOL}b")["input_ids"], skip_special_tokens=True) == "ab"
+    assert special.added_tokens == ordinary.added_tokens
+
+
+@pytest.mark.parametrize(("merge", "kept"), [(False, "at their initial values"), (True, "as they are in the merged")])
+def test_note_of_untrained_rows_names_the_values_that_they_keep(models: Path, merge: bool, kept: str) -> None:
+    data: Any = section("x", tokenizer=str(models / "untied"), add_tokens=[TOOL])
+    adapter = AdapterSection(method="lora", path="adapters", merge=merge)
+    tokenizer = named_tokenizer(data)
+    assert tokenizer is not None
+    (note,) = notes_of_added_tokens(data, tokenizer, adapter, ["model.embed_tokens"])
+    assert f"the rows of new tokens are not trained and stay {kept}" in note
 
 
 # beside adapters ------------------------------------------------------------------------------------------------------

@@ -345,6 +345,15 @@ class TextRunConfig(RunConfig):
     data: DataSection
 
     @property
+    def isolates(self) -> bool:
+        """Whether batches have positions: documents are isolated from each other, or a single document from its
+        padding, which must not lengthen it if rotary frequencies depend on the length."""
+        scaling: Any = getattr(self.model, "rope_scaling", None)
+        if not getattr(scaling, "depends_on_length", False) or self.data.sequence_length <= scaling.original:
+            return self.data.isolates
+        return self.data.isolates or self.data.packing == "none" or self.data.has_answers
+
+    @property
     def lacks_validation(self) -> bool:
         sources: Sequence[SourceSection] = list(self.data.mixed.values()) or [self.data]
         is_divided = all(

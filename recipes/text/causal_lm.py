@@ -87,7 +87,9 @@ class CausalLM(TextTask):
                 f"adapter.method={run.adapter.method} with model.pretrained=false: only adapters are trained, so the "
                 "model's weights would stay random; use model.pretrained=true"
             )
-        self._text = TextData(run.data, run.trainer)
+        self._isolates = run.isolates
+        """Whether batches have positions."""
+        self._text = TextData(run.data, run.trainer, isolates=run.isolates)
         self._text_bytes: TextBytes | None = None
         self._built: ModelFamily | None = None
         self._embeddings: list[str] = []
@@ -144,7 +146,7 @@ class CausalLM(TextTask):
     def example_batch(self, samples: int) -> Any:
         """Return a batch of zeros. It needs no data, so that a run can be planned on a machine without the data."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)
-        return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolates else None)
+        return Batch(tokens, tokens, tokens[:, 0], tokens if self._isolates else None)
 
     def weight_per_sample(self) -> int:
         return self._data.sequence_length

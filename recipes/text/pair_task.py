@@ -48,14 +48,8 @@ class PairTask(CausalLM):
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
         return collate_pairs(
             samples, ids, self._data.sequence_length, whole=self._needs_one_shape, packed=self._data.packs_answers,
-            labelled=self._data.format == "unpaired", isolated=self._depends_on_length,
+            labelled=self._data.format == "unpaired", isolated=self._isolates,
         )  # fmt: skip
-
-    @property
-    def _depends_on_length(self) -> bool:
-        """Whether rotary frequencies depend on the length of a sequence, so that padding must not change it."""
-        scaling = getattr(self._model, "rope_scaling", None)
-        return bool(scaling and scaling.depends_on_length and self._data.sequence_length > scaling.original)
 
     @functools.cached_property
     def _needs_one_shape(self) -> bool:
@@ -70,7 +64,7 @@ class PairTask(CausalLM):
         tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)
         reference = torch.zeros(samples, 1, 2, dtype=torch.float64)
         rows = tokens if self._data.packs_answers else None
-        positions = tokens if self._depends_on_length else rows
+        positions = tokens if self._isolates else None
         return PairBatch(tokens, tokens, tokens[:samples, 0], reference, reference[:, :, 0], positions, rows)
 
     def weight_per_sample(self) -> int:

@@ -38,10 +38,10 @@ _TRAINED_ON = {
 
 class TextData:
     """Text data of a run, from its config section ``data``. ``trainer`` defines the batch size and the seed of streamed
-    data."""
+    data. ``isolates``: whether samples have positions."""
 
-    def __init__(self, section: DataSection, trainer: TrainerSection) -> None:
-        self.section, self._trainer = section, trainer
+    def __init__(self, section: DataSection, trainer: TrainerSection, *, isolates: bool) -> None:
+        self.section, self._trainer, self._isolates = section, trainer, isolates
         self.sources: dict[str, Prepared] = {}
         """Prepared sources by name; empty before ``open``. All share one tokenizer."""
         self.held_out: dict[str, Prepared] = {}
@@ -161,7 +161,7 @@ class TextData:
     def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         if split in self.held_out:
             with mistakes_of(f"data.validation.{split}"):
-                return open_dataset(self.held_out[split], "validation", self.section)
+                return open_dataset(self.held_out[split], "validation", self.section, isolates=self._isolates)
         if self.section.is_streamed and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(
@@ -175,7 +175,7 @@ class TextData:
         datasets = {}
         for name, prepared in sources.items():
             with mistakes_of(key_of_source(name)):
-                datasets[name] = open_dataset(prepared, split, self.section, to_end=is_whole)
+                datasets[name] = open_dataset(prepared, split, self.section, isolates=self._isolates, to_end=is_whole)
         if not self.section.mixed:
             return datasets[""]
         weights = {name: source.weight for name, source in self.section.mixed.items()}

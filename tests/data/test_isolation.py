@@ -12,6 +12,7 @@ from torch import Tensor
 from benchmarks.parity import CUTS, TOLERANCES, Curve, compare, run
 from serried.recipes.data.samples.token_dataset import positions_in_documents
 from serried.recipes.models.layers.lm_head import IGNORE
+from testing import runs
 from testing.rank_pool import Cluster
 from tests.unit.models.test_model import build, section
 
@@ -100,6 +101,20 @@ def test_single_document_has_the_same_outputs_as_without_positions() -> None:
     positions = torch.arange(200).expand(2, -1)
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, positions=positions), model(TOKENS), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_padding_does_not_lengthen_a_document_for_rope(rope_type: str, short_documents: Path, tmp_path: Path) -> None:
+    factors = ", short_factor: [1,1,1,1], long_factor: [9,9,9,9]" if rope_type == "longrope" else ""
+    scaling = f"{{rope_type: {rope_type}, factor: 4, original_max_sequence_length: 64{factors}}}"
+    words = [f"model.rope_scaling={scaling}", "data.packing=none", "trainer.steps=1", "model.initializer_std=0.3"]
+    words += ["trainer.global_batch=24", "trainer.micro_batch=24"]
+    for length in (64, 128):
+        argv = runs.overrides(short_documents, tmp_path / str(length), *words, f"data.sequence_length={length}")
+        assert runs.run_here(argv).code == 0
+    expected, found = (runs.metrics(tmp_path / str(length))[0] for length in (64, 128))
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
 
 
 # under every cut ------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ class PackedDataset:
 
         Args:
             split: ``train`` or ``validation``.
+            isolate_documents: give samples positions, which restart in each document and in the padding.
             skips: leave out conversations without targets after truncation, instead of raising an error.
             packs: put several documents into a sequence.
         """
@@ -162,7 +163,7 @@ class PackedDataset:
         self._packs = packs
         self._starts, self._lengths = starts[packing.order], lengths[packing.order]
         self._bounds = packing.bounds
-        isolated = "-isolated" if isolate_documents else ""
+        isolated = "-isolated" if isolate_documents and packs else ""
         how = "best_fit" if packs else "padded"
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-{how}{isolated}"
         """Identity of the samples, equal on every machine for equal samples."""
@@ -204,7 +205,7 @@ class PackedDataset:
         share = used / (len(self) * self._sequence_length)
         held = "sequences of whole documents" if self._packs else "sequences of one document each"
         text = f"{len(self):,} {held}, {100 * share:.1f} % filled"
-        text += ", isolated" if self._isolate else ""
+        text += ", isolated" if self._isolate and self._packs else ""
         if self._cut_documents:
             text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
         if self._left_out:
@@ -222,11 +223,16 @@ class PackedDataset:
 
 
 def open_dataset(
-    prepared: Prepared, split: str, section: DataSection, *, to_end: bool = False
+    prepared: Prepared, split: str, section: DataSection, *, isolates: bool = False, to_end: bool = False
 ) -> TokenDataset | PackedDataset:
     """Open the split ``train`` or ``validation`` as a dataset, according to ``data.packing`` and
-    ``data.isolate_documents``. ``to_end``: without packing, use all tokens, with padding in the last sequence."""
-    length, isolate = section.sequence_length, section.isolates
+    ``data.isolate_documents``.
+
+    Args:
+        isolates: give samples positions even if ``section`` does not require them.
+        to_end: without packing, use all tokens, with padding in the last sequence.
+    """
+    length, isolate = section.sequence_length, isolates or section.isolates
     if section.packing != "split":
         skips, packs = section.bad_rows == "skip", section.packing == "best_fit"
         return PackedDataset(prepared, split, length, isolate_documents=isolate, skips=skips, packs=packs)

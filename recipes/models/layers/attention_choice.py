@@ -25,7 +25,7 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
     if kernel in ("flex", "varlen") and (reason := _refused(config, device, context)):
         raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
     window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
-    is_masked = config.data.isolates or cap or (window and window < config.data.sequence_length)
+    is_masked = config.isolates or cap or (window and window < config.data.sequence_length)
     is_cpu, is_divided = device == "cpu", context != 1  # -1: all remaining ranks
     if not is_masked and not is_divided:
         is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")

@@ -225,6 +225,8 @@ def test_every_family_uses_row_attention_in_bf16_on_a_cpu_unless_set_to_sdpa(nam
 
 APART, BF16, WINDOW = "data.isolate_documents=true", "precision=bf16", "model.sliding_window=8"
 
+DYNAMIC = "model.rope_scaling={rope_type: dynamic, factor: 8, original_max_sequence_length: 64}"
+
 
 @pytest.mark.parametrize(
     ("device", "words", "expected"),
@@ -239,6 +241,8 @@ APART, BF16, WINDOW = "data.isolate_documents=true", "precision=bf16", "model.sl
         ("cuda", [BF16], "scaled_dot_product_attention"),
         ("cuda", [BF16, APART], "FlexAttention"),
         ("cuda", [BF16, "model=mistral7b", WINDOW], "FlexAttention"),
+        ("cuda", [BF16, DYNAMIC, "data.packing=none"], "FlexAttention"),
+        ("cuda", [BF16, DYNAMIC, "data.packing=none", "data.sequence_length=64"], "scaled_dot_product_attention"),
         (
             "cuda",
             [APART, "model.dim=32"],

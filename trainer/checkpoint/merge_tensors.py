@@ -138,10 +138,10 @@ class Merged:
         for other in self._merged_before():
             self._refuse_overlap(other)
         for name, spec in self._heads.items() if isinstance(self._base, Merged) else ():
-            if name in self._base.specs and spec.shape != (shape := self._base.specs[name].shape):
+            if name in self._base.specs and spec.shape != (before := self._base.specs[name].shape):
                 raise UserError(
-                    f"{folder} contains {name} of shape {list(spec.shape)}, but it has shape {list(shape)} here; merge "
-                    "only adapters with the same added tokens"
+                    f"{folder} contains {name} of shape {list(spec.shape)}, but it has shape {list(before)} here; "
+                    "merge only adapters with the same added tokens"
                 )
 
     def _merged_before(self) -> "Iterator[Merged]":

@@ -161,6 +161,8 @@ class TensorFolder:
         if stem == "model" and has_other_parts(folder):
             named = {name_in_text_part(name): values for name, values in self._values.items()}
             self._values = {name: values for name, values in named.items() if name is not None}
+        if stem == "adapter_model":
+            self._values = _without_duplicates(self._values, folder)
         quantization = quantization_in(folder) if stem == "model" else None
         self.is_dequantized = quantization is not None
         """Whether weights in the files are quantized, and dequantized while they are read."""
@@ -206,6 +208,41 @@ class TensorFolder:
         if first < 0 or count < 0 or first + count > spec.numel:
             raise ValueError(f"elements {first} to {first + count} of {name!r} with {spec.numel} elements")
         return self._values[name].read(first, count)
+
+
+def _without_duplicates(values: Mapping[str, Values], folder: Path) -> dict[str, Values]:
+    """Return ``values`` without the tensors that PEFT stores in addition for an embedding that was resized and is saved
+    in full: the original module, and the saved module a second time."""
+    kept = {name: each for name, each in values.items() if ".original_module." not in name}
+    for name, duplicate in [*kept.items()]:
+        plain = name.replace(".modules_to_save.", ".")
+        twin = kept.get(plain) if plain != name else None
+        if twin is not None and (twin.dtype, twin.shape) == (duplicate.dtype, duplicate.shape):
+            kept[plain] = _StoredTwice(twin, duplicate, f"{folder}: {name} and {plain}")
+            del kept[name]
+    return kept
+
+
+class _StoredTwice(NamedTuple):
+    """A tensor that is stored under two names, which must have the same values."""
+
+    values: Values
+    duplicate: Values
+    names: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read(self, first: int, count: int) -> Tensor:
+        found = self.values.read(first, count)
+        if not found.view(torch.uint8).equal(self.duplicate.read(first, count).view(torch.uint8)):
+            raise UserError(f"{self.names} have different values, and only one can be used; save the adapters again")
+        return found
 
 
 class _Stored(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.hugging_face.adapter_folder import adapter_config, base_of_adapters
+from serried.configs.hugging_face.adapter_folder import PREFIX, adapter_config, base_of_adapters
 from serried.configs.hugging_face.adapter_settings import adapters_in
 from serried.configs.hugging_face.model_folder import CONFIG, keys_of_teacher, model_folder, teacher_section
 from serried.configs.messages.invalid_values import shown
@@ -21,7 +21,7 @@ from serried.trainer.checkpoint.export import write_merged
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files, record_of
 from serried.trainer.checkpoint.merge_tensors import Built
 from serried.trainer.checkpoint.resume import Start
-from serried.trainer.checkpoint.retention import OPTIMIZER
+from serried.trainer.checkpoint.retention import ADAPTER, OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.replica_check import digest
 from serried.trainer.run_context import Context
@@ -85,9 +85,27 @@ def initial_weights(config: RunConfig, task: RunTask, *, is_new: bool = False) -
         else:
             base = TensorFolder(folder)
             record = {"path": str(folder), "files": _checksums(folder, _weight_files(folder, None))}
+            check_rows(adapters, folder, config)
         check_adapters(adapters, record)
         write_merged(adapters, base, merged)
     return merged
+
+
+def check_rows(adapters: Path, base: Path, config: RunConfig) -> None:
+    """Raise ``UserError`` if ``adapters`` contain an embedding or a head with more rows than in the model in the folder
+    ``base``, but the run adds no tokens."""
+    if getattr(getattr(config, "data", None), "added_tokens", ()):
+        return
+    rows = getattr(getattr(config, "model", None), "vocab_size", None)
+    specs = TensorFolder(adapters, ADAPTER).specs
+    saved = {name.removeprefix(PREFIX): spec.shape for name, spec in specs.items()}
+    for name, spec in TensorFolder(base).named_like([*saved]).specs.items():
+        there = saved.get(name, spec.shape)
+        if spec.shape[:1] == (rows,) and there[1:] == spec.shape[1:] and there[0] > spec.shape[0]:
+            raise UserError(
+                f"the adapters in {adapters} have {there[0]} rows in {name}, but the model in {base} has {rows}; name "
+                "the tokens that were added: 'data.add_tokens=[TOKEN,...]'"
+            )
 
 
 def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[str, list[int]]:

@@ -23,6 +23,7 @@ from serried.runtime.accelerator import device_name
 from serried.trainer.adapter_base_model import (
     Base,
     check_adapters,
+    check_rows,
     find_base,
     initial_weights,
     same_files,
@@ -281,6 +282,8 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
     if is_peft and path is not None:
         raise UserError(f"adapter.path={path} and checkpoint.resume={given} both name adapters; keep one")
     if given is not None and is_peft:
+        if base.folder is not None:
+            check_rows(given, base.folder, config)
         adapters.check_folder(given)
         return str(given)
     if given is None or (base.folder and given.is_dir() and given.samefile(base.folder)):
@@ -288,6 +291,8 @@ def _adapters_to_start_with(config: RunConfig, adapters: Adapters, start: Start,
             return None
         found = adapters_in(path)
         check_adapters(found, base.record)
+        if base.folder is not None:
+            check_rows(found, base.folder, config)
         adapters.check_folder(found)
         return str(found)
     key = "task.model" if hasattr(config.task, "model") else "model.path"

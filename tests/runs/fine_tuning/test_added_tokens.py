@@ -406,6 +406,72 @@ def test_adapters_that_save_the_same_module_are_not_added(tmp_path: Path, adapte
             export_models.merge([f"run.dir={run_dir}", f"adapters={folders}", f"out={tmp_path / 'out'}"])
 
 
+@pytest.fixture(scope="module")
+def resized(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Adapters that PEFT saved with a resized embedding and head, which it stores three times, and their model."""
+    import peft
+
+    base = opened(models / "untied")
+    base.resize_token_embeddings(rows_in(models / "untied") + 2, mean_resizing=False)
+    saved = ["embed_tokens", "lm_head"]
+    options = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(base, options)
+    for parameter in theirs.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    folder = tmp_path_factory.mktemp("resized")
+    with pytest.warns(UserWarning, match="the embedding layer has been resized"):
+        theirs.save_pretrained(str(folder))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(models / "untied")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    names = load_file(folder / "adapter_model.safetensors").keys()
+    assert any(".original_module." in name for name in names)
+    assert any(".modules_to_save." in name for name in names)
+    return folder, theirs.eval()
+
+
+def from_resized(models: Path, run_dir: Path, adapters: Path, *more: str) -> list[str]:
+    words = [word for word in tuned(models, run_dir, "recipe=lora", *more) if not word.startswith("adapter.")]
+    merge = [word for word in more if word.startswith("adapter.")]
+    return [*words, f"adapter.path={adapters}", *merge, "trainer.steps=1", "optim.lr=0"]
+
+
+@pytest.mark.parametrize("more", [[], ["adapter.merge=true", "recipe=sft"]])
+def test_resized_embeddings_that_peft_saved_three_times_are_read(
+    models: Path, tmp_path: Path, resized: tuple[Path, Any], more: list[str]
+) -> None:
+    import serried
+
+    adapters, theirs = resized
+    ended = runs.run_here(from_resized(models, tmp_path / "run", adapters, *more))
+    assert ended.code == 0, ended.printed + ended.error
+    with torch.no_grad():
+        torch.testing.assert_close(serried.load_model(tmp_path / "run")(TOKENS), theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize("more", [[], ["adapter.merge=true"]])
+def test_resized_embeddings_without_the_added_tokens_are_refused_with_the_key(
+    models: Path, tmp_path: Path, resized: tuple[Path, Any], more: list[str]
+) -> None:
+    words = from_resized(models, tmp_path / "run", resized[0], *more)
+    error = runs.run_here([word for word in words if not word.startswith("data.add_")]).error
+    rows = rows_in(models / "untied")
+    assert f"have {rows + 2} rows in " in error
+    assert f"has {rows}; name the tokens that were added: 'data.add_tokens=[TOKEN,...]'" in error
+
+
+def test_different_values_of_a_module_that_is_stored_twice_are_refused(
+    models: Path, tmp_path: Path, resized: tuple[Path, Any]
+) -> None:
+    adapters = shutil.copytree(resized[0], tmp_path / "adapters")
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    name = "base_model.model.lm_head.modules_to_save.weight"
+    save_file({**tensors, name: tensors[name] + 1}, adapters / "adapter_model.safetensors")
+    ended = runs.run_here(from_resized(models, tmp_path / "run", adapters))
+    assert f"{name} and base_model.model.lm_head.weight have different values" in ended.error
+
+
 # rows of some tokens --------------------------------------------------------------------------------------------------
 
 

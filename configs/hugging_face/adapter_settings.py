@@ -107,9 +107,9 @@ def _settings(folder: Path, key: str, name: str) -> dict[str, Any]:
     try:
         tensors = tensor_names(folder, _STEM)
     except FileNotFoundError:
-        pickle = f"; {_STEM}.bin is a pickle, which is never loaded: save it with PEFT as safetensors"
-        pickle = pickle if (folder / f"{_STEM}.bin").exists() else "; copy that file too"
-        raise UserError(f"{key}={name}: {folder} has no {_STEM}.safetensors{pickle}") from None
+        fix = f"; {_STEM}.bin is a pickle, which is never loaded: save it with PEFT as safetensors"
+        fix = fix if (folder / f"{_STEM}.bin").exists() else "; copy that file too"
+        raise UserError(f"{key}={name}: {folder} has no {_STEM}.safetensors{fix}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{key}={name}: the headers of {folder}/{_STEM}* cannot be read: {error}; copy the files again"

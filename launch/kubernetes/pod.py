@@ -185,12 +185,16 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
             return node.end(EXIT_STOPPED, f"stopped before training began: {signals.received[0].name}")
         ranks = [subprocess.Popen(command, env=variables) for variables in node.rank_variables()]
 
-        def on_look() -> None:
+        def tell_others() -> None:
             if not signals.received and any((rank.returncode or 0) < 0 for rank in ranks):
                 attempt.tell_killed()
 
         processes: list[Started] = [*ranks, _OtherPods(attempt, ranks)]
-        failed = wait_for_all(processes, signals, node.patience_seconds, on_look)
+        failed = wait_for_all(processes, signals, node.patience_seconds, tell_others)
+    killed = node.killed_rank(failed)
+    if killed is not None and not signals.received and not attempt.is_left.is_set():
+        attempt.tell_killed()
+        return node.end(*killed)
     status = node.final_status() if failed else None
     asked = signals.received[0].name if signals.received else None
     if status is not None and status.state == "failed":  # perhaps because of another pod, whose end is noticed later
@@ -259,6 +263,14 @@ class Node:
             }  # fmt: skip
             yield {**self._environment, **{name: str(value) for name, value in rank.items()}}
 
+    def killed_rank(self, failed: Mapping[int, int]) -> tuple[int, str] | None:
+        """Return the exit code and the reason if a rank was killed by a signal; else None."""
+        killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0]
+        if not killed:
+            return None
+        rank, number = killed[0]
+        return 128 + number, f"rank {self._index * self._processes + rank} was {killed_by(number)}"
+
     def judge(
         self, failed: Mapping[int, int], status: Status | None, *, asked: str | None, has_lost_pod: bool
     ) -> tuple[int, str]:
@@ -273,10 +285,6 @@ class Node:
         """
         if not failed:
             return EXIT_FINISHED, "finished"
-        killed = [(rank, -code) for rank, code in sorted(failed.items()) if code < 0]
-        if killed and asked is None and not has_lost_pod:
-            rank, number = killed[0]
-            return 128 + number, f"rank {self._index * self._processes + rank} was {killed_by(number)}"
         if status is None and EXIT_MISTAKE in failed.values():
             return EXIT_MISTAKE, "a mistake in the command or the environment; see the log of the pod"
         is_stopped = bool(asked) or has_lost_pod or EXIT_STOPPED in failed.values()

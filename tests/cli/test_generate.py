@@ -210,7 +210,7 @@ def test_the_command_writes_what_transformers_writes(
     expected = model.generate(**asked, do_sample=False, max_new_tokens=50, pad_token_id=0)
     assert printed.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
     assert "step-00000012, fp32 on cpu" in printed.err
-    assert "it was trained on 32 tokens at a time" in printed.err
+    assert "the model was trained on 32 tokens at a time" in printed.err
 
 
 def test_text_ends_at_each_end_token_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,9 @@ def test_generation_ends_at_the_maximum_sequence_length(run_dir: Path, capsys: p
     assert "after 10 tokens" in (printed := capsys.readouterr().err)
     assert "model.max_sequence_length=90" in printed
     assert main(["generate", f"run.dir={run_dir}", f"prompt={'x' * 90}"]) == 78
-    assert capsys.readouterr().err.startswith("error: the prompt has 90 tokens, and model.max_sequence_length=90")
+    assert capsys.readouterr().err.startswith(
+        "error: the prompt has 90 tokens and leaves no room within model.max_sequence_length=90"
+    )
 
 
 def test_generate_uses_the_chat_template_of_a_run_on_conversations(

@@ -201,7 +201,7 @@ def test_plan_needs_neither_weights_nor_memory(tmp_path: Path, capsys: pytest.Ca
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "describes an encoder-decoder model; only"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config with no quant_method, and"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config with no quant_method, but"),
     "of its own code": (
         {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "new.New"}},
         "no such model; its own code is never run .trust_remote_code",

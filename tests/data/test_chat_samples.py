@@ -329,6 +329,33 @@ def test_a_variable_that_a_template_does_not_read_is_refused() -> None:
         ChatEncoder(tokenizer(), STYLES["qwen 3"].template, "it", variables={"enable_thinkin": False})
 
 
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_reply_after_reasoning_that_a_later_turn_hides_is_trained_on_with_the_reasoning(has_weight: bool) -> None:
+    """The reply looks like an earlier one in the full text, but its prompt in generation has the reasoning."""
+
+    def call(number: int, **more: Any) -> dict[str, Any]:
+        function = {"name": "add", "arguments": {}}
+        calls = [{"id": f"call{number:05}", "type": "function", "function": function}]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "content": "4", "tool_call_id": f"call{number:05}", "name": "add"}
+
+    thought = call(2, reasoning_content="2 + 2", **({} if has_weight else {"weight": 0}))
+    messages = [U, call(1), result(1), A, U, thought, result(2), {"role": "assistant", "content": "Five."}, U]
+    theirs = reference("glm", True, False)
+    reply = emitted(theirs, STYLES["glm"], messages, 7)
+    assert "2 + 2" in reply.prompt
+    shown, said = theirs.ids_of(reply.prompt + reply.block), theirs.ids_of(reply.text)
+    stop = len(shown) + len(said)
+    trained = [
+        document.supervised[len(shown) : stop].all()
+        for document in encode("glm", messages, True)
+        if document.tokens[:stop].tolist() == [*shown, *said]
+    ]
+    assert trained == [True]
+
+
 def test_a_template_for_tools_is_chosen_for_rows_with_tools() -> None:
     own = tokenizer().spec()["files"]
     chatml, hermes = STYLES["chatml"].template, STYLES["hermes"].template

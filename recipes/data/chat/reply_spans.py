@@ -28,6 +28,7 @@ _SHOWN_CHARACTERS = 40
 
 _TAGS = re.compile(r"</?\w+>")
 _REASONING_TAGS = "think|thinking|thought|reasoning"
+_REASONING_TAG = re.compile(rf"</?({_REASONING_TAGS})>")
 _EMPTY_BLOCK = re.compile(rf"\s*<({_REASONING_TAGS})>\s*</\1>\s*")
 _OPEN_BLOCK = re.compile(rf"<({_REASONING_TAGS})>\s*\Z")
 
@@ -94,7 +95,9 @@ def find_samples(
         is_plain = messages[turn]["content"] == _text_of(messages[turn])
         is_plain &= not any(messages[turn].get(key) for key in (*_CALLS, *_REASONING))
         is_last = turn + 1 == len(messages)  # the last message may end differently
-        reply = _as_others(place, alike, text) if place and is_plain and not is_last else None
+        # Reasoning before the reply may be in its prompt, and no longer in the full text.
+        is_asked_alike = not any(map(_has_reasoning, messages[:turn])) and all(t in found for t in turns if t < turn)
+        reply = _as_others(place, alike, text) if place and is_plain and is_asked_alike and not is_last else None
         if reply is None:
             alone[turn] = _alone(render, name, messages, turn, text, end_of_text)
             is_new |= alone[turn].is_new
@@ -215,6 +218,10 @@ def _alone(render: Render, name: str, messages: Sequence[Message], turn: int, te
     for check in (_check_parts, _check_keys, _check_calls):
         check(render, name, said, turn, shown[start:stop])
     return _Alone(shown, prompt, start, rest, stop, has_end, is_asked, is_new)
+
+
+def _has_reasoning(message: Message) -> bool:
+    return any(message.get(key) for key in _REASONING) or _REASONING_TAG.search(_text_of(message)) is not None
 
 
 def _has_block(message: Message) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from serried.recipes.data.samples.mixture_dataset import (
 from serried.recipes.data.samples.token_dataset import Batch, PackedDataset, Sample, TokenDataset, open_dataset
 from serried.recipes.data.streaming.lanes import StreamDataset
 from serried.recipes.data.streaming.stream import open_training, prepare_stream
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import named_tokenizer
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, named_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer
 from serried.recipes.models.layers.lm_head import IGNORE
 
@@ -90,7 +91,9 @@ class TextData:
             "validation": {name: str(prepared.folder) for name, prepared in validation.items()},
             "apart": {name: str(folder) for name, folder in apart.items() if folder is not None},
         }
-        return json.dumps(place)
+        tokenizer = next(iter(sources.values())).tokenizer
+        for_tools = tokenizer.template_for_tools if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        return json.dumps({"folders": place, "template_for_tools": for_tools})
 
     def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
         if any(source.tokenizer.spec() != prepared[0].tokenizer.spec() for source in prepared):
@@ -101,10 +104,13 @@ class TextData:
 
     def open(self, place: str) -> None:
         """Open the result of ``prepare``."""
-        folders = {
-            kind: {name: Path(path) for name, path in paths.items()} for kind, paths in json.loads(place).items()
-        }
+        found = json.loads(place)
+        folders = {kind: {name: Path(path) for name, path in paths.items()} for kind, paths in found["folders"].items()}
         self.sources = {name: open_prepared(folder) for name, folder in folders["sources"].items()}
+        for name, source in self.sources.items():
+            if isinstance(source.tokenizer, HuggingFaceTokenizer):
+                tokenizer = source.tokenizer.with_template_for_tools(found["template_for_tools"])
+                self.sources[name] = replace(source, tokenizer=tokenizer)
         self.held_out = {name: open_prepared(folder).whole() for name, folder in folders["validation"].items()}
         self.held_out |= {name: open_prepared(folder) for name, folder in folders["apart"].items()}
         prepared = [*self.sources.values(), *self.held_out.values()]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serried.configs.errors import UserError
+from serried.configs.schema.sections import TrainerSection
 from serried.recipes.data.chat.conversations import (
     ChatEncoder,
     ask,
@@ -33,6 +34,7 @@ from serried.recipes.data.tokenizers.hugging_face_tokenizer import (
 )
 from serried.recipes.data.tokenizers.tokenizer import hugging_face_files
 from serried.recipes.models.layers.lm_head import IGNORE
+from serried.recipes.text.text_data import TextData
 from serried.trainer.data.loader import BatchLoader, Reader
 from serried.trainer.data.sampler import BatchShare, SampleOrder
 from tests.support.chat_templates import SPECIAL, STYLES, Style
@@ -419,7 +421,6 @@ def test_template_for_tools_changes_the_key_of_conversations_with_tools_alone(wi
         return prepare(section(tmp_path / name, tmp_path / "cache", tokenizer=str(with_tools), format=format))
 
     names = ("text", "chats.jsonl", "tools.jsonl")
-    assert prepared("text").tokenizer.state() == find_tokenizer(str(with_tools)).state()
     before = [prepared(name).key for name in names]
     file = with_tools / "additional_chat_templates" / "tool_use.jinja"
     file.write_text(STYLES["qwen 3"].template)
@@ -428,6 +429,22 @@ def test_template_for_tools_changes_the_key_of_conversations_with_tools_alone(wi
     without = [prepared(name).key for name in names[:2]]
     assert before[:2] == with_other[:2] == without
     assert before[2] != with_other[2]
+
+
+def test_template_for_tools_is_exported_with_data_that_was_prepared_without_it(
+    with_tools: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("Hello, world.\n\n" * 50)
+    chosen = section(tmp_path / "text", tmp_path / "cache", tokenizer=str(with_tools), validation_fraction=0)
+    file = with_tools / "additional_chat_templates" / "tool_use.jinja"
+    file.rename(tmp_path / "tool_use.jinja")
+    earlier = prepare(chosen)
+    (tmp_path / "tool_use.jinja").rename(file)
+    data = TextData(chosen, TrainerSection(steps=1, global_batch=1, micro_batch=1), isolates=False)
+    data.open(data.prepare(None, None))
+    assert data.first is not None
+    assert (data.first.folder, data.first.key) == (earlier.folder, earlier.key)
+    assert "tool_use" in hugging_face_files(data.tokenizer)["tokenizer_config.json"]
 
 
 @pytest.mark.parametrize(

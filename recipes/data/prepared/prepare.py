@@ -173,7 +173,7 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
     memo = _Memo(cache, identity, source.state())
     if (name := memo.recall()) and is_intact(cache / name):
-        return _used(section, open_prepared(cache / name))
+        return _used(section, tokenizer, open_prepared(cache / name))
     content = source.fingerprint(progress.phase("reading"))
     name = key = _key(settings, content)
     earlier = cache / key if joins and is_intact(cache / key) else None
@@ -197,14 +197,15 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
             "were tokenized; to resume a run that started with that folder: data=tokens "
             f"{assignment('data.path', earlier)}"
         )
-    return _used(section, prepared)
+    return _used(section, tokenizer, prepared)
 
 
-def _used(section: DataSection, prepared: Prepared) -> Prepared:
-    """Return ``prepared``. Raises ``UserError`` if rows were left out and ``data.bad_rows=refuse``."""
+def _used(section: DataSection, named: Tokenizer | None, prepared: Prepared) -> Prepared:
+    """Return ``prepared``, with the tokenizer ``named`` if it is given, as an earlier version may have stored fewer of
+    its files. Raises ``UserError`` if rows were left out and ``data.bad_rows=refuse``."""
     if prepared.bad and section.bad_rows == "refuse":
         raise bad_rows(prepared.bad_rows, prepared.bad)
-    return prepared
+    return prepared if named is None else replace(prepared, tokenizer=named)
 
 
 def count_of(number: int, noun: str) -> str:

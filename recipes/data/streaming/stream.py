@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
             _write(partial, section, units, tokenizer, wanted)
 
         make_folder(folder, write, lambda: is_intact(folder) and (folder / _HELD_OUT).is_file(), progress)
-    return open_prepared(folder)
+    return replace(open_prepared(folder), tokenizer=tokenizer)
 
 
 def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:

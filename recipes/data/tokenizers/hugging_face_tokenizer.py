@@ -54,7 +54,8 @@ class HuggingFaceTokenizer(Tokenizer):
             ValueError: the files do not describe a tokenizer, or it has no end-of-text token.
         """
         self._files = {name: files[name] for name in _FILES if name in files}
-        self._template_for_tools = files.get(TEMPLATE_FOR_TOOLS)
+        self.template_for_tools = files.get(TEMPLATE_FOR_TOOLS)
+        """Jinja chat template for conversations with tools, if it is in a folder of its own."""
         self._tokenizer = _parsed(files["tokenizer.json"])
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -82,8 +83,8 @@ class HuggingFaceTokenizer(Tokenizer):
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "chat_template.jinja" in self._files:
             named = {"default": self._files["chat_template.jinja"]}
-        if self._template_for_tools is not None:
-            named["tool_use"] = self._template_for_tools
+        if self.template_for_tools is not None:
+            named["tool_use"] = self.template_for_tools
         return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
     @functools.cached_property
@@ -151,8 +152,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"kind": "hugging_face", "files": self._files}
 
     def state(self) -> dict[str, Any]:
-        for_tools = {} if self._template_for_tools is None else {TEMPLATE_FOR_TOOLS: self._template_for_tools}
+        for_tools = {} if self.template_for_tools is None else {TEMPLATE_FOR_TOOLS: self.template_for_tools}
         return {"kind": "hugging_face", "files": self._files | for_tools}
+
+    def with_template_for_tools(self, template: str | None) -> "HuggingFaceTokenizer":
+        """Return a copy with ``template`` for conversations with tools; ``self`` if it is None, or there is one."""
+        if template is None or self.template_for_tools is not None:
+            return self
+        return HuggingFaceTokenizer({**self._files, TEMPLATE_FOR_TOOLS: template})
 
     def with_tokens(self, tokens: Sequence[str], special: Sequence[str]) -> "HuggingFaceTokenizer":
         """Return a copy with additional ``tokens`` and ``special`` tokens, as ``add_tokens`` of transformers adds them.

@@ -71,7 +71,7 @@ def mix_within(budget: float, kept: Mapping[str, float]) -> Mix | None:
     """Return the mix of modes that recomputes the least within a budget; None if no mix stays within it.
 
     Args:
-        budget: Bytes that blocks may keep, relative to the mode ``none``.
+        budget: Fraction of the bytes kept in mode ``none`` that blocks may keep.
         kept: Bytes that a block keeps, by mode.
     """
     of_all = {mode: kept[mode] / kept["none"] for mode in _AGAIN}

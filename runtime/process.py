@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable that is set if the job script reads ``status.json`` instead of exit codes. Its value is a
-file to create when a rank stops on request, since no status exists before the first step."""
+"""Environment variable that is set if the job script reads ``status.json`` instead of exit codes. Its value is the
+path of a file that a rank creates when it stops on request, which the job script needs if there is no status yet."""
 REPORTS = "SERRIED_REPORTS"
 """Environment variable with the file descriptor of the pipe from which ``launch=local`` reads messages of
 ``tell_launcher``."""

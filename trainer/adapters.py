@@ -89,7 +89,7 @@ class Adapters:
             model.get_submodule(head).requires_grad_(True)
         self._saved_modules = _modules_in_checkpoint(model, heads, exported)
         self._tied = {name: of for name, of in tied_parameters(model).items() if self.is_of_head(of)}
-        """Further names of fully trained parameters, mapped to their names."""
+        """Aliases of tied parameters that are fully trained, mapped to the name of the shared parameter."""
         self._row_weights = self._attach_rows(model, plan)
         """Location of the weights of which some rows are trained, by the name of the module."""
         if section.quantize != "none":

@@ -53,7 +53,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Degree of expert parallelism. It is not a factor of the number of processes: experts use the ranks of a block."""
+    """Degree of expert parallelism. It adds no processes: experts are sharded over ranks that other axes provide."""
     sequence: bool = True
     """Whether sequence parallelism is on: tensor ranks shard the activations between matrices along the sequence."""
     context_method: str = "gather"

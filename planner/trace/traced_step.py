@@ -205,7 +205,9 @@ class _Tracer:
             self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border
         )
         peak = trace.peak()
-        if found is not None:  # a stage has one buffer for each message of a step
+        # A stage has one receive buffer per message of a step, but only some micro-batches were traced: replace their
+        # buffers by those of the whole step.
+        if found is not None:
             stages = layout.stages_of(rank * layout.pipeline // layout.world)
             borders = sum((stage > 0) + (stage < layout.stages - 1) for stage in stages)
             peak.parts["other"] = peak.parts.get("other", 0) - micro_batches * borders * found.nbytes

@@ -224,6 +224,7 @@ def test_pod_that_ends_is_replaced_and_the_run_has_the_undisturbed_losses(
         assert any("stopped at step" in end.message and "SIGTERM" in end.message for end in controller.ended)
 
 
+@pytest.mark.slow
 def test_mistake_in_the_command_fails_the_job_at_once(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_mistake_in_the_command_fails_the_job_at_once(
     assert "error: checkpoint.resume=must" in controller.logs()
 
 
+@pytest.mark.slow
 def test_pod_that_is_asked_to_end_while_it_waits_for_the_others_ends_at_once(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +336,7 @@ def test_pod_that_ended_as_the_run_does_is_not_lost_and_others_are() -> None:
     assert third.is_left.wait(10)
 
 
+@pytest.mark.slow
 def test_pod_of_a_killed_rank_counts_and_the_others_do_not(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,8 +107,9 @@ class Writer:
     def _push(self, descriptor: int, size: int) -> None:
         """Start writing to the disk now, instead of writing everything at the end.
 
-        The call asks the system to drop pages from the cache. It starts to write dirty pages, and drops pages that were
-        written after earlier calls. So a checkpoint reuses the same pages and does not evict pages that training reads.
+        ``posix_fadvise(DONTNEED)`` asks the kernel to drop the file's pages from the page cache. The kernel starts to
+        write back dirty pages, and drops pages that were written back since earlier calls. So a checkpoint reuses the
+        same pages and does not evict pages that training reads.
         """
         if hasattr(os, "posix_fadvise"):
             first = max(0, self._pushed - _REMEMBERED_BYTES)

@@ -96,8 +96,8 @@ def queued_collectives(leave_out: Iterable[str]) -> list[tuple[str, int]]:
 
 def flight_records() -> list[dict[str, Any]]:
     """Return the collectives in the flight recorder of this process, for NCCL and other backends."""
-    # Private API without a public equivalent: torch's own tools read a pickle of the same records.
-    # tests/runs/test_watchdog.py guards its shape.
+    # Private API, since torch has no public function that returns these records; its own tools read them from a pickled
+    # dump. tests/runs/test_watchdog.py checks their format.
     from torch._C import _distributed_c10d as c10d
 
     dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]

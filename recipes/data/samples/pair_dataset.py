@@ -1,8 +1,8 @@
 """Datasets of prepared answers, and batches of them: pairs of answers, or single answers with a label.
 
 A sample has one pair, or with ``data.packing=best_fit`` several. Its two sequences are the chosen answers and the
-rejected answers of all its pairs. For single answers, the second sequence has the answer of another row to the same
-prompt, from which KTO estimates how far the model is from the reference.
+rejected answers of all its pairs. For single answers, the second sequence is the same prompt followed by
+the answer of another row. From these mismatched pairs, KTO estimates the KL divergence of the model from the reference.
 """
 
 from collections.abc import Sequence

@@ -82,8 +82,8 @@ class HuggingFaceModel(LossFamily):
         except Exception as error:  # a model's code may raise any exception on an untrusted file
             reason = " ".join(str(error).split())[:200]
             if kind not in transformers.CONFIG_MAPPING:
-                has_code = "; its own code is never run (trust_remote_code)" if "auto_map" in found else ""
-                reason = f"transformers {transformers.__version__} has no such model{has_code}"
+                has_code = "; code in the folder of a model is never run" if "auto_map" in found else ""
+                reason = f"transformers {transformers.__version__} has no such model, a newer version may{has_code}"
             elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 reason = "transformers has no causal language model of this type"
             raise UserError(f"model.path={path} has model_type {kind}: {reason}; use another model") from None

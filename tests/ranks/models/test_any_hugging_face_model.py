@@ -204,7 +204,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config with no quant_method, but"),
     "of its own code": (
         {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "new.New"}},
-        "no such model; its own code is never run .trust_remote_code",
+        "no such model, a newer version may; code in the folder of a model is never run",
     ),
     "for masks": (
         {"model_type": "bert", "architectures": ["BertForMaskedLM"]},

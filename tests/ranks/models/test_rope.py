@@ -281,11 +281,14 @@ SCALED = {
         "model.rope_theta": "20",
     },
     "gemma3_1b": {"model.rope_scaling": "{rope_type: linear, factor: 8}", "model.local_rope_theta": "100"},
+    "olmo2_7b": {
+        "model.rope_scaling": "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, "
+        "original_max_sequence_length: 8}",
+    },
 }
 """Sequences of 24 tokens, of which some documents are longer than 5."""
 AXES = ("fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, 1f1b", "context x2, ring")
-OF_TYPES = {"phi3_mini": AXES, "mistral7b": (*AXES, "context x2"), "qwen3_8b": AXES[1:3], "gemma3_1b": AXES[2:]}
-"""All axes for the types whose frequencies depend on the length."""
+OF_TYPES = dict.fromkeys(SCALED, (*AXES, "context x2"))
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_all_files_of_an_export_are_moved_or_none(tmp_path: Path) -> None:
     for each in (name, f"{name}.data"):
         (written / each).write_text("new")
     (tmp_path / f"{name}.data").write_text("mine")
-    with pytest.raises(UserError, match=r"m\[1\]\.onnx\.data, but it exists"):
+    with pytest.raises(UserError, match=r"m\[1\]\.onnx\.data, which already exists"):
         _move_all(written, tmp_path)
     assert not (tmp_path / name).exists()
     (tmp_path / f"{name}.data").unlink()

@@ -117,7 +117,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     assert again.returncode == 78
     assert f"already has a job in the queue: {job} " in again.stderr
     shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
-    assert f"job    {job} " in shown
+    assert f"job     {job} " in shown
 
     slurm.wait_for_state(job, "COMPLETED", "FAILED")
     assert slurm.job(job)["JobState"] == "COMPLETED", printed(run_dir)
@@ -295,7 +295,7 @@ def test_a_job_measures_the_rates_of_a_cluster(slurm: SlurmCluster, text: Path, 
     done = at_login(slurm, "serried.cli", "plan", "calibrate", *argv, f"out={out}")
     assert done.returncode == 0, done.stdout + done.stderr + printed(tmp_path / "run")
     assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout)
-    assert "; 2 processes, 1 a node; torch " in done.stdout
+    assert "; 2 processes, 1 per node; torch " in done.stdout
     assert done.stdout.endswith(f"written    {out}; use it with plan.rates={out}\n")
     rates = read_rates(out)
     assert rates.cluster.per_node == 1

@@ -351,7 +351,7 @@ class Broken(VerifiedTask):
         (CHANCE, determinism, "two runs of one command", " tensors differ"),
         (REPEATS, resume, "on the same layout (fsdp x2)", " tensors differ"),
         (TAMPERS, resume, "on the same layout (fsdp x2)", "no checkpoint is complete: "),
-        (DEAF, faults, "SIGTERM, and a resume", "exit code 70 and not 75"),
+        (DEAF, faults, "SIGTERM, and a resume", "exit code 70 instead of 75"),
         (ANOTHER_RANK, faults, "a forward of a rank hangs", "the reason does not contain 'rank 1 '"),
         (None, speed, "training", "tokens/s"),
     ],

@@ -119,7 +119,7 @@ def test_exchanges_are_read_from_a_profile_with_the_part_that_computing_hides(
         json.dump(trace, file)
     assert "7.5 ms 10 ms in total, 25% hidden by computation: profile of steps 2 to 3" in row("plan.mode=formula")
     found = row(f"plan.rates={rates}")
-    assert re.search(r"exchanges [\d.]+ ms 7.5 ms [+-][\d.]+% ", found), found
+    assert re.search(r"exposed communication [\d.]+ ms 7.5 ms [+-][\d.]+% ", found), found
     (run / "profile/steps-2-3-rank-0.json.gz").write_bytes(b"cut short")
     assert "profile.steps=[3,4]" in row("plan.mode=formula")
 

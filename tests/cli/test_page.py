@@ -173,7 +173,7 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
     for told in (
         "finished", f"{last:.4f}", "31.5M", "1 restart", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
         "books", "node-b", "4 replicas of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
-        "1 logged step undone", "accuracy", "0.8721", "images/s, median",
+        "1 logged step discarded", "accuracy", "0.8721", "images/s, median",
     ):  # fmt: skip
         assert told in text, told
 

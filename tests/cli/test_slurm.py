@@ -133,7 +133,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     assert [line["loss"] for line in metrics(run_dir)] == pytest.approx([line["loss"] for line in metrics(alone)])
     shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert "finished: all steps done, exit code 0" in shown
-    assert "step   6/6, loss " in shown
+    assert "step    6/6, loss " in shown
 
 
 def test_run_saves_before_the_time_limit_and_resumes_when_queued_again(

@@ -189,7 +189,7 @@ class Adapters:
         if self.is_of_head(name):
             # PEFT needs tied weights under all of their names.
             names = [name, *(further for further, of in self._tied.items() if of == name)]
-            parts = [part for each in names for part in self._of_base(each, shape)]
+            parts = [part for alias in names for part in self._of_base(alias, shape)]
             return tuple(part._replace(name=f"{PREFIX}{part.name}") for part in parts)
         if owner in self._row_weights and key == ROWS:
             return (Fragment.whole(f"{PREFIX}{_module_of(self._row_weights[owner].name)}{ROWS_END}", shape),)

@@ -8,7 +8,9 @@ from serried.configs.messages.invalid_values import shown
 from serried.configs.plain_data import read_json
 
 KEY = "quantization_config"
-FP8, MXFP4, COMPRESSED = "fp8", "mxfp4", "compressed-tensors"
+FP8 = "fp8"
+MXFP4 = "mxfp4"
+COMPRESSED = "compressed-tensors"
 _BLOCK = (128, 128)
 """Block size of FP8 weights in DeepSeek-V3, the default of transformers."""
 _MOST_ROWS = 2**31
@@ -42,7 +44,7 @@ def quantization_of(found: Mapping[str, Any]) -> Quantization | None:
     groups = settings.get("config_groups")
     if method == COMPRESSED and isinstance(groups, dict):
         weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
-        of_fp8 = [each for each in weights if isinstance(each, dict) and _is_fp8(each)]
+        of_fp8 = [weight for weight in weights if isinstance(weight, dict) and _is_fp8(weight)]
         if of_fp8 and len(of_fp8) == len(weights):
             return Quantization(FP8, _block(of_fp8[0].get("block_structure")))
     named = f"quant_method {shown(method)}" if method else "no quant_method"

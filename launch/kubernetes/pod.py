@@ -46,7 +46,9 @@ _RETRY_SECONDS = 0.5
 _ENDING_SECONDS = 10.0
 _NOTICED_SECONDS = 2.0
 _MOST_MESSAGE = 4000
-_GO, _DONE, _KILLED = b"go\n", b"done\n", b"killed\n"
+_GO = b"go\n"
+_DONE = b"done\n"
+_KILLED = b"killed\n"
 
 
 class Attempt:
@@ -118,14 +120,14 @@ class Attempt:
             self.is_left.set()
 
     def close(self) -> None:
-        """Leave the attempt, as this process's end does."""
+        """Leave the attempt. The end of this process does the same."""
         for other in self._others:
             with suppress(OSError):
                 other.shutdown(socket.SHUT_RDWR)
             other.close()
 
     def tell_done(self) -> None:
-        """Tell the other pods that the ranks here ended as those of the whole run do. They may need longer."""
+        """Tell the other pods that the ranks here ended with the run. Ranks elsewhere may take longer to end."""
         self._tell(_DONE)
 
     def tell_killed(self) -> None:

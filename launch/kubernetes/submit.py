@@ -53,12 +53,16 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     for manifest in found[:-1]:
         _kubectl("apply", manifest, config)
     _kubectl("create", found[-1], config)
-    name, nodes, processes = config.run.name, config.launch.nodes or 1, processes_per_node(config.launch)
+    name, nodes = config.run.name, config.launch.nodes or 1
+    processes = processes_per_node(config.launch)
     kind = section.kind
     selector = f"serried/run={name}" if kind != "trainjob" else f"jobset.sigs.k8s.io/jobset-name={name}"
     created = f"{kind}/{name}" + (f" service/{name}" if kind == "job" else "")
     lines = [
-        ("submitted", f"{kind} {name}: {nodes} pod{'s' * (nodes > 1)} x {processes} process{'es' * (processes > 1)}"),
+        (
+            "submitted",
+            f"{kind} {name}: {_counted(nodes, 'pod', 'pods')} x {_counted(processes, 'process', 'processes')}",
+        ),
         ("grace", f"a pod has {seconds} s to save when it is asked to end"),
         (
             "watch",
@@ -73,6 +77,10 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
 def _on_volume(path: Path) -> PurePosixPath:
     """Return the absolute path in the pods, which may be outside the volume."""
     return PurePosixPath(posixpath.normpath(PurePosixPath(WORKSPACE) / path))
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def _check(config: RunConfig) -> None:

@@ -13,7 +13,7 @@ from serried.configs.errors import UserError
 from serried.parallel.precision.low_precision_linear import check_torchao, import_torchao
 
 MULTIPLE = 16
-"""On GPUs, the numbers of inputs and outputs of a layer must be multiples of this value."""
+"""The numbers of inputs and outputs of a layer must be multiples of this value on GPUs."""
 _CAPABILITIES = {"float8": ((8, 9), "8.9 (Ada, Hopper)"), "int8": ((8, 0), "8.0 (Ampere)")}
 
 

@@ -14,15 +14,15 @@ LAYOUTS = ("DeepSpeed", "accelerate")
 
 @dataclass
 class Converted:
-    """Overrides, and sentences on what they mean."""
+    """Overrides, and sentences that explain them."""
 
     overrides: dict[str, str] = field(default_factory=dict)
     """Values by key or group, in the order to print."""
     explained: list[str] = field(default_factory=list)
     decide: list[str] = field(default_factory=list)
-    """What the file does not determine, with the override to choose."""
+    """Settings that the file does not determine, with the override to choose."""
     lacking: list[str] = field(default_factory=list)
-    """What has no counterpart."""
+    """Settings without a counterpart."""
     lists: dict[str, list[Any]] = field(default_factory=dict)
     """Values that are lists, by key."""
     processes: int = 1

@@ -718,8 +718,11 @@ def test_output_is_a_shell_script(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_converted_config_of_axolotl_trains(tmp_path: Path) -> None:
+    import torch
     import transformers
+    from safetensors.torch import load_file
 
+    torch.manual_seed(0)
     sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path / "model")
@@ -736,8 +739,10 @@ def test_converted_config_of_axolotl_trains(tmp_path: Path) -> None:
     assert ended.code == 0, ended.printed
     steps = metrics(tmp_path / "out")
     assert [step["lr"] for step in steps] == pytest.approx([1e-4, 2e-4, 0.0])  # 0.5 x 3 steps, rounded up, are warm-up
-    assert steps[-1]["loss"] < steps[0]["loss"]
-    assert (tmp_path / "out" / "checkpoints" / "step-00000003" / "adapter_model.safetensors").is_file()
+    adapter = load_file(tmp_path / "out" / "checkpoints" / "step-00000003" / "adapter_model.safetensors")
+    trained = [tensor for name, tensor in adapter.items() if name.endswith("lora_B.weight")]  # they start at zero
+    assert trained
+    assert all(tensor.any() for tensor in trained)
 
 
 ODD: list[Any] = [None, True, -1, 2.5, 10**30, "auto", "x" * 5000, [None], [{"a": 1}], {"path": None}]

@@ -21,7 +21,7 @@ APT_INSTALL := flock .venv sh -c 'apt-get update --quiet=2 && DEBIAN_FRONTEND=no
 # Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test pytest test-slow test-slurm test-hosts test-page lint docs clean
+.PHONY: train test pytest test-slow test-slurm test-hosts test-page test-cloud lint docs clean
 
 train: .venv/.ready
 	$(BIN)/python train.py launch=local launch.processes=$(PROCESSES) $(ARGS)
@@ -57,6 +57,10 @@ test-page: .venv/.ready-dev
 		$(APT_INSTALL) chromium; \
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
 	$(BIN)/python -m pytest -m page tests/cli/test_page.py $(ARGS)
+
+# On the S3 server moto, through a proxy that cuts, delays and refuses.
+test-cloud: .venv/.ready-dev
+	$(BIN)/python -m pytest -m cloud --numprocesses=2 --dist=loadfile $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -200,7 +200,8 @@ class Cause:
             reason = self._reason(error)
             if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
                 return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
-            return Failure(self._rank, reason, exit_code_of(error))
+            # A hang, whether the watchdog or the timeout of a collective notices it first.
+            return Failure(self._rank, reason, EXIT_STOPPED if reason.startswith(_SILENCE) else exit_code_of(error))
         asked, when = str(error), "" if self.first_step_is_done else " before the first step"
         if not asked.startswith("SIG"):  # the same on every rank
             return Failure(self._rank, f"{asked}{when}", EXIT_STOPPED)

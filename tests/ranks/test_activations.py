@@ -1,5 +1,6 @@
 """Activation checkpointing: the bits of a step without it, on every layout, and the memory that the plan says."""
 
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,7 @@ def test_blocks_keep_at_least_their_inputs() -> None:
 
 def kept_after_forward(model: nn.Module, tokens: Tensor) -> int:
     """Bytes that torch's allocator holds more after a forward."""
+    gc.collect()  # else the profile may count that what an earlier one saw is freed
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = model(tokens, tokens)
     found = sum(each.self_cpu_memory_usage for each in profiled.events() or ())

@@ -479,17 +479,20 @@ def test_deterministic_gpu_libraries_are_set_before_processes_join(
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "exit_code"),
     [
-        ("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error", "another pro"),
-        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "no answer from another process"),
-        ("Application timeout caused pair closure", "no answer from another process"),
-        ("mat1 and mat2 shapes cannot be multiplied", "RuntimeError: mat1"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error", "another", 70),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "no answer from another", 75),
+        ("Application timeout caused pair closure", "no answer from another process", 75),
+        ("mat1 and mat2 shapes cannot be multiplied", "RuntimeError: mat1", 70),
     ],
 )
-def test_errors_of_gloo_and_nccl_at_the_end_of_another_rank_are_consequences(error: str, reason: str) -> None:
+def test_errors_of_gloo_and_nccl_at_the_end_of_another_rank_are_consequences(
+    error: str, reason: str, exit_code: int
+) -> None:
     found = Cause(0, range(1), LaunchSection(), Signals(), Exchange(0, 1, 1)).of(RuntimeError(error))
     assert found.reason.startswith(reason)
+    assert found.exit_code == exit_code, "a rank that hangs ends the run resumably, whoever notices it first"
     assert is_consequence(found.reason) == (not reason.startswith("RuntimeError"))
 
 

@@ -106,15 +106,22 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module) -> None:
+    norm: type[RMSNorm] = RMSNorm
+    """Class of both norms."""
+
+    def __init__(
+        self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module, mixer: str = "self_attn"
+    ) -> None:
+        """``mixer``: name of the child module ``attention``."""
         super().__init__()
-        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mixer = mixer
+        self.input_layernorm = self.norm(config.dim, config.norm_eps)
+        self.add_module(mixer, attention)
+        self.post_attention_layernorm = self.norm(config.dim, config.norm_eps)
         self.mlp = feed_forward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        x = x + getattr(self, self.mixer)(self.input_layernorm(x), cos, sin, mask, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -153,10 +160,17 @@ class Transformer(nn.Module):
 
     def block(self, number: int) -> nn.Module:
         """Return block ``number``. A family with different blocks overrides this."""
+        return Block(self.config, self.attention(number), self.feed_forward(number))
+
+    def attention(self, number: int) -> nn.Module:
+        """Return the attention of block ``number``. A family with a different attention overrides this."""
         del number
-        config = self.config
-        attention = Attention(config, bias=config.has_bias, norm=config.normalizes_heads)
-        return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
+        return Attention(self.config, bias=self.config.has_bias, norm=self.config.normalizes_heads)
+
+    def feed_forward(self, number: int) -> nn.Module:
+        """Return the feed-forward of block ``number``. A family with a different feed-forward overrides this."""
+        del number
+        return FeedForward(self.config.dim, self.config.hidden_dim)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None

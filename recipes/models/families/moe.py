@@ -23,7 +23,6 @@ from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.families.llama import (
     ROLES,
     Attention,
-    Block,
     FeedForward,
     Llama,
     Transformer,
@@ -207,12 +206,14 @@ class MoETransformer(Transformer):
 
     config: MoESection
 
-    def block(self, number: int) -> Block:
+    def attention(self, number: int) -> nn.Module:
+        del number
         config = self.config
-        attention = Attention(config, bias=config.attention_bias, norm=config.qk_norm, output_bias=config.output_bias)
-        if number < config.dense_layers:
-            return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
-        return Block(config, attention, MixtureOfExperts(config))
+        return Attention(config, bias=config.attention_bias, norm=config.qk_norm, output_bias=config.output_bias)
+
+    def feed_forward(self, number: int) -> nn.Module:
+        is_dense = number < self.config.dense_layers
+        return super().feed_forward(number) if is_dense else MixtureOfExperts(self.config)
 
     def parallel_plan(self) -> ParallelPlan:
         first, layers = self.config.dense_layers, self.config.layers

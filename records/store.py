@@ -1,0 +1,103 @@
+"""Interface to the objects of a folder in a bucket."""
+
+import errno
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Expect(Enum):
+    """Condition of a write that is not the tag of an earlier content."""
+
+    ANY = "any"
+    ABSENT = "absent"
+
+
+ANY, ABSENT = Expect.ANY, Expect.ABSENT
+
+
+class StoreError(OSError):
+    """The store did not answer, or refused a request. The message is one line with the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno.EIO, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class Unclear(StoreError):
+    """The store did not answer a write. It may have taken effect, or may take effect later."""
+
+
+class Conflict(Exception):
+    """The object is not as expected. Nothing was written, or an earlier try of the same call wrote it."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One object of a listing."""
+
+    key: str
+    size_bytes: int
+    tag: str
+
+
+class Upload(Protocol):
+    """One object, written from front to back."""
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes, which are copied. Waits while too many parts are being sent.
+
+        Raises ``StoreError`` if an earlier part could not be written.
+        """
+
+    def finish(self) -> None:
+        """Complete the object. Raises ``StoreError`` unless it is there as a whole."""
+
+    def abort(self) -> None:
+        """Write nothing more, and remove the parts that were sent."""
+
+
+class Store(Protocol):
+    """Objects by key below one URL. Tags change with every content, and are compared only for equality."""
+
+    url: str
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """Return the content and the tag of an object, or None if there is no such object."""
+
+    def read_into(self, key: str, offset: int, view: memoryview, tag: str | None = None) -> None:
+        """Fill ``view`` with the bytes of an object from ``offset`` on.
+
+        Raises:
+            Conflict: ``tag`` is given, and the object has another one.
+            StoreError: The object is missing or too short, or the store does not answer.
+        """
+
+    def put(self, key: str, content: bytes, expect: Expect | str = ANY) -> str:
+        """Write a small object if the present one is as ``expect`` says: anything, absent, or of a tag.
+
+        Returns the new tag.
+
+        Raises:
+            Conflict: The object is not as expected, or an earlier try of this call wrote it and its answer was lost.
+            Unclear: There was no answer.
+            StoreError: The store refused the request, for example because of expired credentials.
+        """
+
+    def writer(self, key: str) -> Upload:
+        """Return a writer of an object of any size."""
+
+    def stat(self, key: str) -> tuple[int, str] | None:
+        """Return the size in bytes and the tag of an object, or None if there is no such object."""
+
+    def list(self, prefix: str) -> list[Listed]:
+        """Return all objects below the folder ``prefix``, sorted by key."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects. Missing ones are skipped."""
+
+    def where(self, key: str) -> str:
+        """Return the URL of an object, for messages."""

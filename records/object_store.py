@@ -6,11 +6,11 @@ A process that has used a store must not fork: the child would hang at its first
 import os
 import queue
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -53,8 +53,8 @@ def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_
     _refuse_plain_http(url, key)
     if url.startswith("s3:") and not _has_aws_credentials():
         raise UserError(
-            f"no credentials for {key}={url}; set {credentials_of(url)}, or use an instance or a service account that "
-            "may access the bucket"
+            f"no credentials for {key}={url}, and files of other tools are not read; set {credentials_of(url)}, or use "
+            "an instance or a service account with a role for this bucket"
         )
     return ObjectStore(url, retry_seconds=retry_seconds)
 
@@ -81,13 +81,16 @@ def _has_aws_credentials() -> bool:
         "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
         "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE", "AWS_METADATA_ENDPOINT",
     )  # fmt: skip
-    if any(os.environ.get(name) for name in named):
-        return True
-    try:  # the metadata service of an instance; without it the library would try for minutes
-        socket.create_connection(("169.254.169.254", 80), timeout=2.0).close()
+    return any(os.environ.get(name) for name in named) or _is_amazon_instance()
+
+
+def _is_amazon_instance() -> bool:
+    """Return whether this may be an instance with a role. Elsewhere the library would ask for one for minutes."""
+    try:
+        vendor = Path("/sys/class/dmi/id/sys_vendor").read_text("utf-8")
     except OSError:
         return False
-    return True
+    return vendor.startswith(("Amazon", "Xen"))
 
 
 class ObjectStore:

@@ -9,6 +9,7 @@ import pytest
 
 from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
+from serried.records import object_store
 from serried.records.object_store import ObjectStore, open_store
 from serried.records.store import ABSENT, Conflict, StoreError
 from testing.s3_server import SECRET, S3Server
@@ -181,8 +182,10 @@ def test_store_without_encryption_on_another_host_is_refused(monkeypatch: pytest
 def test_missing_credentials_and_missing_obstore_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=r"no credentials for data\.path=s3://b/x; set AWS_ACCESS_KEY_ID"):
+    monkeypatch.setattr(object_store, "_is_amazon_instance", lambda: False)
+    with pytest.raises(UserError, match=r"no credentials for data\.path=s3://b/x, .*; set AWS_ACCESS_KEY_ID"):
         open_store("s3://b/x", "data.path")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     script = "import sys; sys.modules['obstore'] = None\n"
     script += "from serried.records.object_store import open_store; open_store('s3://b/x')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

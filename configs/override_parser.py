@@ -13,6 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from serried.configs.addresses import has_password
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown, unfit
 from serried.configs.messages.keys import Key, all_keys, is_section
@@ -227,6 +229,8 @@ class CommandLine:
         """Take text as typed even if Hydra's grammar reads it as something else (``~/books``, ``2024``, ``été``)."""
         if parsed is not None and (value == "null" or isinstance(parsed.value(), str)):
             self._accept(key, value, parsed.value())
+        elif is_bucket_url(value) and has_password(value):
+            self._accept(key, value, value)  # the check of the URL refuses it without repeating the password
         elif "=" in value or "," in value:
             # Probably two joined overrides or a list rather than a name.
             quoted = QuotedString(text=value, quote=Quote.double).with_quotes()

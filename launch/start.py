@@ -41,6 +41,11 @@ def start_elsewhere(
         from serried.launch.kubernetes.submit import submit as create
 
         return create(argv, config, stop_seconds)
+    if config.run.url is not None:
+        raise UserError(
+            f"launch=slurm cannot be used with run.dir={config.run.url}: its script and logs are in run.dir, on a disk "
+            "that the nodes share; use run.dir=FOLDER, or torchrun in a job of your own"
+        )
     from serried.launch.slurm.batch_script import submit
 
     return submit({tuple(argv): config})

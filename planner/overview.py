@@ -111,7 +111,7 @@ def overview(
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
         ("save", _saving(config, layout, model, plan, device)),
-        ("run", f"{config.run.dir}, {_beginning(config, start)}" if start else str(config.run.dir)),
+        ("run", f"{config.run.place}, {_beginning(config, start)}" if start else config.run.place),
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]

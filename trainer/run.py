@@ -254,6 +254,8 @@ class _Run:
 
 def _claimed_folder(config: RunConfig, session: Session) -> RunFolder | None:
     """Claim the run folder on rank 0 and return it; return None on other ranks. This is a collective call."""
+    if config.run.url is not None:
+        raise UserError(f"run.dir={config.run.url}: training into a bucket is not supported yet; use run.dir=FOLDER")
     claimed: list[RunFolder] = []
     session.once(lambda: claimed.append(RunFolder(config.run.dir)))
     return claimed[0] if claimed else None
@@ -275,7 +277,7 @@ def _write_page(config: RunConfig, console: Console) -> None:
     except Exception as error:
         console.log(traceback.format_exc())
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        console.say(f"WARNING    {path} was not written ({why}); try: serried report {config.run.dir}")
+        console.say(f"WARNING    {path} was not written ({why}); try: serried report {config.run.place}")
 
 
 def _record_end(config: RunConfig, step: int, failure: Failure) -> None:
@@ -331,8 +333,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
     console.say(
-        f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
-        f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
+        f"{config.run.place} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
+        f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.place}/earlier-N) "
         f"· elsewhere: {config.another_run}"
     )
     return EXIT_FINISHED

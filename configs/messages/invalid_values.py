@@ -142,6 +142,8 @@ def _sentence(
             return unknown_section(path, source)
         return unknown_key(path, shown(mistake["input"]), source, groups, flatten(config))
     value = shown(origins.typed.get(path, value_at(path, config)))
+    if kind == "bucket":
+        return str(mistake["msg"])
     if kind == "address":
         return not_a_path(path, str(mistake["input"]), source)
     if key is None or (key.kind == "object" and kind != "missing"):

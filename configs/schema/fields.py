@@ -2,10 +2,13 @@
 
 import ast
 import functools
+import hashlib
 import inspect
 import itertools
 import math
+import os
 import re
+import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +28,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serried.configs.addresses import is_address
+from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
+from serried.configs.errors import UserError
 
 NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
 """Names of sources and validation sets."""
@@ -102,8 +107,28 @@ def _refuse_address(value: Any) -> Any:
     return value
 
 
+def _scratch_of_bucket(value: Any) -> Any:
+    """Replace the URL of a run in a bucket by this node's scratch folder for it."""
+    if not is_bucket_url(value):
+        return _refuse_address(value)
+    try:
+        return scratch_folder(check_bucket_url(value, "run.dir"))
+    except UserError as error:
+        raise PydanticCustomError("bucket", "{text}", {"text": str(error)}) from None
+
+
+def scratch_folder(url: str) -> Path:
+    """Return the folder of this node for the run at ``url`` in a bucket: its name is a hash of the URL, inside
+    ``$SERRIED_SCRATCH`` or this user's folder for temporary files."""
+    given = os.environ.get("SERRIED_SCRATCH")
+    root = Path(given) if given else Path(tempfile.gettempdir()) / f"serried-{os.getuid()}"
+    return root.absolute() / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
 LocalPath = Annotated[Path, BeforeValidator(_refuse_address)]
 """Path of a file or folder."""
+RunPath = Annotated[Path, BeforeValidator(_scratch_of_bucket)]
+"""Run folder. For the URL of a run in a bucket, it is this node's scratch folder."""
 PathText = Annotated[str, BeforeValidator(_refuse_address)]
 """Path of a file or folder, a glob, or a name on the Hub."""
 

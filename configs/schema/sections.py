@@ -12,19 +12,21 @@ code that opens the files.
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_serializer, model_validator
 
+from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
 from serried.configs.schema.fields import (
     Count,
     CountOrAuto,
     CountOrZero,
     Degree,
-    LocalPath,
     Number,
     PathText,
     PositiveCount,
+    RunPath,
     Section,
     Size,
 )
@@ -41,8 +43,33 @@ class RunSection(Section):
 
     name: str = Field(min_length=1, pattern=r"^[^/\s\x00-\x1f\x7f]+$")
     """Name of the run; by default the recipe's name."""
-    dir: LocalPath
-    """Run folder, relative to the current folder. It has no timestamp, so the same command finds it again."""
+    dir: RunPath
+    """Run folder, relative to the current folder, or ``s3://BUCKET/PATH`` (also ``gs://`` and ``az://``). It has no
+    timestamp, so the same command finds it again."""
+    _url: str | None = PrivateAttr(None)
+
+    @property
+    def url(self) -> str | None:
+        """URL of a run in a bucket, whose ``dir`` is this node's scratch folder; None for a run in a folder."""
+        return self._url
+
+    @property
+    def place(self) -> str:
+        """The run folder as the user gave it, for messages: a URL or a path."""
+        return self._url or str(self.dir)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_address(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        section = validate(values)
+        given = values.get("dir") if isinstance(values, dict) else None
+        if is_bucket_url(given):
+            section._url = check_bucket_url(given, "run.dir")
+        return section
+
+    @field_serializer("dir")
+    def _address_or_folder(self, folder: Path) -> Path | str:
+        return self._url or folder
 
 
 TRAINING = "train"

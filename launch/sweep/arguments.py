@@ -132,6 +132,11 @@ class PointBuilder:
         """
         config = compose([*fixed, *overrides(values)])
         run = config.run
+        if run.url is not None:
+            raise UserError(
+                f"-m cannot be used with run.dir={run.url}: the runs of a sweep share a folder, with a table; "
+                "use run.dir=FOLDER, or run the command once for each value, with another run.dir"
+            )
         if any(word.startswith("run.dir=") for word in fixed):
             folder, home = run.dir / name, run.dir
         else:

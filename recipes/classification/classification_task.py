@@ -144,7 +144,7 @@ class Classification(RunTask):
     def next_command(self, start: str) -> str:
         del start
         merged = " merge=true" if self.run.adapter.method != "none" else ""
-        return f"a plain model folder: serried export run.dir={shlex.quote(str(self.run.run.dir))} out=FOLDER{merged}"
+        return f"a plain model folder: serried export run.dir={shlex.quote(self.run.run.place)} out=FOLDER{merged}"
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return self._fragments.get(name) or super().exported(name, shape)

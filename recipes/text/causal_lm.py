@@ -302,7 +302,7 @@ class CausalLM(TextTask):
         if self._data.name == "stdlib":
             start = re.sub(r" (recipe|data)=\S+", "", start)
             return f"your own text: {start} recipe={self.run.recipe} data=text data.path=FILE_OR_FOLDER run.name=mine"
-        export = f"serried export run.dir={shlex.quote(str(self.run.run.dir))} out=FOLDER"
+        export = f"serried export run.dir={shlex.quote(self.run.run.place)} out=FOLDER"
         if self.run.adapter.method != "none":
             return f"a model with the adapters in it: {export} merge=true"
         return f"a plain model folder: {export} dtype=bf16"

@@ -140,7 +140,7 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["report", "{run}", "out=s3://bucket/x.html"], "out=s3://bucket/x.html is an address, but only local files"),
         (["export", "{run}", "out=s3://bucket/model"], "out=s3://bucket/model is an address, but only local files"),
         (["plan", "calibrate", "out=s3://bucket/rates"], "out=s3://bucket/rates is an address, but only local files"),
-        (["status", "run.dir=s3://bucket/run"], "run.dir=s3://bucket/run (command line) is an address"),
+        (["status", "run.dir=ftp://bucket/run"], "run.dir=ftp://bucket/run (command line) is an address"),
         (["report", "{run}", "oot=x"], "did you mean out=x"),
         (["report", "{run}", "--out"], "--out: keys have no dashes; write out=OUT"),
     ],

@@ -255,7 +255,7 @@ class RunLog:
         if self._folder is not None and (best := best_checkpoint(config.run.dir / CHECKPOINTS, config.checkpoint)):
             of_best = f"; the best: {CHECKPOINTS}/{best[0].name} ({config.checkpoint.best_metric} {best[1]:.4g})"
         self._console.say(
-            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
+            f"files      {config.run.place}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
             f"{opens_in and f', opens in {opens_in}'}: {checkpoint}{of_best}"
         )
         self._console.say(f"next       {self._next(step, request)}")

@@ -27,6 +27,8 @@ from serried.configs.schema.declaration import BUILT_IN, declaring
 from serried.configs.schema.fields import Section
 from serried.configs.schema.run_config import check, config_yaml
 from serried.configs.subcommand_arguments import repeated
+from serried.launch.start import start_elsewhere
+from serried.launch.sweep.grid import read_sweep
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.task_class import installed
 from tools.key_tables import key_tables
@@ -645,7 +647,7 @@ def test_a_field_that_cannot_be_a_key_is_refused_before_it_is_used(annotation: A
 # paths ----------------------------------------------------------------------------------------------------------------
 
 PATHS = {
-    "run.dir": [], "data.cache_dir": [], "data.tokenizer": [], "checkpoint.resume": [], "slurm.python": [],
+    "data.cache_dir": [], "data.tokenizer": [], "checkpoint.resume": [], "slurm.python": [],
     "plan.rates": [], "plan.out": ["plan.search=true"], "adapter.path": [],
     "data.path": ["data=text"], "model.path": ["model=auto"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
@@ -656,7 +658,7 @@ PATHS = {
 """Keys that take a path, and what else makes them be read."""
 NO_PATHS = {
     "track.mlflow", "track.prometheus", "track.wandb", "trainer.evaluate", "model.family", "data.name",
-    "data.text_column", "kubernetes.claim", "slurm.srun_options",
+    "data.text_column", "kubernetes.claim", "run.dir", "slurm.srun_options",
 }  # fmt: skip
 """Keys whose description names a file or folder though they take addresses, names or options."""
 
@@ -669,6 +671,47 @@ def test_address_in_place_of_a_path_is_refused(key: str) -> None:
         said = refusal(*words, f"{key}=s3://bucket/folder")
     assert f"{key}=s3://bucket/folder" in said
     assert "is an address, but only local files and folders are supported; mount the storage" in said
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs/one", "gs://bucket/runs/one/", "az://bucket/runs/one"])
+def test_run_in_a_bucket_has_a_scratch_folder_and_keeps_its_url(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path))
+    config = compose([f"run.dir={url}"])
+    assert config.run.url == url.rstrip("/")
+    assert config.run.dir.parent == tmp_path
+    assert config.run.dir != compose([f"run.dir={url}2"]).run.dir
+    assert str(tmp_path) not in config_yaml(config)
+    assert check(yaml.safe_load(config_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://", "no bucket in run.dir=s3://; use s3://BUCKET/PATH"),
+        ("S3:/b/x", "no bucket in run.dir=S3:/b/x; use s3://BUCKET/PATH"),
+        ("s3://b/a/../x", "run.dir=s3://b/a/../x is not the URL of a folder in a bucket; use s3://BUCKET/PATH"),
+        ("s3://AKIA:hush@b/x", "run.dir contains a user, a query or a fragment; credentials belong into the environment"),
+        ("s3://b/x?X-Amz-Security-Token=hush", "run.dir contains a user, a query or a fragment; credentials belong"),
+        ("'s3://b/x?secret_key=hush'", "run.dir contains a user, a query or a fragment; credentials belong"),
+        ("https://b/x", "run.dir=https://b/x (command line) is an address, but only local files and folders"),
+    ],
+)
+def test_mistake_in_the_url_of_a_run_is_one_line_without_secrets(url: str, expected: str) -> None:
+    said = refusal(f"run.dir={url}")
+    assert said.startswith(expected)
+    assert "\n" not in said
+    assert "hush" not in said
+
+
+def test_launch_that_needs_a_folder_refuses_a_bucket() -> None:
+    words = ["run.dir=s3://bucket/runs/one"]
+    with pytest.raises(UserError, match=r"^-m cannot be used with run\.dir=s3://bucket/runs/one: "):
+        read_sweep([*words, "optim.lr=0.1,0.2"])
+    words.append("launch=slurm")
+    with pytest.raises(UserError, match=r"^launch=slurm cannot be used with run\.dir=s3://bucket/runs/one: "):
+        start_elsewhere(words, compose(words), lambda: None, lambda: None)
 
 
 def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addresses() -> None:
@@ -688,7 +731,7 @@ def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addres
             "the name on the Hub: data.tokenizer=Qwen/Qwen3-0.6B",
         ),
         ("data.cache_dir", "file:///scratch/cache", "use data.cache_dir=/scratch/cache"),
-        ("run.dir", "gs://user:secret@bucket/run", "run.dir=gs://***@bucket/run (command line) is an address"),
+        ("data.cache_dir", "gs://user:secret@bucket/x", "data.cache_dir=gs://***@bucket/x (command line) is an address"),
     ],
 )
 def test_address_that_is_refused_has_a_path_or_a_name_in_its_place(key: str, address: str, use: str) -> None:

@@ -68,8 +68,6 @@ class ForeignData:
     validation: list[Source] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
-    fractions: bool = False
-    """Whether the other framework leaves rows out."""
 
 
 def data_of(config: ForeignConfig, task: str) -> ForeignData:
@@ -333,7 +331,6 @@ def _note_fraction(config: ForeignConfig, data: ForeignData, source: Source, key
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise UserError(f"{key}={shown(value)} of {source.path} in {config.path} is not a number above 0; correct it")
-    data.fractions = True
     share = "its share of the rows of the mixture" if key == "fraction" else "the fraction of its rows that is used"
     split = source.split or "train"
     of = f"{source.path} ({split})" if source.split else source.path

@@ -210,11 +210,7 @@ def set_data(config: ForeignConfig, out: Converted, data: ForeignData, task: str
         for name, source in names_of(training):
             out.set(f"data.sources.{name}.name", source.kind)
             _source(out, f"data.sources.{name}", source)
-        rows = "the rows that it keeps once" if data.fractions else "each row once"
-        out.decide.append(
-            f"several data sets: {config.title} uses {rows} per epoch, but a mixture samples by "
-            "data.sources.NAME.weight, a share of the tokens; to match, set the weights to the numbers of tokens"
-        )
+        out.set("data.weigh_by", "size")
     formats = {source.format for source in training}
     if formats == {"text"} and task in ("sft", "text"):
         out.set("data.format", "text")

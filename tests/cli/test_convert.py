@@ -577,7 +577,7 @@ def test_fraction_of_rows_of_a_data_set_is_to_decide_and_not_a_weight(tmp_path: 
         (fraction,) = [sentence for sentence in result.decide if "0.25 of a/small" in sentence]
         assert "fraction of its rows" in fraction
         assert f"{split}[:25%]" in fraction
-        assert not any("each row once" in sentence for sentence in result.decide)
+        assert result.overrides["data.weigh_by"] == "size"
 
 
 def test_share_of_a_mixture_of_rows_is_to_decide(tmp_path: Path) -> None:

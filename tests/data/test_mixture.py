@@ -16,7 +16,7 @@ from serried.recipes.data.samples.mixture_dataset import MixtureDataset
 from serried.recipes.data.samples.token_dataset import Sample
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.causal_lm import CausalLM
-from serried.trainer.data.sampler import sample_order
+from serried.trainer.data.sampler import passes, sample_order
 from testing.rank_pool import Cluster
 from testing.runs import checkpoint, metrics, run_here, tiny_overrides
 
@@ -221,6 +221,35 @@ def test_weights_of_tokens_become_weights_of_samples() -> None:
     by_samples = MixtureDataset(sources, weights, "samples")
     assert (sample_order(by_samples, 1)(np.arange(6000)) >= 50).sum() == 3000
     assert by_tokens.fingerprint != by_samples.fingerprint
+
+
+def test_weighing_by_size_uses_each_sample_once_per_epoch() -> None:
+    sources = {"long": Masked(10), "short": Masked(2), "third": Masked(7)}
+    together = MixtureDataset(sources, dict.fromkeys(sources, 1.0), "size")
+    order = sample_order(together, 1)
+    first, second = order(np.arange(150)), order(np.arange(150, 300))
+    assert sorted(first) == sorted(second) == list(range(150))
+    assert first.tolist() != second.tolist()
+    assert 0 < (first[:75] < 50).sum() < 50, "the sources are shuffled together"
+    by_samples = MixtureDataset(sources, dict.fromkeys(sources, 50.0), "samples")
+    assert together.fingerprint != by_samples.fingerprint, "the order differs"
+    assert passes(together, 300) == {"": 2.0}
+
+
+def test_run_weighed_by_size_counts_targets_by_source(sources: dict[str, Path], tmp_path: Path) -> None:
+    words = [word for word in mixed(sources, tmp_path / "run") if ".weight=" not in word]
+    ended = run_here([*words, "data.weigh_by=size", "trainer.steps=2", "trainer.eval_batches=1"])
+    assert ended.code == 0, ended.printed
+    assert f"web (text {sources['web']}), code (text {sources['code']}) together, " in ended.printed
+    assert re.search(r"validation [\d,]+ .*; [\d.]+ epochs in 2 steps", ended.printed), ended.printed
+    counts = metrics(tmp_path / "run")[-1]["source_tokens"]
+    assert counts["web"] > counts["code"] > 0
+    weighted = run_here([*words, "data.weigh_by=size", "data.sources.web.weight=0.7"])
+    assert weighted.code == 78
+    assert (
+        "data.sources.web.weight=0.7 with data.weigh_by=size, which uses every sequence once per epoch"
+        in weighted.printed
+    )
 
 
 def test_validation_leaves_out_what_is_trained_on(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class Mixture(Protocol):
 
     parts: Mapping[str, Part]
     """Sources by name, in the order of their sample numbers."""
+    is_shuffled_together: bool
+    """Whether the samples of all sources have one common order, each once per epoch, as those of a single source."""
 
 
 @runtime_checkable
@@ -166,7 +168,7 @@ def sample_order(dataset: Sized, seed: int) -> Order:
     """Return the order of the training samples of ``dataset``."""
     if isinstance(dataset, Stream):
         return lambda indices: np.asarray(indices, np.int64)
-    if isinstance(dataset, Mixture):
+    if isinstance(dataset, Mixture) and not dataset.is_shuffled_together:
         return MixtureOrder(dataset.parts, seed)
     return SampleOrder(len(dataset), seed)
 
@@ -190,7 +192,7 @@ def passes(dataset: Sized, samples: int) -> dict[str, float]:
     """
     if isinstance(dataset, Stream):
         return {}
-    if not isinstance(dataset, Mixture):
+    if not isinstance(dataset, Mixture) or dataset.is_shuffled_together:
         return {"": samples / len(dataset)}
     counts = block_counts([part.weight for part in dataset.parts.values()])
     return {

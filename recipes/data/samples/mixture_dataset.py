@@ -24,6 +24,9 @@ _MEASURED_SAMPLES = 256
 """Number of samples of each source from which its mean number of targets is estimated."""
 
 
+WeighBy = Literal["tokens", "samples", "size"]
+"""Unit of the weights of a mixture."""
+
 Samples = TokenDataset | PackedDataset
 """Sequences of one source, by number."""
 
@@ -40,10 +43,12 @@ class MixedPart:
 class MixtureDataset:
     """The samples of several sources, numbered one source after the other. Their order is determined elsewhere."""
 
-    def __init__(
-        self, sources: Mapping[str, Samples], weights: Mapping[str, float], weigh_by: Literal["tokens", "samples"]
-    ) -> None:
-        """``weights``: shares of the samples or of the trained tokens (``weigh_by``), by the names of ``sources``."""
+    def __init__(self, sources: Mapping[str, Samples], weights: Mapping[str, float], weigh_by: WeighBy) -> None:
+        """``weights``: shares of the samples or of the trained tokens (``weigh_by``), by the names of ``sources``.
+
+        With ``weigh_by="size"`` they are not used: each source has as large a share as it has samples.
+        """
+        self.is_shuffled_together = weigh_by == "size"
         self._sources = list(sources.values())
         self._first = [0, *accumulate(len(source) for source in self._sources)]
         self._later = torch.tensor(self._first[1:-1])
@@ -52,9 +57,13 @@ class MixtureDataset:
             tokens = {name: _mean_targets(source) for name, source in sources.items()}
             if len(set(tokens.values())) > 1:  # otherwise the weights stay exact
                 weights = {name: weight / tokens[name] for name, weight in weights.items()}
+        if self.is_shuffled_together:
+            weights = {name: len(source) for name, source in sources.items()}
         self.parts = {name: MixedPart(len(source), float(weights[name])) for name, source in sources.items()}
         """Parts by source name, in the order of their sample numbers."""
-        identity = [[name, part.weight, sources[name].fingerprint] for name, part in self.parts.items()]
+        identity: list[object] = [[name, part.weight, sources[name].fingerprint] for name, part in self.parts.items()]
+        if self.is_shuffled_together:
+            identity.append(weigh_by)
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         """Identity of the samples, equal on every machine for equal samples in equal shares."""
 
@@ -132,6 +141,8 @@ def describe_sources(section: DataSection) -> str:
     tokens``."""
     if not section.mixed:
         return _described(section)
+    if getattr(section, "weigh_by", "") == "size":
+        return ", ".join(f"{name} ({_described(source)})" for name, source in section.mixed.items()) + " together"
     whole = sum(source.weight for source in section.mixed.values())
     parts: Sequence[str] = [
         f"{name} ({_described(source)}) {100 * source.weight / whole:.3g} %" for name, source in section.mixed.items()

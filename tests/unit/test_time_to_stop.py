@@ -128,7 +128,9 @@ class _Run:
 
     def __init__(self, job: Job, chance: random.Random, device: str, minutes_between: int = 0) -> None:
         self.job, self.chance = job, chance
-        signals = SimpleNamespace(received=None, deadline=Deadline(job.limit, min(60.0, job.limit / 4)))
+        never = SimpleNamespace(is_set=lambda: False)
+        deadline = Deadline(job.limit, min(60.0, job.limit / 4))
+        signals = SimpleNamespace(received=None, deadline=deadline, asks_to_save=never)
         session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0, world_size=1)
         checkpoint = SimpleNamespace(every=job.every, minutes_between=minutes_between)
         config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=checkpoint)
@@ -138,7 +140,6 @@ class _Run:
         self.shutdown = make(
             config, session, SimpleNamespace(say=lambda _: None), None, lambda: self.save_seconds or job.guessed
         )
-        never = SimpleNamespace(is_set=lambda: False)
         self.shutdown._control = SimpleNamespace(has_lost_folder=False, asks_to_stop=False, asks_to_save=never)
 
     def about(self, seconds: float) -> float:

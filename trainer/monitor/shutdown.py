@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 
 
 class Action(IntEnum):
-    """Decision after a step. The values are votes: only rank 0 votes SAVE, any rank may vote STOP."""
+    """Decision after a step. The values are votes of the ranks: the largest that their sum reaches is the decision."""
 
     GO_ON = 0
     SAVE = 1
-    STOP = 2
+    STOP = 10**6  # more than all ranks' votes for SAVE
 
 
 _FAILS_WITHIN_SECONDS = 10.0
@@ -160,9 +160,12 @@ class Shutdown:
     def _action(self, steps_to_save: int) -> Action:
         if self._mine() is not None:
             return Action.STOP
-        if self._control is not None and self._control.asks_to_save.is_set():
-            self._control.asks_to_save.clear()
-            return Action.SAVE
+        asked = [self._session.signals.asks_to_save]
+        asked += [self._control.asks_to_save] if self._control is not None else []
+        for request in asked:
+            if request.is_set():
+                request.clear()
+                return Action.SAVE
         if self._control is not None and self._is_long_unsaved(steps_to_save):
             self.saves()  # on a GPU, another vote follows before the save begins
             return Action.SAVE
@@ -195,7 +198,7 @@ class Shutdown:
             arrived, self._travelling = self._travelling, _Votes(votes)
         total, seconds = (0.0, None) if arrived is None else arrived.tolist()
         self._clock.end_step(None if seconds is None else seconds / self._session.world_size)
-        self.action = Action(min(int(total), Action.STOP))
+        self.action = max(action for action in Action if action <= total)
         if self.stops and self.reason is None:  # the reason is already known if the run has rolled back in between
             self._settle()
 

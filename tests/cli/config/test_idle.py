@@ -133,7 +133,7 @@ READ_ALWAYS = {
     "track.wandb", "track.tensorboard", "track.mlflow", "track.prometheus", "track.webhook",
     "profile.steps",
     *(f"launch.{name}" for name in (
-        "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds",
+        "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds", "notice",
     )),
     *(f"data.{name}" for name in (
         "name", "workers", "format", "tokenizer", "sequence_length", "packing", "isolate_documents", "cache_dir",

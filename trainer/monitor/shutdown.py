@@ -111,7 +111,7 @@ class Shutdown:
         """Check that the run folder still belongs to this run. Call it before anything is written there.
 
         Raises:
-            TrainingStopped: the run folder was removed, renamed or replaced.
+            TrainingStopped: the run folder was removed, renamed or replaced, or the run in the bucket taken over.
         """
         if self._control is not None:
             self._control.look_at_folder()
@@ -182,6 +182,7 @@ class Shutdown:
 
     def _leave_lost_folder(self) -> None:
         if self._control is not None and self._control.has_lost_folder:
+            self._control.check_claim()
             raise TrainingStopped(
                 f"the run folder {self._config.run.dir} was removed, renamed or replaced during training; the progress "
                 "since the last checkpoint is lost"

@@ -172,7 +172,7 @@ class _Run:
         took = self.about(job.step)
         of_micro_batch = took * (1 - job.update) / count
         of_host = job.hands_out * of_micro_batch if on_gpu else of_micro_batch
-        before = self.shutdown.before_micro_batches(step, count)
+        before = self.shutdown.before_micro_batches(step, count, count)
         for index in range(count):
             if before is not None:
                 before(index)

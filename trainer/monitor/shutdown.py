@@ -121,19 +121,25 @@ class Shutdown:
         """Record that a save begins. This restarts the clock of ``checkpoint.every_minutes``."""
         self._saved_at = time.monotonic()
 
-    def before_micro_batches(self, step: int, count: int) -> Callable[[int], None] | None:
+    def before_micro_batches(self, step: int, count: int, fewest: int) -> Callable[[int], None] | None:
         """Return a function to call before each of the ``count`` micro-batches of ``step``, with its index.
 
         The result is None if steps are short: the run then stops only between steps.
 
+        ``fewest``: number of micro-batches on the ranks that have the fewest. There is no vote before a micro-batch
+        that only some ranks have.
+
         The function is a collective call on the host. If a rank must stop, it raises ``StepDropped`` on all ranks, and
         sets ``stops``.
         """
-        per_look = self._clock.begin_step(count)
-        return None if per_look is None else partial(self._look, step, count, per_look)
+        per_look = self._clock.begin_step(fewest)
+        if per_look is None:
+            return None
+        looks = range(0, fewest, per_look)
+        return partial(self._look, step, count, looks)
 
-    def _look(self, step: int, count: int, per_look: int, index: int) -> None:
-        if index % per_look:
+    def _look(self, step: int, count: int, looks: range, index: int) -> None:
+        if index not in looks:
             return
         self._clock.look(begins_step=index == 0)
         # Before the first step there is nothing to save, so time limits do not count.

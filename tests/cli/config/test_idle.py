@@ -123,6 +123,7 @@ REFUSED = {
 READ_ALWAYS = {
     "recipe", "dry_run", "run.name", "run.dir", "task.name", "task.label_smoothing", "task.z_loss",
     *(f"parallel.{axis}" for axis in ("strategy", "replicate", "shard", "context", "tensor", "pipeline", "expert")),
+    "parallel.uneven",
     "precision.name", "precision.quantize_aware", "adapter.method", "optim.name", "optim.weight_decay", "schedule.name",
     "schedule.warmup_ratio",
     *(f"trainer.{name}" for name in (

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from serried.configs.bucket_paths import forget_listings
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, files_of
 from serried.configs.hugging_face.adapter_settings import with_adapters
@@ -51,6 +52,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
 
     Raises ``UserError``, which lists every mistake in ``argv`` and the YAML files.
     """
+    forget_listings()
     groups = choices_of()
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
     beside = _defaults_beside(given, argv)

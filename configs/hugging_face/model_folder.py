@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from serried.configs.addresses import is_address, not_a_path
+from serried.configs.bucket_paths import local_path
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.context_extension import with_extended_context
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG, base_of_adapters
@@ -222,9 +224,14 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
 
 
 def _with_weights(name: str, folder: Path, key: str) -> Path:
-    """Return the folder of the model ``name``. For a name on the Hub whose weights include an output projection,
-    download the weights, to compare it with the embedding."""
-    is_here = path_exists(expanded(name)) or not _names_a_head(name)
+    """Return the folder of the model ``name``. For a name on the Hub or a URL whose weights include an output
+    projection, download the weights, to compare it with the embedding."""
+    if is_bucket_url(name):
+        folder = model_folder(name, "*.json", key=key)
+        index = read_if_there(folder / "model.safetensors.index.json")
+        is_here = bool(index) and HEAD not in (index.get("weight_map") or {})
+    else:
+        is_here = path_exists(expanded(name)) or not _names_a_head(name)
     return folder if is_here else model_folder(name, "*.safetensors", "*.json", key=key)
 
 
@@ -270,8 +277,10 @@ def _nearest_family(model_type: str) -> str:
 
 
 def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
-    """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
+    """Return the folder ``name``. If it is a name on the Hub or a URL, download the files that match ``patterns``.
     Raises ``UserError`` if there is no such folder, and it cannot be downloaded."""
+    if is_bucket_url(name):
+        return Path(local_path(name, key, *patterns))
     if is_address(name):
         raise UserError(not_a_path(key, name))
     folder = expanded(name)

@@ -9,6 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from serried.configs.addresses import not_a_path
+from serried.configs.bucket_urls import check_bucket_url
+from serried.configs.errors import UserError
 from serried.configs.messages.keys import Key, all_keys, is_section, is_source, keys_of, readers
 from serried.configs.messages.suggestions import listing, nearest_choice, unknown_key, unknown_section
 from serried.configs.plain_data import flatten, value_at
@@ -144,6 +146,8 @@ def _sentence(
     value = shown(origins.typed.get(path, value_at(path, config)))
     if kind == "bucket":
         return str(mistake["msg"])
+    if kind == "bucket_url":
+        return _mistake_in_url(path, str(mistake["input"]))
     if kind == "address":
         return not_a_path(path, str(mistake["input"]), source)
     if key is None or (key.kind == "object" and kind != "missing"):
@@ -161,3 +165,10 @@ def _sentence(
     if kind == "finite_number":
         return f"{path}={value} ({source}) is not finite; e.g. {key.example}"
     return unfit(key, value, source)
+
+
+def _mistake_in_url(key: str, url: str) -> str:
+    try:
+        return f"{key}={check_bucket_url(url, key)} is not a valid value"
+    except UserError as error:
+        return str(error)

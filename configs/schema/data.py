@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SerializeAsAny, create_model
 
-from serried.configs.schema.fields import NAME_PATTERN, Count, LocalPath, Number, PathText, Section, Size
+from serried.configs.schema.fields import NAME_PATTERN, Count, LocalPath, Number, PathOrUrl, Section, Size
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import Entry, Registry
 from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION, TRAINING, LoadingSection, RunConfig
@@ -98,14 +98,14 @@ class DataSection(LoadingSection, SourceSection):
     format: Literal["text", "chat", "preference", "unpaired"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: each row is a
     pair of answers. ``unpaired``: each row is an answer with a label, true or false."""
-    chat_template: PathText | None = None
+    chat_template: PathOrUrl | None = None
     """Jinja template for conversations, or a file with one; null: the template of the tokenizer, else ChatML.
     ``none``: each row is a prompt and its completion, used unchanged."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Additional variables of the chat template, such as ``data.chat_template_kwargs.enable_thinking=false``."""
     train_on: Literal["replies", "last", "all"] = "replies"
     """Tokens of conversations to train on: all ``replies`` of the assistant, its ``last`` reply, or ``all`` tokens."""
-    tokenizer: PathText = Field(default="bytes", min_length=1, max_length=4096)
+    tokenizer: PathOrUrl = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
     """``data.tokenizer=train``: size of the vocabulary to learn."""

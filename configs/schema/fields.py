@@ -133,6 +133,19 @@ PathText = Annotated[str, BeforeValidator(_refuse_address)]
 """Path of a file or folder, a glob, or a name on the Hub."""
 
 
+def _refuse_other_address(value: Any) -> Any:
+    if not is_bucket_url(value):
+        return _refuse_address(value)
+    try:
+        return check_bucket_url(value, "")
+    except UserError:
+        raise PydanticCustomError("bucket_url", "is not the URL of a bucket") from None  # as above
+
+
+PathOrUrl = Annotated[str, BeforeValidator(_refuse_other_address)]
+"""Path as ``PathText``, or the URL of a file or folder in a bucket, such as ``s3://BUCKET/PATH``."""
+
+
 class Section(BaseModel):
     """Base class of all sections of the configuration. Sections are frozen, and undeclared keys are errors.
 

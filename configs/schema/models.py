@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from serried.configs.plain_data import is_number
-from serried.configs.schema.fields import Count, PathText, Section, Size
+from serried.configs.schema.fields import Count, PathOrUrl, Section, Size
 from serried.configs.schema.transformers_defaults import ALIASES, DEFAULTS, NOT_NULL, VERSION
 
 
@@ -103,7 +103,7 @@ class ModelSection(Section):
     """Name of the model config, for display."""
     family: str = "llama"
     """Name of the model family; a YAML file in ``model/`` sets it."""
-    path: PathText | None = Field(default=None, min_length=1, max_length=4096)
+    path: PathOrUrl | None = Field(default=None, min_length=1, max_length=4096)
     """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
     pretrained: bool = True
     """Start from the weights in ``path``; false: from random weights."""

@@ -24,6 +24,7 @@ from serried.configs.schema.fields import (
     CountOrZero,
     Degree,
     Number,
+    PathOrUrl,
     PathText,
     PositiveCount,
     RunPath,
@@ -119,9 +120,6 @@ class ParallelSection(Section):
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). Null: true, but
     false with ``pipeline``, which would gather again for each micro-batch. If it is null on a CPU, parameters of less
     than 1 GiB in total are gathered as one unit."""
-    uneven: bool = False
-    """Allow replicas to train different numbers of micro-batches of a global batch, at most one more than others, such
-    as 1024 samples on 7 replicas. The slowest replicas determine the time of a step."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
     offload: bool = False
@@ -234,7 +232,7 @@ class AdapterSection(Section):
     applies."""
     alpha_pattern: dict[str, Annotated[Number, Field(gt=0, le=10**6)]] = Field(default_factory=dict)
     """Values that replace ``alpha``, by name or pattern of the layer. The first match applies."""
-    path: PathText | None = Field(default=None, min_length=1, max_length=4096)
+    path: PathOrUrl | None = Field(default=None, min_length=1, max_length=4096)
     """Adapters to start from: a PEFT folder, a run or a checkpoint with adapters, or a name on the Hub. All other keys
     of ``adapter`` except ``quantize`` are taken from there."""
     merge: bool = False

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serried.configs.schema.fields import Count, Number, PathText, Section, Size
+from serried.configs.schema.fields import Count, Number, PathOrUrl, Section, Size
 from serried.configs.schema.sections import LoadingSection
 
 
@@ -19,11 +19,11 @@ class SampledSection(Section):
     loading: ClassVar[type[LoadingSection]] = LoadingSection
     """Class of the section ``data``."""
 
-    path: PathText = Field(min_length=1, max_length=4096)
+    path: PathOrUrl = Field(min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
     """Split to evaluate on; null: the first of ``val``, ``validation`` and ``test`` that exists."""
-    model: PathText = Field(min_length=1, max_length=4096)
+    model: PathOrUrl = Field(min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = False
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
@@ -56,13 +56,13 @@ class ImageSection(LabelledSection):
 
     loading = ImageLoadingSection
 
-    path: PathText = Field(default="images", min_length=1, max_length=4096)
+    path: PathOrUrl = Field(default="images", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     image_column: str = "image"
     """Column of a Hugging Face dataset with the images."""
     library: Literal["torchvision", "timm", "transformers"] = "torchvision"
     """Library of the model."""
-    model: PathText = Field(default="resnet50", min_length=1, max_length=4096)
+    model: PathOrUrl = Field(default="resnet50", min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     image_size: Size = 224
     """Height and width that images are scaled to."""
@@ -79,13 +79,13 @@ class TextsSection(SampledSection):
 
     by_content = ("bad_rows",)
 
-    path: PathText = Field(default="texts.jsonl", min_length=1, max_length=4096)
+    path: PathOrUrl = Field(default="texts.jsonl", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     text_column: str = "text"
     """Column of the texts."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """``skip``: leave out rows of files that cannot be used, and count them."""
-    model: PathText = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
+    model: PathOrUrl = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
     """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = True
     """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""

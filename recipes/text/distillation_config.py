@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from serried.configs.schema.fields import Number, PathText
+from serried.configs.schema.fields import Number, PathOrUrl
 from serried.configs.schema.registry import tasks
 from serried.configs.schema.sections import TaskSection
 
@@ -18,7 +18,7 @@ class DistillationSection(TaskSection):
     opened_as = "causal_lm"
     by_content = ("teacher",)
 
-    teacher: PathText | None = Field(default=None, min_length=1, max_length=4096)
+    teacher: PathOrUrl | None = Field(default=None, min_length=1, max_length=4096)
     """Folder of the teacher, or its name on the Hub."""
     weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
     """Weight of the divergence from the teacher in the loss; the rest is cross entropy."""

@@ -10,7 +10,7 @@ from serried.configs.schema.data import DataSection
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.sections import AdapterSection
 from serried.parallel.checkpoint_mapping import Fragment
-from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer
+from serried.recipes.data.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, local_tokenizer
 from serried.recipes.data.tokenizers.tokenizer import Tokenizer, changed_token, hugging_face_files, ids_of_tokens
 from serried.recipes.data.tokenizers.transformers_tokenizer import difference, opened
 from serried.records.safetensors_files import TensorFolder
@@ -121,7 +121,7 @@ def note_of_other_ids(data: DataSection, tokenizer: Tokenizer) -> list[str]:
     def encode(text: str) -> list[int]:
         return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()]
 
-    found = difference("data.tokenizer", name, opened(name), encode, tokenizer.added_tokens)
+    found = difference("data.tokenizer", name, opened(local_tokenizer(name)), encode, tokenizer.added_tokens)
     return [] if found is None else [found]
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from serried.configs.bucket_paths import local_path
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.configs.schema.data import DataSection
@@ -361,7 +362,9 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
         return given, "data.chat_template"
     if given is not None:
         try:
-            return read_bytes(expanded(given)).decode("utf-8"), f"data.chat_template={given}"
+            return read_bytes(expanded(local_path(given, "data.chat_template"))).decode(
+                "utf-8"
+            ), f"data.chat_template={given}"
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             reason = str(error) if isinstance(error, NotPlainData) else reason

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serried.configs.bucket_paths import local_path
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, open_regular
 from serried.configs.schema.tasks import ImageSection
@@ -61,7 +62,7 @@ def open_images(section: ImageSection, *, upright: bool = True) -> LabelledData:
     """Find the images at ``task.path`` without reading them. ``upright``: rotate images of a folder according to their
     EXIF orientation. Raises ``UserError`` if there are none, or the splits have different classes."""
     library("PIL", "task=image_classification", extra="vision")
-    folder, typed = expanded(section.path), assignment("task.path", section.path)
+    folder, typed = expanded(local_path(section.path, "task.path")), assignment("task.path", section.path)
     try:
         is_folder, names = folder.is_dir(), []
         if is_folder:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from serried.configs.bucket_paths import local_path
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, expanded, read_regular
 from serried.configs.schema.tasks import LabelledSection, TextsSection
@@ -78,7 +79,7 @@ def open_encoder(folder: Path, sequence_length: int, side: str = "right") -> Any
 def open_texts(section: TextsSection, encoder: Any, form: str = "") -> LabelledData:
     """Open the texts at ``task.path``. ``form`` is appended to their fingerprint. Raises ``UserError`` if there are
     none, or a row is invalid."""
-    path, typed = expanded(section.path), assignment("task.path", section.path)
+    path, typed = expanded(local_path(section.path, "task.path")), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():
         for file in sorted(path.iterdir()):

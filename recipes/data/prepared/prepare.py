@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from serried.configs.bucket_paths import bucket_files, downloads, local_path, with_urls
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded, read_regular
 from serried.configs.schema.data import MOST_VALIDATION, DataSection
@@ -38,6 +40,7 @@ from serried.recipes.data.prepared.tokenize import (
     texts_to_learn_from,
     write_shards,
 )
+from serried.recipes.data.readers.columns import Column
 from serried.recipes.data.readers.reading_progress import Progress, Show, usable_cores
 from serried.recipes.data.readers.source import SPLITS, Place, Source, Unit, bad_rows, open_source
 from serried.recipes.data.readers.source_files import assignment
@@ -50,6 +53,8 @@ _FORMAT = 3
 """Version of everything else that the key depends on: disk layout, reading of sources, and splitting."""
 
 _SAMPLE_TOKENS = 100
+_FILES_AT_URL = ("text", "tokens")
+"""Sources that read files of a bucket themselves, so that a listing shows whether they have changed."""
 _CHECKSUM = "crc32"
 """Key in ``summary.json`` of the checksum of its other contents and of ``tokenizer.json``."""
 _FEWEST_TOKENS = 2**14
@@ -150,13 +155,16 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
     Raises:
         UserError: the source is missing, empty, unreadable or changes while it is read, or the cache cannot be written.
     """
-    with Progress(show, threads or usable_cores()) as progress:
-        return _prepare(section, progress)
+    with Progress(show, threads or usable_cores()) as progress, downloads(cache_folder(section), progress.say):
+        try:
+            return _prepare(section, progress)
+        except UserError as error:  # name objects of a bucket instead of their copies on this node
+            raise UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head)) from error
 
 
 def _prepare(section: DataSection, progress: Progress) -> Prepared:
     if getattr(section, "is_prepared", False):
-        path = expanded(str(getattr(section, "path", "")))
+        path = expanded(local_path(str(getattr(section, "path", "")), "data.path"))
         prepared = open_prepared(path.absolute())
         named = None if section.tokenizer == "bytes" else named_tokenizer(section)
         if section.tokenizer != "bytes" and (named is None or named.spec() != prepared.tokenizer.spec()):
@@ -167,8 +175,11 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
         return prepared
     cache = cache_folder(section)
     tokenizer = named_tokenizer(section)
+    at_url = _memo_of_url(section, cache, tokenizer)
+    if at_url is not None and (name := at_url.recall()) and is_intact(cache / name):
+        return _used(section, tokenizer, open_prepared(cache / name))
     source = open_source(section)
-    settings = _settings(section, tokenizer, source)
+    settings = _settings(section, tokenizer, source.validation_split)
     joins = _joins_pieces(section, tokenizer, source)
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
     memo = _Memo(cache, identity, source.state())
@@ -179,7 +190,9 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     earlier = cache / key if joins and is_intact(cache / key) else None
     if joins and (earlier is None or _may_be_in_pieces(earlier)):
         name = hashlib.sha256(f"{key} joined".encode()).hexdigest()[:32]
-    earlier_keys = [_key(_settings(section, tokenizer, source, format), content) for format in EARLIER_FORMATS]
+    earlier_keys = [
+        _key(_settings(section, tokenizer, source.validation_split, format), content) for format in EARLIER_FORMATS
+    ]
 
     def write(partial: Path) -> None:
         if isinstance(source, FlatFiles):
@@ -189,7 +202,9 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
             _fill(partial, section, source, tokenizer, progress, key, earlier_keys)
 
     make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
-    memo.remember(name)
+    for remembered in (memo, at_url):
+        if remembered is not None:
+            remembered.remember(name)
     prepared = open_prepared(cache / name)
     if earlier is not None and prepared.key != key:
         progress.say(
@@ -257,9 +272,15 @@ def _key(settings: str, content: bytes) -> str:
     return hashlib.sha256(settings.encode() + content).hexdigest()[:32]
 
 
-def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source, chat_format: int | None = None) -> str:
-    """Return all settings that the tokens depend on, as JSON, except the content of the source. ``chat_format``: format
-    of an earlier version to use for conversations."""
+def _settings(
+    section: DataSection, tokenizer: Tokenizer | None, validation_split: str | None, chat_format: int | None = None
+) -> str:
+    """Return all settings that the tokens depend on, as JSON, except the content of the source.
+
+    Args:
+        validation_split: Split of the source that is used for validation, if it has one.
+        chat_format: Format of an earlier version to use for conversations.
+    """
     settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
     if tokenizer is not None:
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
@@ -268,7 +289,7 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source,
     ignored = [name for name, theirs in getattr(section, "columns", {}).items() if theirs is None]
     if ignored and chat_format is None:
         settings["ignored"] = sorted(ignored)
-    settings["validation"] = "split" if source.validation_split else section.validation_fraction
+    settings["validation"] = "split" if validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
         settings["chat"] = encoder_of_rows(section, tokenizer).spec(chat_format)
     if section.format in ("preference", "unpaired") and tokenizer is not None:
@@ -301,6 +322,11 @@ class _Memo:
         self._path = cache / "memos" / f"{hashlib.sha256(json.dumps([*identity]).encode()).hexdigest()[:32]}.json"
         self._state = state
 
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return self._path.name
+
     def recall(self) -> str | None:
         try:
             memo = json.loads(read_regular(self._path))
@@ -313,6 +339,18 @@ class _Memo:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(self._path, {"state": self._state, "key": key})
+
+
+def _memo_of_url(section: DataSection, cache: Path, tokenizer: Tokenizer | None) -> _Memo | None:
+    """Return the memo of data in a bucket, which needs only a listing; None for other data. The bucket is listed
+    again."""
+    path = str(getattr(section, "path", None))
+    if not is_bucket_url(path) or section.name not in _FILES_AT_URL:
+        return None
+    columns = Column.of(section).identity if hasattr(section, "text_column") else ""
+    settings = _settings(section, tokenizer, None)
+    identity = [section.name, path, columns, getattr(section, "token_dtype", ""), settings]
+    return _Memo(cache, identity, bucket_files(path, "data.path", again=True).state)
 
 
 # preparing ------------------------------------------------------------------------------------------------------------
@@ -344,7 +382,8 @@ def _fill(
             of_job, made = write_shards(
                 partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress
             )
-            found = {split: shard.as_json(partial) for split, shard in made.items()}
+            found = {split: _with_urls(shard).as_json(partial) for split, shard in made.items()}
+            of_job.bad_rows = [with_urls(row) for row in of_job.bad_rows]
             write_json(done, {"counts": asdict(of_job), "shards": found})
         plain = json.loads(read_regular(done))
         counts.add(Counts.from_json(plain["counts"]))
@@ -371,6 +410,10 @@ def _fill(
     write_summary(partial, counts, shards, source.noun, tokenizer, None if is_joined else key)
     for done in partial.glob("done-*.json"):
         done.unlink()
+
+
+def _with_urls(shard: Shard) -> Shard:
+    return replace(shard, named=tuple((with_urls(path), noun) for path, noun in shard.named))
 
 
 def _key_of_equal(earlier: Path, shards: Mapping[str, Sequence[Shard]]) -> str | None:

@@ -71,7 +71,7 @@ class FlatFiles(Source):
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
         for found in self._scanned:  # paths are included, since the tokens are used in place
-            path = found.file.path.absolute()
+            path = found.file.url or found.file.path.absolute()
             key.update(f"{path} {found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
         return key.digest()
 

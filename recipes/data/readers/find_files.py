@@ -4,10 +4,12 @@ import glob
 import os
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from serried.configs.bucket_paths import bucket_files
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.recipes.data.readers.source_files import SourceFile, assignment, kind_of
 
@@ -18,7 +20,10 @@ _CLOSE = 0.75
 
 def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
     """Return the files at ``typed``, which is a file, folder or glob, sorted by name. In a folder, only files with one
-    of the ``suffixes`` are returned. No file is opened. Raises ``UserError`` if there are none."""
+    of the ``suffixes`` are returned. Files in a bucket are downloaded; no file is opened. Raises ``UserError`` if there
+    are none."""
+    if is_bucket_url(typed):
+        return _find_in_bucket(typed, suffixes)
     path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     try:
         kind = path.stat().st_mode
@@ -36,6 +41,8 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
 
 def check_path(typed: str) -> None:
     """Raise ``UserError`` if ``typed`` is not a file, folder or glob. Looks only at the local disk."""
+    if is_bucket_url(typed):
+        return
     path = Path(os.path.expanduser(typed))  # noqa: PTH111
     if not glob.has_magic(typed):
         try:
@@ -50,17 +57,32 @@ def _find_in_folder(typed: str, folder: Path, suffixes: Collection[str]) -> list
     found = list(walk(folder))
     if chosen := [file for file in found if kind_of(file.path) in suffixes]:
         return chosen
+    raise _none_of(typed, folder.as_posix(), [file.name for file in found], suffixes)
+
+
+def _find_in_bucket(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
+    found = bucket_files(typed, "data.path")
+    chosen = [name for name in found.files if not found.is_folder or kind_of(name) in suffixes]
+    if not chosen:
+        raise _none_of(typed, typed, list(found.files), suffixes)
+    folder = found.fetch(chosen)
+    return [SourceFile(name, folder / name, f"{found.url}/{name}") for name in chosen]
+
+
+def _none_of(typed: str, folder: str, found: Sequence[str], suffixes: Collection[str]) -> UserError:
+    """Return the error for a folder in which no file has one of the ``suffixes``."""
     wanted = " ".join(suffixes)
     if not found:
-        raise UserError(
+        return UserError(
             f"{assignment('data.path', typed)}: the folder has no files; put {wanted} files in it, or use another "
             "folder"
         )
-    endings = Counter(file.path.suffix for file in found).most_common(4)
+    endings = Counter(Path(name).suffix for name in found).most_common(4)
+    example = assignment("data.path", f"{folder}/**/*{endings[0][0]}")
     counts = ", ".join(f"{ending or 'no suffix'}: {count}" for ending, count in endings)
-    raise UserError(
+    return UserError(
         f"{assignment('data.path', typed)}: none of the {len(found)} files in it ends in {wanted} (it has {counts}); "
-        f"select them with a glob: {assignment('data.path', folder / '**' / f'*{endings[0][0]}')}"
+        f"select them with a glob: {example}"
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, sources
 from serried.configs.schema.sections import LoadingSection
@@ -37,6 +38,8 @@ class Place(NamedTuple):
         line."""
         if self.noun == "row":
             return f"{self.path} row {self.number + 1:,}"
+        if is_bucket_url(self.path):  # prepared elsewhere: the file may not be on this node
+            return f"{self.path} at byte {self.number:,}"
         lines, position = 1, self.number
         with open_plain(self.path if "://" in self.path else Path(self.path)) as stream:
             while position and (block := stream.read(min(position, PIECE_BYTES))):

@@ -45,12 +45,14 @@ class SourceFile:
 
     name: str
     path: Path
+    url: str = ""
+    """URL of the object in a bucket that was downloaded to ``path``; empty for other files."""
 
 
 def assignment(key: str, value: str | os.PathLike[str]) -> str:
     """Return ``key=value`` as a shell and Hydra accept it, quoted only if necessary."""
     value = str(value)
-    if re.fullmatch(r"[\w./~+@%-]+", value):
+    if re.fullmatch(r"(\w+://)?[\w./~+@%-]+", value):
         return f"{key}={value}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
     return f"'{key}=\"{escaped}\"'"

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import ClassVar
 
+from serried.configs.bucket_paths import local_path
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.schema.data import DataSection, sources
-from serried.configs.schema.fields import PathText
+from serried.configs.schema.fields import PathOrUrl
 from serried.recipes.data.readers.source_files import assignment
 from serried.recipes.data.sources.text import RowsSection
 
@@ -18,8 +20,8 @@ class HubSection(RowsSection):
 
     needs: ClassVar[Mapping[str, str]] = {"path": "OWNER/NAME_OR_FOLDER"}
     libraries: ClassVar[Sequence[str]] = ("datasets",)
-    path: PathText | None = None
-    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+    path: PathOrUrl | None = None
+    """File, folder or glob, also ``s3://BUCKET/PATH``; for ``hf`` the name of a dataset, or its folder."""
     subset: str | None = None
     """Name of the configuration within the dataset, such as ``sample-10BT``."""
     split: str = "train"
@@ -32,12 +34,13 @@ class HubSection(RowsSection):
     """Stream the data during training, for data that does not fit on disk."""
 
     def check(self) -> None:
-        self.folder_or_name()
+        if not is_bucket_url(self.path):
+            self.folder_or_name()
 
     def folder_or_name(self) -> str:
         """Return the folder of the dataset, or its name on the Hub. Raises ``UserError`` if ``path`` is neither."""
         assert self.path is not None
-        path = os.path.expanduser(self.path)  # noqa: PTH111 -- methods of Path fail in unreadable folders
+        path = os.path.expanduser(local_path(self.path, "data.path"))  # noqa: PTH111 -- methods of Path fail in unreadable folders
         if os.path.isfile(path):  # noqa: PTH113
             raise UserError(
                 f"{assignment('data.path', self.path)} is a file, but data=hf needs a folder or the name of a dataset; "

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from serried.configs.errors import UserError
 from serried.configs.schema.data import SourceSection, register_source
-from serried.configs.schema.fields import PathText
+from serried.configs.schema.fields import PathOrUrl
 from serried.recipes.data.readers.columns import COLUMNS, Column
 from serried.recipes.data.readers.find_files import check_path, find_files
 from serried.recipes.data.readers.json_rows import holds_rows
@@ -52,8 +52,8 @@ class TextSection(RowsSection):
     """Config of the user's own files."""
 
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
-    path: PathText | None = None
-    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+    path: PathOrUrl | None = None
+    """File, folder or glob, also ``s3://BUCKET/PATH``; for ``hf`` the name of a dataset, or its folder."""
 
     def check(self) -> None:
         check_path(str(self.path))

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import ClassVar, Literal
 
+from serried.configs.bucket_paths import bucket_files
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.plain_data import expanded
 from serried.configs.schema.data import DataSection, SourceSection, sources
-from serried.configs.schema.fields import PathText
+from serried.configs.schema.fields import PathOrUrl
 from serried.recipes.data.readers.find_files import check_path
 
 
@@ -16,8 +18,8 @@ class TokensSection(SourceSection):
     needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
     aliases: ClassVar[Mapping[str, str]] = {"token_dtype": "token_type token_bytes"}
 
-    path: PathText | None = None
-    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+    path: PathOrUrl | None = None
+    """File, folder or glob, also ``s3://BUCKET/PATH``; for ``hf`` the name of a dataset, or its folder."""
     token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Dtype of flat binary files."""
 
@@ -27,7 +29,10 @@ class TokensSection(SourceSection):
     @property
     def is_prepared(self) -> bool:
         """Whether ``path`` is a folder that ``serried prepare`` wrote."""
-        return (expanded(str(self.path)) / "summary.json").exists()
+        path = str(self.path)
+        if is_bucket_url(path):
+            return "summary.json" in bucket_files(path, "data.path").files
+        return (expanded(path) / "summary.json").exists()
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

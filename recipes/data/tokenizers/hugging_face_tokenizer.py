@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from serried.configs.bucket_paths import local_path
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json, read_bytes
 from serried.configs.schema.data import DataSection
@@ -246,10 +248,19 @@ def named_tokenizer(section: DataSection) -> Tokenizer | None:
     return found.with_tokens(section.add_tokens, section.add_special_tokens)
 
 
+def local_tokenizer(name: str) -> str:
+    """Return ``name``; for the URL of a tokenizer in a bucket, download its files and return the path on this node."""
+    folder, slash, last = name.rpartition("/")
+    is_beside = is_bucket_url(name) and last == "tokenizer.json"
+    here = local_path(folder if is_beside else name, "data.tokenizer", *_FILES, TEMPLATE_FOR_TOOLS)
+    return f"{here}{slash}{last}" if is_beside else here
+
+
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     """Load the tokenizer from a ``tokenizer.json``, a folder that contains one, or a name on the Hub. Raises
     ``UserError`` if it does not exist or is not available."""
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
+    here = local_tokenizer(name)
+    path = Path(os.path.expanduser(here))  # noqa: PTH111 -- Path.expanduser fails for an unknown user
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():

@@ -668,9 +668,17 @@ def test_address_in_place_of_a_path_is_refused(key: str) -> None:
     declaration = installed(PATHS[key][0].removeprefix("task=")) if key.startswith("task.") else BUILT_IN
     words = [word for word in PATHS[key] if not word.startswith("task=")]
     with declaring(declaration):
-        said = refusal(*words, f"{key}=s3://bucket/folder")
-    assert f"{key}=s3://bucket/folder" in said
+        said = refusal(*words, f"{key}=ftp://host/folder")
+    assert f"{key}=ftp://host/folder" in said
     assert "is an address, but only local files and folders are supported; mount the storage" in said
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "model.path", "adapter.path"])
+def test_mistake_in_the_url_of_a_bucket_names_its_key(key: str) -> None:
+    words = {"data.path": ["data=text"], "model.path": ["model=auto"]}.get(key, [])
+    assert refusal(*words, f"{key}=s3://") == f"no bucket in {key}=s3://; use s3://BUCKET/PATH"
+    said = refusal(*words, f"{key}=s3://name:secret@bucket/folder")
+    assert said.startswith(f"{key} contains a user, a query or a fragment; credentials belong into the environment ")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs/one", "gs://bucket/runs/one/", "az://bucket/runs/one"])
@@ -721,8 +729,8 @@ def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addres
     named = {path for path, key in all_keys().items() if key.kind == "string" and not key.choices}
     named = {path for path in named if re.search(r"\b(files?|folder|path)\b", all_keys()[path].purpose.lower())}
     assert named - NO_PATHS - {"task.teacher"} <= PATHS.keys()
-    with pytest.raises(UserError, match=r"^task\.teacher=s3://bucket/model is an address"):
-        teacher_section("s3://bucket/model")
+    with pytest.raises(UserError, match=r"^task\.teacher=ftp://host/model is an address"):
+        teacher_section("ftp://host/model")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+"""Files in a bucket, read through a cache on this node: ``s3://BUCKET/PATH`` as the value of a key that names files.
+
+The bucket is listed and read by a process of its own (``serried.records.bucket_files``), because a process that has
+used the bucket library must not fork. A URL is listed once per composed config, so all its files are of one version.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import serried
+from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
+from serried.configs.errors import UserError
+from serried.configs.formats import is_terminal, size
+
+_MODULE = "serried.records.bucket_files"
+_DOWNLOADS = "downloads"
+_EVERY_SECONDS, _EVERY_SECONDS_LIVE = 15.0, 0.5
+
+
+class _Settings:
+    """Settings of this process."""
+
+    folder: Path | None = None
+    """Folder of the cache; None: the default."""
+    show: Callable[[str], None] | None = None
+    """Function that shows progress."""
+
+    def __init__(self) -> None:
+        self.listings: dict[str, BucketFiles] = {}
+        self.downloaded: dict[str, str] = {}
+        """URL by folder of the cache that it was downloaded to."""
+
+
+_settings = _Settings()
+
+
+@dataclass(frozen=True)
+class BucketFiles:
+    """Objects that a URL names. They can be downloaded, all or some of them."""
+
+    url: str
+    """URL that the names are relative to."""
+    key: str
+    """Config key that named them, for messages."""
+    is_folder: bool
+    """Whether the URL named a folder, not an object or a glob."""
+    files: dict[str, tuple[int, str]]
+    """Size in bytes and tag by name, in the order of the names."""
+    state: str
+    """Hash of names, sizes and tags."""
+
+    def fetch(self, names: Collection[str] | None = None) -> Path:
+        """Download the files ``names``, by default all, and return the folder that contains them. Files that are in the
+        cache are not read again. Raises ``UserError`` if one has changed since it was listed."""
+        wanted = [(name, *self.files[name]) for name in (self.files if names is None else names)]
+        request = {"files": wanted, "state": self.state, "cache": str(_settings.folder or _default_cache())}
+        folder = _ask("download", self.url, self.key, **request)
+        _settings.downloaded[folder] = self.url
+        return Path(folder)
+
+
+def bucket_files(url: str, key: str, *, again: bool = False) -> BucketFiles:
+    """List the objects that ``key=url`` names: an object, a folder or a glob. ``again``: even if this process has
+    listed them before.
+
+    Raises ``UserError`` if there are none, the URL is invalid, or the bucket cannot be read.
+    """
+    url = check_bucket_url(url, key)
+    if again or url not in _settings.listings:
+        found = _ask("list", url, key)
+        files = {name: (size_bytes, tag) for name, size_bytes, tag in found["files"]}
+        _settings.listings[url] = BucketFiles(found["root"], key, found["folder"], files, found["state"])
+    return _settings.listings[url]
+
+
+def forget_listings() -> None:
+    """List buckets again when they are used next. Call this at the start of a command or run."""
+    _settings.listings.clear()
+
+
+def local_path(path: str, key: str, *patterns: str) -> str:
+    """Return ``path``; if it is a URL of a bucket, download it and return its path in this node's cache.
+
+    ``patterns``: names of the files of a folder to download, such as ``*.json``; by default all, at any depth.
+    """
+    if not is_bucket_url(path):
+        return path
+    found = bucket_files(path, key)
+    if not found.is_folder and len(found.files) == 1:
+        (name,) = found.files
+        return str(found.fetch() / name)
+    names = [name for name in found.files if not patterns or any(_matches(name, pattern) for pattern in patterns)]
+    return str(found.fetch(names))
+
+
+def with_urls(text: str) -> str:
+    """Return a message with the URLs of objects in place of the paths of their copies in the cache."""
+    for folder, url in _settings.downloaded.items():
+        text = text.replace(folder, url)
+    return text
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a file of a folder matches ``pattern``, which is of the same folder."""
+    return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
+
+
+@contextmanager
+def downloads(folder: Path | None, show: Callable[[str], None] | None) -> Iterator[None]:
+    """Context manager within which files are downloaded into ``folder``, if it is given, and progress is shown by
+    ``show``."""
+    before = _settings.folder, _settings.show
+    _settings.folder, _settings.show = folder and folder / _DOWNLOADS, show
+    try:
+        yield
+    finally:
+        _settings.folder, _settings.show = before
+
+
+def upload(path: Path, url: str, key: str) -> None:
+    """Write the file or folder ``path`` to ``key=url``. Raises ``UserError`` if it cannot be written."""
+    _ask("upload", url, key, path=str(path))
+
+
+def refuse_taken(url: str, key: str) -> None:
+    """Raise ``UserError`` if there is an object at ``key=url`` or below it, or the bucket cannot be read."""
+    _ask("refuse_taken", url, key)
+
+
+def _default_cache() -> Path:
+    if scratch := os.environ.get("SERRIED_SCRATCH"):
+        return Path(scratch).absolute() / _DOWNLOADS
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "serried" / _DOWNLOADS
+
+
+def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
+    """Send a request to a new process, show its progress, and return its answer."""
+    shown, every = time.monotonic(), _EVERY_SECONDS_LIVE if is_terminal() else _EVERY_SECONDS
+    root = str(Path(serried.__file__).parent.parent)  # the process must find serried from any folder
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    with subprocess.Popen(
+        [sys.executable, "-m", _MODULE],
+        stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *others])},
+        encoding="utf-8",
+        start_new_session=True,  # a signal to this process group is handled here
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps({"do": kind, "url": url, "key": key, **more}) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                found = json.loads(line)
+                if "answer" in found:
+                    return found["answer"]
+                if "error" in found:
+                    raise UserError(found["error"])
+                if _settings.show is not None and time.monotonic() - shown >= every:
+                    shown = time.monotonic()
+                    _settings.show(f"{kind} {url}: {size(found['done'])} of {size(found['total'])}")
+        except BrokenPipeError:
+            pass
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+    raise UserError(f"{key}={url}: the process that reads the bucket ended with code {process.returncode}")

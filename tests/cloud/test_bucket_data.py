@@ -1,0 +1,179 @@
+"""Data, models and outputs in a bucket."""
+
+import gzip
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serried.configs import bucket_paths
+from serried.configs.errors import UserError
+from serried.configs.schema.data import data_section
+from serried.recipes.data.prepared.prepare import Prepared, prepare
+from testing.s3_server import BUCKET, S3Server
+
+pytestmark = pytest.mark.cloud
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SERRIED_SCRATCH", raising=False)
+    bucket_paths.forget_listings()
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def words(count: int, start: int = 0) -> list[Any]:
+    return [{"text": f"document {number} has {number * number} words"} for number in range(start, start + count)]
+
+
+def parquet(rows: list[Any]) -> bytes:
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    sink = arrow.BufferOutputStream()
+    tables.write_table(arrow.Table.from_pylist(rows), sink, row_group_size=40)
+    return bytes(sink.getvalue())
+
+
+def zstd(content: bytes) -> bytes:
+    arrow = pytest.importorskip("pyarrow")
+    sink = arrow.BufferOutputStream()
+    with arrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return bytes(sink.getvalue())
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Add {n} and 1."}, {"role": "assistant", "content": f"{n + 1}"}]}
+    for n in range(60)
+]
+PAIRS = [{"prompt": f"Add {n} and 1.", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(60)]
+KINDS: dict[str, tuple[Callable[[], Files], str, dict[str, Any]]] = {
+    "text": (lambda: {f"b/{n}.txt": f"text {n} of ten\n".encode() * (n + 1) for n in range(10)}, "", {}),
+    "text-glob": (lambda: {f"b/{n}.log": f"line {n}\n".encode() * 30 for n in range(25)}, "**/*.log", {}),
+    "jsonl": (lambda: {"b.jsonl": lines(words(90)), "a/c.jsonl": lines(words(9, 90))}, "", {}),
+    "jsonl-gz": (lambda: {"b.jsonl.gz": gzip.compress(lines(words(90)))}, "b.jsonl.gz", {}),
+    "jsonl-zst": (lambda: {"a.jsonl.zst": zstd(lines(words(90)))}, "", {}),
+    "parquet": (lambda: {"x/1.parquet": parquet(words(90)), "x/2.parquet": parquet(words(90, 90))}, "x/*.parquet", {}),
+    "chat": (lambda: {"chats.jsonl": lines(CHATS)}, "", {"format": "chat"}),
+    "preference": (lambda: {"pairs.jsonl.gz": gzip.compress(lines(PAIRS))}, "", {"format": "preference"}),
+}
+
+
+def put(server: S3Server, folder: str, files: Files) -> None:
+    for name, content in files.items():
+        server.client().put_object(Bucket=BUCKET, Key=f"{folder}/{name}", Body=content)
+
+
+def prepared(path: str, cache: Path | None = None, **more: Any) -> Prepared:
+    return prepare(data_section(name="text", path=path, sequence_length=128, cache_dir=cache and str(cache), **more))
+
+
+def tokens_of(data: Prepared) -> dict[str, list[int]]:
+    return {split: (stream := data.stream(split)).read(0, stream.tokens).tolist() for split in ("train", "validation")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_in_a_bucket_has_the_key_and_tokens_of_a_local_copy(
+    server: S3Server, folder: str, tmp_path: Path, kind: str
+) -> None:
+    make, name, more = KINDS[kind]
+    files = make()
+    put(server, folder, files | {".hidden/a.txt": b"not read", "a/.b.jsonl": b"not read"})
+    for file, content in files.items():
+        (tmp_path / "copy" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / file).write_bytes(content)
+    remote = prepared(f"{server.url(folder)}/{name}", tmp_path / "remote", **more)
+    local = prepared(f"{tmp_path}/copy/{name}", tmp_path / "local", **more)
+    assert remote.key == local.key
+    assert remote.splits == local.splits
+    assert tokens_of(remote) == tokens_of(local)
+    assert sum(split.documents for split in remote.splits.values()) > 8
+
+
+def test_later_start_lists_once_and_reads_nothing(server: S3Server, folder: str, tmp_path: Path) -> None:
+    put(server, folder, {"a.jsonl": lines(words(50)), "b.jsonl": lines(words(50, 50))})
+    first = prepared(server.url(folder), tmp_path)
+    before = server.counts()
+    again = prepared(server.url(folder), tmp_path)
+    assert again.key == first.key
+    requests = server.counts() - before
+    assert (requests.pop("HEAD"), requests.pop("GET list"), requests.pop("bytes down") < 2000) == (1, 1, True)
+    assert not requests
+
+
+def test_changed_object_is_noticed_and_only_it_is_read(server: S3Server, folder: str, tmp_path: Path) -> None:
+    put(server, folder, {"a.jsonl": lines(words(50)), "b.jsonl": lines(words(50, 50))})
+    first = prepared(server.url(folder), tmp_path)
+    put(server, folder, {"b.jsonl": lines(words(50, 70))})
+    before = len(server.requests())
+    assert prepared(server.url(folder), tmp_path).key != first.key
+    requests = server.requests()[before:]
+    assert [line for line in requests if line.startswith("GET /")] == [f"GET /bucket/{folder}/b.jsonl"]
+
+
+def test_object_that_changes_after_the_listing_is_refused(server: S3Server, folder: str) -> None:
+    put(server, folder, {"a.txt": b"one"})
+    listed = bucket_paths.bucket_files(server.url(folder), "data.path")
+    put(server, folder, {"a.txt": b"two"})
+    with pytest.raises(UserError) as error:
+        listed.fetch()
+    assert str(error.value) == (
+        f"{server.url(folder)}/a.txt changed while it was being read; run again when nothing writes to it"
+    )
+
+
+def test_objects_arrive_whole_through_faults(server: S3Server, folder: str) -> None:
+    content = {f"{n}.bin": os.urandom(300_000 * (1 + 90 * (n == 3))) for n in range(6)}
+    put(server, folder, content)
+    listed = bucket_paths.bucket_files(server.url(folder), "data.path")
+    server.set_faults(slow_down=0.1, error=0.1, truncate=0.1, cut_answer=0.1)
+    copy = listed.fetch()
+    assert {name: (copy / name).read_bytes() for name in content} == content
+
+
+def test_process_that_read_a_bucket_can_fork(server: S3Server, folder: str) -> None:
+    put(server, folder, {"a.txt": b"one"})
+    bucket_paths.local_path(server.url(folder), "data.path")
+    assert "obstore" not in sys.modules
+    child = os.fork()
+    if child == 0:
+        path = bucket_paths.local_path(f"{server.url(folder)}/a.txt", "data.path")
+        os._exit(0 if Path(path).read_bytes() == b"one" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_bad_row_is_reported_with_the_url_of_its_object(server: S3Server, folder: str, tmp_path: Path) -> None:
+    put(server, folder, {"chats.jsonl": lines([*CHATS, {"messages": 3}])})
+    with pytest.raises(UserError) as error:
+        prepared(server.url(folder), tmp_path, format="chat")
+    assert str(error.value).startswith(f"{server.url(folder)}/chats.jsonl line 61")
+    skipping = prepared(server.url(folder), tmp_path, format="chat", bad_rows="skip")
+    assert skipping.bad_rows[0].startswith(f"{server.url(folder)}/chats.jsonl line 61")
+    assert str(skipping.place("train", 0)).startswith(f"{server.url(folder)}/chats.jsonl at byte ")
+
+
+def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) -> None:
+    put(server, folder, {"images/1.png": b"1", "images/2.png": b"2", "both/a": b"1", "both/a/b": b"2"})
+    url = server.url(folder)
+    wrong = {
+        f"{url}/none": f"data.path={url}/none has no objects; see what is there with: aws s3 ls {url}/",
+        f"{url}/*/*.csv": f"data.path={url}/*/*.csv matches no object; {url} has both/a, both/a/b, images/1.png, ",
+        f"{url}/images": f"data.path={url}/images: none of the 2 files in it ends in .txt .text .md ",
+        f"{url}/both": f"the object {url}/both/a cannot be stored as a file: it is also the name of a folder; ",
+        "s3://other/x": "data.path=s3://other/x: bucket other does not exist",
+    }
+    for path, said in wrong.items():
+        with pytest.raises(UserError) as error:
+            prepared(path, tmp_path)
+        assert str(error.value).startswith(said)
+        assert "\n" not in str(error.value)

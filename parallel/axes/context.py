@@ -20,7 +20,7 @@ from serried.parallel.collectives import gather, start_shift
 from serried.parallel.layout.mesh import Coordinates, Layout
 from serried.parallel.layout.process_groups import Groups
 from serried.parallel.layout.shard_specs import Slice
-from serried.parallel.plan import Context, ParallelPlan, matches
+from serried.parallel.plan import Context, ParallelPlan, matches, with_sinks
 
 
 def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
@@ -78,9 +78,9 @@ class Gather(_Part):
         places = self._places(length, device)
         return make((places[self._index], torch.cat(places)))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         keys, values = gather(torch.stack((k, v)), 3, self._group).unbind()
-        return self.attend_locally(q, keys, values, mask)
+        return super().attend(q, keys, values, mask, sinks)
 
 
 class Ring(_Part):
@@ -101,12 +101,13 @@ class Ring(_Part):
         # A block mask already lists the blocks to compute, and checking it would synchronize with the device.
         return [None if isinstance(mask, Tensor) and not mask.any() else mask for mask in masks]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        return _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        mixed, logsumexp = _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
+        return mixed if sinks is None else with_sinks(mixed, logsumexp, sinks)
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention over the keys of all ranks.
+    """Attention over the keys of all ranks, and the logsumexp of each query's scores.
 
     Combines the attention over each rank's keys, weighted by its sum of exp(score).
     """
@@ -114,14 +115,17 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         mixed, logsumexp = kept(partial(_around_the_ring, q, k, v, masks, kernel, group))
         ctx.save_for_backward(q, k, v, mixed, logsumexp)
         ctx.masks, ctx.kernel, ctx.group = masks, kernel, group
-        return mixed
+        ctx.set_materialize_grads(False)  # only models with sinks use the logsumexp
+        return mixed, logsumexp
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(  # type: ignore[no-untyped-def]
+        ctx, grad: Tensor, grad_logsumexp: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, mixed, logsumexp = ctx.saved_tensors
         pair = torch.stack((k, v))
         # The gradients of a shard start at the first rank that receives it, are added up along the ring, and return to
@@ -129,6 +133,8 @@ class _RingAttention(torch.autograd.Function):
         grad_q, home = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (q, pair))
         travelling: Callable[[], Tensor] | None = None
         along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
+        if grad_logsumexp is not None:
+            along -= grad_logsumexp
         for hop, mask in enumerate(ctx.masks):
             received = start_shift(pair, ctx.group) if hop + 1 < len(ctx.masks) else None
             mine = torch.zeros_like(home) if hop else home

@@ -11,6 +11,7 @@ sharded along the sequence (https://arxiv.org/abs/2205.05198). A model declares 
 - ``row``: a linear layer that ends a region, sharded by inputs. Its bias is added after the sum.
 - ``norm``: a norm in a region, over the full width that is sharded, with the extension point ``width``
   (``plan.Width``).
+- ``heads``: in a region, has one ``weight`` per query head, sharded with the heads.
 - ``conv1d_column``, ``conv1d_row``: the same for ``Conv1D`` of transformers, whose weights are [inputs, outputs].
 - ``head``: ends the model. It has the extension point ``vocabulary`` (``plan.Vocabulary``), or is a linear layer
   without a bias, which returns the full logits on every rank. Its weight is sharded by rows, tied or not.
@@ -43,6 +44,7 @@ _SLICED_DIMS = {
     "column": {"weight": 0, "bias": 0, "lora_B": 0},
     "row": {"weight": 1, "lora_A": 1},
     "norm": {"weight": 0},
+    "heads": {"weight": 0},
     "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
     "conv1d_row": {"weight": 0, "lora_A": 1},
 }

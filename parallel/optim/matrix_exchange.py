@@ -142,7 +142,9 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
     return {
         name
         for name, shape in shapes.items()
-        if name.startswith(prefixes) and (len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name.split(".")))
+        if name.startswith(prefixes)
+        and not name.endswith("bias")
+        and (len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name.split(".")))
     }
 
 

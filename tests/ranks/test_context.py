@@ -171,7 +171,12 @@ def attention_of_parts() -> list[dict[str, Any]]:
         return [_compared(*case) for case in cases]
 
 
-def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str, Any]:
+def attention_to_sinks() -> list[dict[str, Any]]:
+    with open_session(compose([]).launch):
+        return [_compared(method, True, torch.float32, torch.linspace(-1, 2, HEADS)) for method in METHODS]
+
+
+def _compared(method: str, has_documents: bool, dtype: torch.dtype, sinks: Tensor | None = None) -> dict[str, Any]:
     """Differences from one process of output and gradients, and bytes sent and kept for the backward."""
     group = dist.group.WORLD
     assert group is not None
@@ -184,7 +189,8 @@ def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str,
         for seed, heads in enumerate((HEADS, KEY_HEADS, KEY_HEADS))
     )
     weights = numbers(BATCH, HEADS, LENGTH, WIDTH, seed=3)
-    expected = whole.attend(q, k, v, whole.mask(make, LENGTH, q.device))
+    ends = [None, None] if sinks is None else [sinks.clone().requires_grad_() for _ in range(2)]
+    expected = whole.attend(q, k, v, whole.mask(make, LENGTH, q.device), ends[0])
     (expected * weights).sum().backward()
     parts = [context.part(each.detach(), 2).requires_grad_() for each in (q, k, v)]
     mask = context.mask(make, LENGTH, q.device)
@@ -195,7 +201,7 @@ def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str,
         return tensor
 
     with Wire() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = context.attend(*parts, mask)
+        out = context.attend(*parts, mask, ends[1])
     with Wire() as backward:
         (out * context.part(weights, 2)).sum().backward()
     differences = [(out - context.part(expected, 2)).abs().max().item()]
@@ -203,6 +209,9 @@ def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str,
         assert mine.grad is not None
         assert every.grad is not None
         differences.append((mine.grad - context.part(every.grad, 2)).abs().max().item())
+    if ends[0] is not None and ends[1] is not None:
+        dist.all_reduce(ends[1].grad)
+        differences.append((ends[1].grad - ends[0].grad).abs().max().item())
     return {
         "method": method, "has_documents": has_documents, "width": dtype.itemsize, "difference": max(differences),
         "forward": forward.bytes, "backward": backward.bytes, "kept": sum(kept.values()),
@@ -230,6 +239,11 @@ def test_output_gradients_and_bytes_equal_one_process(ranks: int, cluster: Clust
     if ranks == 4:
         hops = [found["hops"] for answer in answers for found in answer.value]
         assert not all(map(all, hops)), "a hop without a common document is skipped"
+
+
+def test_sinks_of_parts_equal_one_process(cluster: Cluster) -> None:
+    for answer in cluster.run(3, "tests.ranks.test_context:attention_to_sinks"):
+        assert max(found["difference"] for found in answer.value) < 1e-5
 
 
 def model_of_parts(method: str) -> list[float]:

@@ -46,7 +46,8 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
     found: dict[str, list[tuple[str, Tensor]]] = {own: [] for own in ("", *section.groups)}
     for name, parameter in everything:
         if parameter.requires_grad:
-            kind = ("matrices" if parameter.ndim >= 2 else "norms") + _WHOLE * (not is_sharded(parameter))
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # biases of experts are stacked
+            kind = ("matrices" if is_matrix else "norms") + _WHOLE * (not is_sharded(parameter))
             found[group_of.get(name, "")].append((kind, parameter))
     groups = [group for own, members in found.items() for group in _split(own, members, section)]
     return groups or [{"name": "none", "params": [], "weight_decay": 0.0, "lr_scale": 1.0}]

@@ -21,7 +21,6 @@ from serried.recipes.models.families.llama import Attention, FeedForward, Llama,
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
-from serried.recipes.models.layers.rope_config import Rope
 
 
 class GemmaNorm(RMSNorm):
@@ -82,12 +81,6 @@ class GemmaTransformer(Transformer):
     def block(self, number: int) -> GemmaBlock:
         del number  # blocks differ only in the arguments of forward
         return GemmaBlock(self.config)
-
-    def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
-        windows, ropes = super().reaches(length)
-        if self.config.score_soft_cap is None:
-            return windows, ropes
-        return [window or length for window in windows], ropes  # kernels that cap scores need a mask
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)

@@ -8,11 +8,11 @@ from pydantic import Field
 from serried.configs.schema.fields import Number, Size
 from serried.configs.schema.models import completed, refuse_unless
 from serried.configs.schema.registry import models
-from serried.recipes.models.families.llama_config import LlamaSection, MistralSection
+from serried.recipes.models.families.llama_config import AlternatingSection, LlamaSection, global_every
 from serried.recipes.models.layers.rope_config import Rope
 
 
-class GemmaSection(MistralSection):
+class GemmaSection(AlternatingSection):
     """Architecture of Gemma 2 and the text model of Gemma 3."""
 
     opens_as = ("gemma2", "Gemma2ForCausalLM")
@@ -21,8 +21,6 @@ class GemmaSection(MistralSection):
         **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
     }
 
-    global_every: Size = 2
-    """Every n-th block attends to all tokens, the others only to the last ``sliding_window``."""
     local_rope_theta: Number | None = Field(default=None, gt=0)
     """Base of the rotary frequencies in blocks with a window, for Gemma 3; ``rope_theta`` when null."""
     query_pre_attention_scalar: Size | None = None
@@ -32,8 +30,9 @@ class GemmaSection(MistralSection):
     logit_soft_cap: Number | None = Field(default=None, gt=0)
     """Soft cap c of logits: a logit x becomes ``c * tanh(x / c)``. Null for none."""
 
-    def window(self, layer: int) -> int | None:
-        return None if (layer + 1) % self.global_every == 0 else self.sliding_window
+    @property
+    def needs_mask(self) -> bool:
+        return self.score_soft_cap is not None
 
     def rope(self, layer: int) -> Rope:
         if self.family == "gemma2" or self.window(layer) is None:
@@ -71,28 +70,12 @@ class GemmaSection(MistralSection):
             found["rope_scaling"] = None
         keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"]})
         return keys | {
-            "global_every": _global_every(found, keys["layers"], found["sliding_window_pattern"] if is_third else 2),
+            "global_every": global_every(found, keys["layers"], found["sliding_window_pattern"] if is_third else 2),
             "local_rope_theta": local,
             "query_pre_attention_scalar": found["query_pre_attn_scalar"],
             "score_soft_cap": None if is_third else found["attn_logit_softcapping"],
             "logit_soft_cap": found["final_logit_softcapping"],
         }
-
-
-def _global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
-    """Return n such that every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""
-    kinds = found.get("layer_types")
-    if kinds is None:
-        return int(every)
-    first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
-    if len(kinds) != layers:
-        raise ValueError(f"has {len(kinds)} layer_types but num_hidden_layers {layers}; both must be equal")
-    expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
-    if kinds != expected:
-        raise ValueError(
-            "has layer_types where not every n-th layer is full_attention; other patterns are not supported"
-        )
-    return int(first)
 
 
 for _name in ("gemma2", "gemma3_text"):

@@ -56,13 +56,28 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
+class Sinks(nn.Module):
+    """Learned score of a further key of each head, whose value is zero (https://arxiv.org/abs/2309.17453)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
     def __init__(
-        self, config: LlamaSection, *, bias: bool = False, norm: bool = False, output_bias: bool = False
-    ) -> None:
-        """``bias``: add biases to queries, keys and values. ``norm``: normalize queries and keys of each head."""
+        self, config: LlamaSection, *, bias: bool = False, norm: bool = False, output_bias: bool = False,
+        sinks: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            bias: add biases to queries, keys and values.
+            norm: normalize queries and keys of each head.
+            output_bias: add a bias to the output.
+            sinks: let each head attend to a key of value zero, with a learned score.
+        """
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
@@ -71,6 +86,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.q_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
         self.k_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
+        self.sinks = Sinks(config.heads) if sinks else None
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=output_bias)
 
     def forward(  # [B, S, D] -> [B, S, D]
@@ -86,7 +102,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
-        mixed = self.context.attend(q, k, v, mask)
+        mixed = self.context.attend(q, k, v, mask, None if self.sinks is None else self.sinks.weight)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -130,6 +146,7 @@ ROLES = {
     "layers.*.self_attn": "region",
     "layers.*.self_attn.[qkv]_proj": "column",
     "layers.*.self_attn.o_proj": "row",
+    "layers.*.self_attn.sinks": "heads",
     "layers.*.mlp": "region",
     "layers.*.mlp.gate_proj": "column",
     "layers.*.mlp.up_proj": "column",
@@ -210,11 +227,12 @@ class Transformer(nn.Module):
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def reaches(self, length: int) -> tuple[list[int | None], list[Rope]]:
-        """Return the attention window and the rotary frequencies of each block. A window is None if it is not shorter
-        than ``length``."""
+        """Return the attention window and the rotary frequencies of each block. A window that is not shorter than
+        ``length`` is None, or ``length`` if attention needs a mask."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
-        windows = [None if window is None or window >= length else window for window in windows]
+        widest = length if self.config.needs_mask else None
+        windows = [widest if window is None or window >= length else window for window in windows]
         return windows, [self.config.rope(number) for number in numbers]
 
     def _mask(

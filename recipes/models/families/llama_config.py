@@ -112,6 +112,11 @@ class LlamaSection(ModelSection):
         del layer
         return None
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether attention needs a mask for plain causal attention too, as kernels other than SDPA do."""
+        return False
+
     def rope(self, layer: int) -> Rope:
         """Return the rotary frequencies in block ``layer``."""
         del layer
@@ -181,6 +186,32 @@ class MistralSection(LlamaSection):
     def window(self, layer: int) -> int | None:
         del layer
         return self.sliding_window
+
+
+class AlternatingSection(MistralSection):
+    """Architecture with sliding-window attention in some of the blocks."""
+
+    global_every: Size = 2
+    """Every n-th block attends to all tokens, the others only to the last ``sliding_window``."""
+
+    def window(self, layer: int) -> int | None:
+        return None if (layer + 1) % self.global_every == 0 else self.sliding_window
+
+
+def global_every(found: Mapping[str, Any], layers: int, every: int) -> int:
+    """Return n such that every n-th layer attends to all tokens: ``every``, unless ``layer_types`` is given."""
+    kinds = found.get("layer_types")
+    if kinds is None:
+        return int(every)
+    first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
+    if len(kinds) != layers:
+        raise ValueError(f"has {len(kinds)} layer_types but num_hidden_layers {layers}; both must be equal")
+    expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
+    if kinds != expected:
+        raise ValueError(
+            "has layer_types where not every n-th layer is full_attention; other patterns are not supported"
+        )
+    return int(first)
 
 
 class Qwen2Section(LlamaSection):

@@ -10,7 +10,7 @@ Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an exp
 each of its experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,16 +46,17 @@ class Router(nn.Module):
     ``loads`` counts the tokens sent to each expert while ``is_counting`` is set; see ``parallel.plan.Router``.
     """
 
-    def __init__(self, config: MoESection) -> None:
+    def __init__(self, config: MoESection, *, bias: bool = False) -> None:
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.normalizes, self.scale = config.normalize_weights, config.routed_scale
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.experts)) if bias else None
         self.balance_rate = config.balance_rate
         self.e_score_correction_bias: Tensor | None
         # Created on the CPU with its value, even if parameters are on meta. The name is Hugging Face's.
-        bias = torch.zeros(config.experts, device="cpu") if config.has_router_bias else None
-        self.register_buffer("e_score_correction_bias", bias)
+        correction = torch.zeros(config.experts, device="cpu") if config.has_router_bias else None
+        self.register_buffer("e_score_correction_bias", correction)
         self.is_counting = False
         self.loads: Tensor | None = None
 
@@ -66,10 +67,10 @@ class Router(nn.Module):
             # The weight is first converted to the dtype of the tokens, since sharded mixed precision gathers it in that
             # dtype. fp16 is excluded: the weight's gradient, a sum over tokens, can overflow in it.
             weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
-            logits = F.linear(rows.float(), weight.float())
-        bias = self.e_score_correction_bias
-        scores = logits.softmax(dim=1) if bias is None else logits.sigmoid()
-        ranking = scores.detach() if bias is None else scores.detach() + bias
+            logits = F.linear(rows.float(), weight.float(), None if self.bias is None else self.bias.float())
+        correction = self.e_score_correction_bias
+        scores = logits.softmax(dim=1) if correction is None else logits.sigmoid()
+        ranking = scores.detach() if correction is None else scores.detach() + correction
         # A stable sort, so that among equal scores the first expert wins on every device; topk does not guarantee it.
         chosen = ranking.sort(dim=1, descending=True, stable=True).indices[:, : self.experts_per_token]
         weights = scores.gather(1, chosen)
@@ -90,15 +91,8 @@ class Router(nn.Module):
             bias += (self.balance_rate * moves).to(bias.dtype)
 
 
-class Experts(nn.Module):
-    """SwiGLU feed-forwards, stacked: all experts of the layer, or this rank's shard of them."""
-
-    def __init__(self, config: MoESection) -> None:
-        super().__init__()
-        wide, narrow = (config.experts, config.expert_hidden_dim, config.dim), (config.dim, config.expert_hidden_dim)
-        self.gate_proj = nn.Parameter(torch.empty(wide))
-        self.up_proj = nn.Parameter(torch.empty(wide))
-        self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
+class StackedExperts(nn.Module):
+    """Feed-forwards with stacked weights: all experts of the layer, or this rank's shard of them."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows [N, D], ordered by expert with ``counts`` [E] rows each, to [N, D]."""
@@ -109,18 +103,51 @@ class Experts(nn.Module):
         return self._products(rows, counts)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate, up, down = (weight.to(rows.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
-        if can_group(rows, gate):
-            if _leaves_gradients_unwritten(rows.device):
-                gate, up, down = (_WrittenGradient.apply(weight, counts) for weight in (gate, up, down))
-            offsets = counts.cumsum(0).to(torch.int32)
-            hidden = F.silu(_grouped(rows, gate, offsets)) * _grouped(rows, up, offsets)
-            return _grouped(hidden, down, offsets)
-        pieces = [
-            F.linear(F.silu(F.linear(piece, gate[expert])) * F.linear(piece, up[expert]), down[expert])
-            for expert, piece in enumerate(rows.split(counts.tolist()))
-        ]
-        return torch.cat(pieces)
+        """Compute ``forward`` in the dtype of ``rows``."""
+        raise NotImplementedError
+
+
+class Experts(StackedExperts):
+    """SwiGLU feed-forwards."""
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        wide, narrow = (config.experts, config.expert_hidden_dim, config.dim), (config.dim, config.expert_hidden_dim)
+        self.gate_proj = nn.Parameter(torch.empty(wide))
+        self.up_proj = nn.Parameter(torch.empty(wide))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        multiply = product_of_experts(rows, counts, self.gate_proj)
+        hidden = F.silu(multiply(rows, self.gate_proj)) * multiply(rows, self.up_proj)
+        return multiply(hidden, self.down_proj)
+
+
+def product_of_experts(rows: Tensor, counts: Tensor, largest: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that multiplies each row by the matrix of its expert: rows [N, inputs] and stacked matrices [E,
+    outputs, inputs] give [N, outputs], in the dtype of the rows.
+
+    Args:
+        rows: the input of the experts, [N, D], ordered by expert.
+        counts: number of rows of each expert, [E].
+        largest: stacked matrices with the largest sizes.
+    """
+    if not can_group(rows, largest):
+        sizes = counts.tolist()
+
+        def looped(rows: Tensor, weight: Tensor) -> Tensor:
+            matrices = weight.to(rows.dtype)
+            return torch.cat([F.linear(piece, matrices[expert]) for expert, piece in enumerate(rows.split(sizes))])
+
+        return looped
+    offsets = counts.cumsum(0).to(torch.int32)
+    is_unwritten = _leaves_gradients_unwritten(rows.device)
+
+    def grouped(rows: Tensor, weight: Tensor) -> Tensor:
+        matrices = weight.to(rows.dtype)
+        return _grouped(rows, _WrittenGradient.apply(matrices, counts) if is_unwritten else matrices, offsets)
+
+    return grouped
 
 
 def can_group(rows: Tensor, weight: Tensor) -> bool:
@@ -178,10 +205,10 @@ class _Permuted(torch.autograd.Function):
 class MixtureOfExperts(nn.Module):
     """Feed-forward of a block: routed experts, and shared experts that process every token."""
 
-    def __init__(self, config: MoESection) -> None:
+    def __init__(self, config: MoESection, router: Router | None = None, experts: StackedExperts | None = None) -> None:
         super().__init__()
-        self.gate = Router(config)
-        self.experts = Experts(config)
+        self.gate = router or Router(config)
+        self.experts = experts or Experts(config)
         self.dispatch = Dispatch()
         width = config.shared_experts * config.expert_hidden_dim
         self.shared_experts = FeedForward(config.dim, width) if width else None
@@ -212,8 +239,11 @@ class MoETransformer(Transformer):
         return Attention(config, bias=config.attention_bias, norm=config.qk_norm, output_bias=config.output_bias)
 
     def feed_forward(self, number: int) -> nn.Module:
-        is_dense = number < self.config.dense_layers
-        return super().feed_forward(number) if is_dense else MixtureOfExperts(self.config)
+        return super().feed_forward(number) if number < self.config.dense_layers else self.mixture()
+
+    def mixture(self) -> MixtureOfExperts:
+        """Return the mixture of experts of a block."""
+        return MixtureOfExperts(self.config)
 
     def parallel_plan(self) -> ParallelPlan:
         first, layers = self.config.dense_layers, self.config.layers
@@ -249,7 +279,11 @@ class MoE(Llama):
         """Return how many of ``parameters`` are used per token."""
         model = self.section
         idle = (model.layers - model.dense_layers) * (model.experts - model.experts_per_token)
-        return parameters - idle * 3 * model.dim * model.expert_hidden_dim
+        return parameters - idle * self.parameters_of_expert()
+
+    def parameters_of_expert(self) -> int:
+        """Return the number of parameters of one routed expert."""
+        return 3 * self.section.dim * self.section.expert_hidden_dim
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         return super().flops_per_token(self.active_parameters(parameters), sequence_length)
@@ -273,13 +307,18 @@ class MoE(Llama):
         return [self.export_name(f"{owner}.{expert}.{last}.weight") for expert in range(self.section.experts)]
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        config, plain = self.section, super().export_config(end_token) | {"model_type": self.section.family}
+        plain = super().export_config(end_token) | {"model_type": self.section.family}
+        return plain | self.own_entries(plain)
+
+    def own_entries(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of ``config.json`` that differ from ``plain``, those of all families."""
+        config = self.section
         if config.family == "mixtral":
-            return plain | {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
+            return {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
         if config.family == "qwen3_moe":
             own = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
-            return plain | {"architectures": ["Qwen3MoeForCausalLM"], **own}
-        return plain | {
+            return {"architectures": ["Qwen3MoeForCausalLM"], **own}
+        return {
             "architectures": ["Glm4MoeForCausalLM"],
             "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
             "n_group": 1,

@@ -17,6 +17,10 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "attention_bias": False,
         "rotary_fraction": 1.0, "routed_scale": 1.0,
     },
+    "gpt_oss": {
+        "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "rotary_fraction": 1.0,
+        "routed_scale": 1.0,
+    },
 }  # fmt: skip
 """Fixed values of the keys that a family's checkpoints cannot express, by family."""
 
@@ -38,6 +42,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
         "normalize_weights": "norm_topk_prob",
     },
     "mixtral": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
+    "gpt_oss": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
 }
 """Additional entries of ``MoESection.names``, by family."""
 
@@ -123,7 +128,7 @@ class MoESection(LlamaSection):
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
-        else:
+        elif family not in _FORMS:
             refuse_unless(found, n_group=1, topk_group=1)
             rotary = rope_of(found).get("partial_rotary_factor", found["partial_rotary_factor"])
             found["partial_rotary_factor"] = 1.0 if rotary is None else rotary

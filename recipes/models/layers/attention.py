@@ -7,7 +7,7 @@ resort.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serried.configs.requirements import missing_compiler
-from serried.recipes.models.layers.cpu_attention import attend_by_rows, suits
+from serried.recipes.models.layers.cpu_attention import attend_by_rows, attend_by_rows_with_logsumexp, suits
 
 if TYPE_CHECKING:  # with torch 2.15, this import takes most of the planning time, and only GPU runs need it
     from torch.nn.attention.flex_attention import BlockMask
@@ -185,8 +185,7 @@ def attend(
         return attend_in_documents(q, k, v, mask, scale)
     is_by_rows = kernel != "sdpa" and mask is None and soft_cap is None and suits(q, k, v)
     if isinstance(mask, Rows) or (is_by_rows and not torch.compiler.is_exporting()):
-        if torch.is_autocast_enabled("cpu"):  # as SDPA does
-            q, k, v = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (q, k, v))
+        q, k, v = _under_autocast(q, k, v)
         first = mask.first if isinstance(mask, Rows) else None
         by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, first, soft_cap)
         return by_rows
@@ -202,6 +201,12 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )  # fmt: skip
+
+
+def _under_autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """Convert ``tensors`` on the CPU to the dtype of autocast, if it is enabled, as SDPA does."""
+    is_enabled = torch.is_autocast_enabled("cpu")
+    return (tensor.to(torch.get_autocast_dtype("cpu")) if is_enabled else tensor for tensor in tensors)
 
 
 def _product_type(x: Tensor) -> torch.dtype:
@@ -243,14 +248,20 @@ def attend_with_logsumexp(
     """Like ``attend`` with a mask, and also return the log-sum-exp of each query's scores, [B, H, Q] fp32.
 
     The log-sum-exp allows results of the same queries on several sets of keys to be merged. If a query attends to no
-    key, its result is arbitrary and its log-sum-exp is at most -1e29. On a CPU, all scores are materialized in fp32.
+    key, its result is arbitrary and its log-sum-exp is at most -1e29. If the mask is a tensor or None, all scores are
+    materialized, in fp32.
     """
     if not isinstance(mask, Tensor | Rows | Documents | None):
         from torch.nn.attention.flex_attention import AuxRequest
 
         out, aux = _flex_attention(q, k, v, mask, scale, soft_cap, return_aux=AuxRequest(lse=True))
         return out, aux.lse.clamp(min=_HIDDEN_SCORE)
-    assert isinstance(mask, Tensor)
+    if isinstance(mask, Rows):
+        q, k, v = _under_autocast(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        by_rows: tuple[Tensor, Tensor] = attend_by_rows_with_logsumexp(q, k, v, scale, mask.first, soft_cap)
+        return by_rows
+    assert not isinstance(mask, Documents)
     return _scored(q, k, v, mask, scale, soft_cap)
 
 

@@ -24,8 +24,8 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
         return ""
     if kernel in ("flex", "varlen") and (reason := _refused(config, device, context)):
         raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
-    window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
-    is_masked = config.isolates or cap or (window and window < config.data.sequence_length)
+    window, is_other = getattr(model, "sliding_window", None), getattr(model, "needs_mask", False)
+    is_masked = config.isolates or is_other or (window and window < config.data.sequence_length)
     is_cpu, is_divided = device == "cpu", context != 1  # -1: all remaining ranks
     if not is_masked and not is_divided:
         is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")
@@ -39,7 +39,7 @@ def describe_attention(config: TextRunConfig, device: str, context: int) -> str:
     if kernel != "sdpa" and (not torch.cuda.is_available() or has_flex(torch.device("cuda"))):
         _check_width(model, "launch.device=cpu" if is_divided else "model.attention=sdpa")
         return FLEX
-    return f"{_SDPA} with a mask of queries x keys" if not cap else "attention with all scores in memory"
+    return f"{_SDPA} with a mask of queries x keys" if not is_other else "attention with all scores in memory"
 
 
 def _check_width(model: Any, instead: str) -> None:
@@ -64,6 +64,8 @@ def _refused(config: TextRunConfig, device: str, context: int) -> str:
         return " does not support precision=fp32 (precision=bf16 is supported)"
     if is_varlen and (cap := getattr(model, "score_soft_cap", None)):
         return f" does not support model.score_soft_cap={cap:g}"
+    if is_varlen and getattr(model, "needs_mask", False):
+        return f" does not support the attention sinks of model.family={model.family}"
     if is_varlen and context != 1:
         return f" does not support parallel.context={context}"
     is_grouped = getattr(model, "kv_heads", model.heads) != model.heads

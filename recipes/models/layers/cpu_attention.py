@@ -40,9 +40,25 @@ def attend_by_rows(
         first: [B or 1, S], the first key that each query attends to, ascending; None: key 0.
         soft_cap: a score x becomes soft_cap * tanh(x / soft_cap).
     """
+    return _attention(q, k, v, scale, first, soft_cap, None)
+
+
+@torch.library.custom_op("serried::scaled_dot_product_by_rows_with_logsumexp", mutates_args=())
+def attend_by_rows_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Like ``attend_by_rows``, and also return the log-sum-exp of each query's scores, [B, H, S] fp32."""
+    sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _attention(q, k, v, scale, first, soft_cap, sums), sums
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None, soft_cap: float | None, sums: Tensor | None
+) -> Tensor:
+    """Compute ``attend_by_rows``. Write the log-sum-exp of each query's scores into ``sums``, unless it is None."""
     if q.dtype == torch.float16:
         with torch.autocast("cpu", enabled=False):
-            return attend_by_rows(q.float(), k.float(), v.float(), scale, first, soft_cap).half()
+            return _attention(q.float(), k.float(), v.float(), scale, first, soft_cap, sums).half()
     out = _empty_like(q)
     queries = _grouped(q * scale, k)
     values = v.flatten(0, 1)
@@ -50,16 +66,20 @@ def attend_by_rows(
     for block in _blocks(queries, k, first, soft_cap):
         place = mixed[block.sequences, :, :, block.rows]
         place.copy_(torch.bmm(block.probabilities, values[block.heads, block.seen]).view(place.shape))
+        if sums is not None:
+            line = sums.unflatten(1, (k.shape[1], -1))[block.sequences, :, :, block.rows]
+            line.copy_(block.scores.float().logsumexp(-1).view(line.shape))
     return out
 
 
 @torch.library.custom_op("serried::scaled_dot_product_by_rows_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None, soft_cap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None, soft_cap: float | None,
+    grad_sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if q.dtype == torch.float16:
         with torch.autocast("cpu", enabled=False):
-            found = _backward(grad.float(), q.float(), k.float(), v.float(), scale, first, soft_cap)
+            found = _backward(grad.float(), q.float(), k.float(), v.float(), scale, first, soft_cap, grad_sums)
         return found[0].half(), found[1].half(), found[2].half()
     grad_q = _empty_like(q)
     queries = _grouped(q * scale, k)
@@ -72,6 +92,9 @@ def _backward(
         # The backward of softmax is the only kernel that subtracts each row's sum and multiplies, in fp32.
         found = torch.bmm(coming, values[block.heads, block.seen].mT)
         scores = torch.ops.aten._softmax_backward_data(found, block.probabilities, -1, q.dtype)
+        if grad_sums is not None:  # the gradient of a log-sum-exp is the probabilities
+            line = grad_sums.unflatten(1, (k.shape[1], -1))[block.sequences, :, :, block.rows]
+            scores += block.probabilities * line.reshape(*scores.shape[:2], 1).to(scores.dtype)
         if block.capped is not None:
             scores *= 1 - block.capped.square()
         grad_v[block.heads, block.seen] += torch.bmm(block.probabilities.mT, coming)
@@ -94,6 +117,8 @@ class _Block(NamedTuple):
     keys: Tensor
     capped: Tensor | None
     """Capped scores divided by the cap; None without a cap."""
+    scores: Tensor
+    """Scores, with masked ones at -inf."""
     probabilities: Tensor
 
 
@@ -113,7 +138,7 @@ def _blocks(queries: Tensor, k: Tensor, first: Tensor | None, soft_cap: float | 
                 capped = torch.tanh(scores / soft_cap)
                 scores = capped * soft_cap
             _hide(scores.unflatten(1, (-1, rows.stop - start)), start - seen.start, edges, seen.start)
-            yield _Block(sequences, heads, rows, seen, asking, keys, capped, scores.softmax(-1))
+            yield _Block(sequences, heads, rows, seen, asking, keys, capped, scores, scores.softmax(-1))
 
 
 def _hide(scores: Tensor, own: int, edges: Tensor | None, start: int) -> None:
@@ -148,6 +173,11 @@ def _(q: Tensor, *_: Any) -> Tensor:
     return _empty_like(q)
 
 
+@attend_by_rows_with_logsumexp.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
 @_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
     grad_k, grad_v = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (k, v))
@@ -160,9 +190,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(q, k, v, first)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor, grad_sums: Tensor | None = None) -> tuple[Tensor | None, ...]:
     q, k, v, first = ctx.saved_tensors
-    return *_backward(grad, q, k, v, ctx.scale, first, ctx.soft_cap), None, None, None
+    return *_backward(grad, q, k, v, ctx.scale, first, ctx.soft_cap, grad_sums), None, None, None
 
 
-attend_by_rows.register_autograd(_differentiate, setup_context=_keep)
+for _operator in (attend_by_rows, attend_by_rows_with_logsumexp):
+    _operator.register_autograd(_differentiate, setup_context=_keep)

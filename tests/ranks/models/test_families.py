@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.parity import CUTS, TOLERANCES, compare, run
+from benchmarks.parity import CUTS, EXPERT_CUTS, TOLERANCES, compare, run
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.text_part import text_part
@@ -54,6 +54,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
         "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "intermediate_size": 24,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 0.5,
+        "attention_bias": True,
     },
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"tie_word_embeddings": True},
@@ -207,6 +216,8 @@ VISION = 416_866_032
         ("gemma3_12b", 12_187_325_040 - VISION - 1152 * (3840 + 1)),
         ("gemma3_27b", 27_432_406_640 - VISION - 1152 * (5376 + 1)),
         ("phi4_mini", 3_836_021_760),
+        ("gpt_oss_20b", 20_914_757_184),
+        ("gpt_oss_120b", 116_829_156_672),
     ],
 )
 def test_presets_have_their_published_number_of_parameters(preset: str, count: int) -> None:
@@ -217,7 +228,23 @@ def test_presets_have_their_published_number_of_parameters(preset: str, count: i
     assert f"{count:,}" in (FOLDER / "model" / f"{preset}.yaml").read_text(encoding="utf-8")
 
 
+YARN = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_key_value_heads": 8,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-5, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 150000,
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt_oss_20b": GPT_OSS | {
+        "num_hidden_layers": 24, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+    "gpt_oss_120b": GPT_OSS | {
+        "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
     "mistral7b": {
         "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
@@ -370,9 +397,19 @@ ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {
     "model.qk_norm": "true",
     "model.attention_bias": "true",
 }
+ON_LAYOUTS["gpt_oss"] = OF_EXPERTS | {
+    "model.family": "gpt_oss",
+    "model.attention_bias": "true",
+    "model.sliding_window": "6",
+    "model.swiglu_limit": "0.05",
+}
 LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 """The last two where attention differs from that of llama, which test_parity.py trains on all."""
+OF_MIXTURES = (*LAYOUTS, "fsdp x2 (ZeRO-3)", "hsdp 2x2", "expert x2", "expert x2 x tensor x2")
+NAMED = {cut.name: cut for cut in (*EXPERT_CUTS, *CUTS)}
 SELECTIVE = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
+WHOLLY = {"gpt_oss": "selective"}
+"""Families with all layouts, and their activation checkpointing."""
 DAILY = ("olmo2_7b",)
 
 
@@ -388,6 +425,11 @@ DAILY = ("olmo2_7b",)
                 preset, LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2], "none", marks=pytest.mark.slow
             )
             for preset, changes in ON_LAYOUTS.items()
+            if preset not in WHOLLY
+        ),
+        *(
+            pytest.param(preset, OF_MIXTURES, checkpointing, marks=pytest.mark.slow)
+            for preset, checkpointing in WHOLLY.items()
         ),
     ],
 )
@@ -397,7 +439,7 @@ def test_a_family_trains_alike_on_every_layout(
     changes = [f"{key}={value}" for key, value in {"model": preset, **SMALL, **ON_LAYOUTS[preset]}.items()]
     reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *changes, steps=3)
     changes.append(f"trainer.activation_checkpoint={checkpointing}")
-    for number, cut in enumerate(cut for cut in CUTS if cut.name in layouts):
+    for number, cut in enumerate(NAMED[name] for name in layouts):
         curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / str(number), *changes, steps=3)
         difference = compare(curve, reference)
         assert difference.same_samples, cut

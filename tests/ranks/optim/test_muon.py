@@ -87,6 +87,7 @@ def test_matrices_of_blocks_and_of_each_expert_are_selected() -> None:
     shapes = {
         "embed.weight": (9, 4), "blocks.0.q.weight": (4, 4), "blocks.0.norm": (4,), "blocks.0.conv.weight": (4, 4, 3),
         "blocks.0.mlp.experts.up": (8, 4, 4), "blocks.10.q.weight": (4, 4), "head.weight": (9, 4),
+        "blocks.0.mlp.experts.up_bias": (8, 4),
     }  # fmt: skip
     assert matrix_names(shapes, ["blocks.0"]) == {"blocks.0.q.weight", "blocks.0.mlp.experts.up"}
 

@@ -325,6 +325,11 @@ def test_without_groups_only_matrices_have_weight_decay() -> None:
     assert groups_of(model(), section()) == {"matrices": (3, 0.2, 1.0), "norms": (2, 0.0, 1.0)}
 
 
+def test_stacked_biases_of_experts_have_no_weight_decay() -> None:
+    stacked = nn.ParameterDict({"up": torch.zeros(2, 3, 3), "up_bias": torch.zeros(2, 3)})
+    assert groups_of(stacked, section()) == {"matrices": (1, 0.2, 1.0), "norms": (1, 0.0, 1.0)}
+
+
 def test_groups_by_pattern_have_their_own_lr_and_weight_decay() -> None:
     chosen = section(slow={"parameters": "decoder.*", "lr_scale": 0.1}, head={"parameters": "head*", "weight_decay": 0})
     assert groups_of(model(), chosen) == {

@@ -15,7 +15,7 @@ from serried.configs.errors import UserError
 from serried.program import main
 from testing import runs
 from testing.rank_pool import Cluster
-from tests.ranks.models.test_families import opened
+from tests.ranks.models.test_families import opened, written
 from tests.runs.fine_tuning.test_sft import write_chats
 
 BLOCK = 16
@@ -148,6 +148,9 @@ def test_gpt_oss_in_mxfp4_trains_with_the_weights_of_transformers(folder: Path, 
     ours = model.state_dict()
     assert ours.keys() == reference.keys()
     assert all(torch.equal(ours[name], value.float()) for name, value in reference.items())
+    as_family = written(*opened(tmp_path / "mxfp4"), tmp_path / "back")
+    assert as_family.keys() == reference.keys()
+    assert all(torch.equal(as_family[name], value.float()) for name, value in reference.items())
     more = ["model=hf", f"model.path={tmp_path / 'mxfp4'}", "data.packing=none"]
     ended = runs.run_here(tuning(folder, tmp_path / "run", *more))
     assert ended.code == 0, ended.printed

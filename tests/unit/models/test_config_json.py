@@ -21,6 +21,7 @@ from serried.recipes.models.families.llama_config import LlamaSection, MistralSe
 from serried.recipes.models.families.moe_config import _EXPERTS, _FORMS
 from serried.recipes.models.family import family_of
 from serried.recipes.models.hugging_face.any_causal_lm import fragments_of
+from serried.recipes.models.layers.rope_config import scaling_from
 from testing.rank_pool import ROOT
 from tools.key_tables import defaults_of_transformers, transformers_defaults
 
@@ -41,6 +42,11 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 9, "swiglu_limit": 2.5,
+        "attention_bias": False,
+        "rope_parameters": {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16},
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
     "glm4_moe": {
         "n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
@@ -76,6 +82,11 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bool(values.get("attention_bias")),
         "dense_layers": getattr(config, "first_k_dense_replace", len(getattr(config, "mlp_only_layers", ()))),
     }
+    if kind == "gpt_oss":
+        values |= {
+            "global_every": config.layer_types.index("full_attention") + 1,
+            "rope_scaling": scaling_from({**found, "rope_parameters": rope, "max_position_embeddings": 64}),
+        }
     if kind == "glm4_moe":
         values["rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
     if kind == "phi3":
@@ -180,7 +191,8 @@ def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, 
         (run / "config.yaml").write_text(yaml.safe_dump({"model": began}))
         untyped, typed = compose(argv), compose([*argv, *(f"model.{key}={shown(before[key])}" for key in before)])
         assert {key: getattr(typed.model, key) for key in before} == before
-        assert {key: getattr(untyped.model, key) for key in before} == {key: now[key] for key in before}
+        kept = untyped.model.model_dump(mode="json")
+        assert {key: kept[key] for key in before} == {key: now[key] for key in before}
 
 
 def test_null_in_a_preset_is_not_treated_as_an_override(tmp_path: Path) -> None:
@@ -212,7 +224,7 @@ def sized(kind: str, **changes: Any) -> Any:
         sizes |= {"experts": 4, "experts_per_token": 2, "expert_hidden_dim": 24, "qk_norm": kind == "qwen3_moe"}
     if kind == "glm4_moe":  # without one, transformers has matrices without elements
         sizes["shared_experts"] = 1
-    if kind == "mixtral":  # all of its layers have experts
+    if kind in ("mixtral", "gpt_oss"):  # all of their layers have experts
         sizes["expert_hidden_dim"] = sizes["hidden_dim"]
     return models.get(kind).section.model_validate(sizes | changes)
 

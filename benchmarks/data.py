@@ -115,8 +115,8 @@ def resuming(folder: Path, turns: int) -> None:
     def first_batch(index: int) -> float:
         started = time.perf_counter()
         loader = BatchLoader(
-            Reader(dataset, collate), SampleOrder(len(dataset), 1), BatchShare(8), steps=range(1), workers=0,
-            pin_memory=False, first_index=index,
+            Reader(dataset, collate), SampleOrder(len(dataset), 1), BatchShare(8, global_batch=8), steps=range(1),
+            workers=0, pin_memory=False, first_index=index,
         )  # fmt: skip
         next(loader)
         return time.perf_counter() - started

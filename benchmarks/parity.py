@@ -41,6 +41,8 @@ class Cut:
     """Micro-batches of a step, in one run each."""
     is_slow: bool = False
     """Whether ``make test`` leaves it out."""
+    micro_batch: int | None = None
+    """Samples of a micro-batch, if ranks train different numbers of them; ``accumulations`` then has the most."""
 
 
 def pipeline(
@@ -53,6 +55,13 @@ def pipeline(
     return Cut(f"pipeline {name}", ranks * others, argv, data_ranks or others, (accumulation,), is_slow)
 
 
+def uneven(name: str, ranks: int, most: int, micro_batch: int, *more: str, is_slow: bool = True) -> Cut:
+    """Return a layout whose replicas train ``most`` micro-batches or one less."""
+    argv = (*more, "parallel.uneven=true")
+    return Cut(f"{name}, uneven", ranks, argv, None, (most,), is_slow, micro_batch)
+
+
+REPLICAS = ("parallel=hsdp", "parallel.replicate=2")
 CUTS = (
     Cut("single", 1, ("parallel=single",)),
     Cut("ddp x2", 2, ("parallel=ddp",)),
@@ -62,6 +71,13 @@ CUTS = (
     Cut("ddp x3", 3, ("parallel=ddp",), is_slow=True),
     Cut("fsdp x3", 3, ("parallel=fsdp",), is_slow=True),
     Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2"), is_slow=True),
+    uneven("ddp x3", 3, 2, 9, "parallel=ddp", is_slow=False),
+    uneven("ddp x5", 5, 3, 3, "parallel=ddp"),
+    uneven("hsdp 2x2", 4, 5, 2, *REPLICAS),
+    uneven("hsdp 4x2", 8, 2, 3, "parallel=hsdp", "parallel.replicate=4"),
+    uneven("tensor x2 x replicate x2", 4, 5, 4, *REPLICAS, TENSOR),
+    uneven("pipeline x2 x replicate x2", 4, 5, 4, *REPLICAS, "parallel.pipeline=2"),
+    uneven("context x2 x ddp x2", 4, 5, 4, "parallel=ddp", "parallel.context=2"),
     Cut("tensor x2", 2, ("parallel=fsdp", TENSOR), 1),
     Cut("tensor x2, whole stream", 2, ("parallel=fsdp", TENSOR, "parallel.sequence=false"), 1, (3,), True),
     Cut("tensor x2 x fsdp x2", 4, ("parallel=fsdp", TENSOR), 2, (3,), True),
@@ -127,6 +143,7 @@ EXPERT_CUTS = (
     experts(", sharded x2", 4),
     experts(", sharded x3 along dim 1", 6),
     experts(" x replicate x2", 4, "parallel=hsdp", "parallel.replicate=2"),
+    uneven("expert x2 x replicate x2", 4, 5, 2, *REPLICAS, "parallel.expert=2"),
     experts(" x context x2", 2, "parallel.context=2", data_ranks=1),
     experts(" x tensor x2", 2, TENSOR, data_ranks=1),
     experts(" x tensor x2 x fsdp x2", 4, TENSOR, expert=4, data_ranks=2),
@@ -214,7 +231,7 @@ def run(
     The tests train fewer than the table: a wrong gradient shows in the second step. ``fault`` multiplies gradients, as
     ``testing.runs.ObservedRecipe`` takes it.
     """
-    micro_batch = GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
+    micro_batch = cut.micro_batch or GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
     argv = overrides(
         text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}",
@@ -226,8 +243,8 @@ def run(
     ids = [
         sorted(
             sample
-            for answer in answers
-            for micro in answer.value["sample_ids"][step * accumulation : (step + 1) * accumulation]
+            for micro_batches in (answer.value["sample_ids"] for answer in answers)
+            for micro in micro_batches[step * len(micro_batches) // steps : (step + 1) * len(micro_batches) // steps]
             for sample in micro
         )
         for step in range(steps)
@@ -357,6 +374,8 @@ saves, each run compares all copies of weights and optimizer state bitwise.
 - "tied": tied embeddings. "gpt2": GPT-2 with tied embeddings.
 - "experts": a mixture of 8 experts; each token passes through 2 of them. "same" then also means that every layer
   sent exactly as many tokens to its most and its least loaded expert in every step.
+- "uneven": `parallel.uneven=true`; the replicas train different numbers of micro-batches, and the column
+  "accumulation" has the most.
 - "compiled": `trainer.compile=true`; the reference is not compiled.
 - The name of an optimizer: the row and its reference use that `optim`. The bound is 1e-3 for `adamw8bit` and
   `adamw4bit`, because rounding may change a code of their state by one, and 5e-3 for `adamw_bf16`, which computes in

@@ -34,7 +34,7 @@ from serried.configs.schema.data import TextRunConfig
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import held_parameters
-from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.layers.lm_head import IGNORE
 from serried.recipes.text.causal_lm import CausalLM
@@ -191,7 +191,7 @@ def _take(config: Any, recipe: CausalLM, steps: int) -> list[list[Any]]:
         Reader(dataset, recipe.collate_numbered), SampleOrder(len(dataset), config.trainer.seed),
         BatchShare(
             config.trainer.micro_batch, layout.data_ranks, dist.get_rank() if dist.is_initialized() else 0,
-            gradient_accumulation(config.trainer, layout),
+            config.trainer.global_batch,
         ),
         steps=range(steps), workers=0, pin_memory=False,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from serried.configs.schema.sections import RunConfig, TrainerSection
 from serried.configs.unused_keys import Run, notes
 from serried.parallel.activation_checkpoint import Mix
 from serried.parallel.layout.checks import with_micro_batch, with_values
-from serried.parallel.layout.mesh import Layout
+from serried.parallel.layout.mesh import Layout, fewest_micro_batches
 from serried.parallel.nf4 import whole_numel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.precision.float8_int8 import is_eight_bits
@@ -95,7 +95,7 @@ def overview(
             "batch",
             f"{trainer.global_batch} samples = {trainer.micro_batch} per pass x {layout.data_ranks} "
             f"{'' if layout.data_ranks == layout.world else 'data '}rank{'s' if layout.data_ranks > 1 else ''} x "
-            f"{accumulation} accumulated; "
+            f"{_accumulated(trainer, layout, accumulation)}; "
             f"{step_weight:,} {task.unit} per step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
         ("precision", "; ".join(precision)),
@@ -121,6 +121,11 @@ def overview(
     lines += [("WARNING", text) for text in task.notes(is_new)]
     lines += [("note", text) for text in _notes_on_length(config, layout)]
     return [f"{name:<10} {text}" for name, text in lines]
+
+
+def _accumulated(trainer: TrainerSection, layout: Layout, most: int) -> str:
+    fewest = fewest_micro_batches(trainer, layout)
+    return f"{most} accumulated" if fewest == most else f"{fewest} or {most} accumulated (uneven: a step takes {most})"
 
 
 def _notes_on_length(config: RunConfig, layout: Layout) -> list[str]:

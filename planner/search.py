@@ -82,7 +82,7 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of one device."""
-        return self.job.samples * self.job.sequence / self.seconds / self.job.layout.world
+        return self.config.trainer.global_batch * self.job.sequence / self.seconds / self.job.layout.world
 
     def words(self) -> str:
         """Return the overrides as command-line arguments."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from serried.configs.errors import TrainingStopped
 from serried.records.files import replacing, write_atomically
 from serried.records.metrics import LOST_METRICS, METRICS
 from serried.records.run_folder import IMAGES, PROFILES
@@ -44,13 +45,18 @@ class Mirror:
     Uploads never end a run: an error is a warning, and the next upload repeats it.
     """
 
-    def __init__(self, store: Store, epoch: int, folder: Path, say: Callable[[str], None], *, is_main: bool) -> None:
+    def __init__(
+        self, store: Store, epoch: int, folder: Path, say: Callable[[str], None], *, is_main: bool,
+        announce: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """
         Args:
             epoch: The claim of the run that the records belong to.
             folder: This node's scratch folder.
             is_main: Whether this is rank 0's node, which has all records. Other nodes have logs.
+            announce: Called once, when all records have been uploaded for the first time.
         """
+        self._announce: Callable[[], None] | None = announce
         self._store, self._folder, self._say, self._is_main = store, folder, say, is_main
         self._prefix = records_folder(epoch)
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -68,20 +74,27 @@ class Mirror:
         self._thread.start()
 
     def flush(self) -> None:
-        """Upload the metrics and the status now. Raises ``StoreError`` if the store does not take them."""
+        """Upload the metrics and the status now; the first time, all records.
+
+        Raises ``StoreError`` if the store does not take them.
+        """
         with self._lock:
+            if self._announce is not None:
+                self._send_others()
             if self._is_main:
                 self._send_metrics()
                 self._send(STATUS)
+            if self._announce is not None:
+                self._announce()
+                self._announce = None
 
     def send_all(self) -> None:
         """Upload all records now. Raises ``StoreError`` if the store does not take them."""
         self.flush()
         with self._lock:
-            for name in _files_in(self._folder, _OF_MAIN if self._is_main else _OF_OTHER_NODES):
-                self._send(name)
+            self._send_others()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop the thread and upload what is left. An error is a warning."""
         self._ended.set()
         if self._thread.ident is not None:
@@ -100,6 +113,8 @@ class Mirror:
     def _unless_it_fails(self, send: Callable[[], None]) -> None:
         try:
             send()
+        except TrainingStopped:  # the training loop ends the run
+            self._ended.set()
         except OSError as error:
             if not self._is_failing:  # one warning until the next success
                 where = self._store.where(self._prefix)
@@ -107,6 +122,10 @@ class Mirror:
             self._is_failing = True
         else:
             self._is_failing = False
+
+    def _send_others(self) -> None:
+        for name in _files_in(self._folder, _OF_MAIN if self._is_main else _OF_OTHER_NODES):
+            self._send(name)
 
     def _send_metrics(self) -> None:
         with suppress(FileNotFoundError), (self._folder / METRICS).open("rb") as file:

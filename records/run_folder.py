@@ -14,6 +14,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, open_regular
 from serried.records.files import write_atomically
 from serried.records.goodput import Goodput, goodput_of
+from serried.records.head import Head
 from serried.records.lock import LOCK, is_same_file, lock_folder
 from serried.records.metrics import LOST_METRICS, METRICS, parse_event
 from serried.records.status import STATUS, Status, read_status, write_status
@@ -57,6 +58,15 @@ class RunFolder:
         self._earlier = read_status(path)
         self.earlier_seconds = 0.0
         """Wall-clock time of the run that ``set_run_aside`` moved."""
+        self.head: Head | None = None
+        """Claim on the run in a bucket, for which this is a scratch folder; None for a run in a folder."""
+        self.upload: Callable[[], None] = lambda: None
+        """Upload the metrics and the status to the bucket, if there is one. Raises ``StoreError``."""
+
+    def join(self, head: Head, upload: Callable[[], None]) -> None:
+        """Make this the scratch folder of a run in a bucket, whose records were just downloaded into it."""
+        self.head, self.upload = head, upload
+        self._earlier = read_status(self.path)
 
     @property
     def warning(self) -> str | None:
@@ -65,8 +75,9 @@ class RunFolder:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the locked folder still exists and was not removed, renamed or replaced."""
-        return is_same_file(self.path / LOCK, self._lock)
+        """Whether the locked folder still exists and was not removed, renamed or replaced, and no other process has
+        taken over the run in the bucket."""
+        return is_same_file(self.path / LOCK, self._lock) and (self.head is None or self.head.is_ours)
 
     @property
     def has_begun(self) -> bool:

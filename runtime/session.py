@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema.launch_plan_track import LaunchSection
+from serried.runtime.cloud_notice import watch
 from serried.runtime.console import announced
 from serried.runtime.exit import (
     CONNECTIONS_CLOSE_SECONDS,
@@ -274,10 +275,16 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
     it has Gloo. The group is destroyed on exit, unless that could hang.
 
     Raises:
-        UserError: a GPU is requested and there is none, or there are more processes than GPUs.
+        UserError: a GPU is requested and there is none, there are more processes than GPUs, or the cloud's metadata
+            service does not answer.
         StopRequested: a signal arrived before ``Session.signals.hold`` was called.
     """
-    with Signals() as signals, _joined(section, signals) as session:
+    is_first = torchrun_says()[1] == 0
+    with (
+        Signals() as signals,
+        watch(section, signals, is_first_on_node=is_first),
+        _joined(section, signals) as session,
+    ):
         yield session
 
 

@@ -137,8 +137,8 @@ class Signals:
         self._phase = _Phase.RAISE
         self._received: int | None = None
         self.deadline = deadline_of_job()
-        self.is_overdue = False
-        """Whether the job's time was up before the first step was done."""
+        self.asks_to_save = threading.Event()
+        """Set to request a save, after which the run continues."""
         self._told: str | None = None
         self._looked_enough = threading.Event()
         self._interrupted_at: float | None = None
@@ -165,6 +165,11 @@ class Signals:
             return None
         started = "the command" if LAUNCHER in os.environ else "torchrun"
         return f"{started} (process {self._parent}) ended"
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the job's time is up, of which the run needs some to end."""
+        return self.deadline is not None and self.deadline.left_seconds() <= 0
 
     @property
     def received(self) -> str | None:
@@ -280,7 +285,6 @@ class Signals:
             if self._looked_enough.wait(min(left, _LOOK_SECONDS)):
                 return
         assert self.deadline is not None
-        self.is_overdue = True
         self._tell(str(self.deadline))
         # The first step may take half of the remaining time. If it has several short micro-batches, it ends between two
         # of them. There is nothing to save.
@@ -288,11 +292,16 @@ class Signals:
             self._end_unheard(signal.SIGUSR1)
 
     def _tell(self, asked: str) -> None:
-        """Treat ``asked`` like a received signal."""
-        if self._received is not None or self._looked_enough.is_set():
+        """Treat ``asked`` like a received signal, unless the first step is done."""
+        if not self._looked_enough.is_set():
+            self.ask(asked)
+
+    def ask(self, reason: str) -> None:
+        """Request a stop from another thread, as a signal would. The first request counts."""
+        if self._received is not None:
             return
-        self._told = asked
-        if self._phase in _NOTHING_TO_SAVE:
+        self._told = reason
+        if self._phase in _NOTHING_TO_SAVE and self._handlers.are_installed:
             os.kill(os.getpid(), signal.SIGUSR1)
         else:
             self._received = signal.SIGUSR1

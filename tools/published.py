@@ -71,7 +71,7 @@ class Row(NamedTuple):
     def predicted(self, rates: Rates) -> float:
         """Return the prediction of the measured value, in ``unit``."""
         job, seconds = self.job, _seconds(self.job, self.cluster, rates)
-        tokens = job.samples * job.sequence / seconds / job.layout.world
+        tokens = _samples(job) * job.sequence / seconds / job.layout.world
         if self.unit == "seconds":
             return seconds
         if self.unit == "tokens":
@@ -111,6 +111,10 @@ def _shape(sizes: Mapping[str, Any]) -> Shape:
         return Shape(**sizes)
     dim, heads = sizes["dim"], sizes["heads"]
     return Shape(hidden=4 * dim, kv_heads=heads, head_dim=dim // heads, is_gated=False, is_tied=True, **sizes)
+
+
+def _samples(job: Job) -> int:
+    return job.micro_batch * job.accumulation * job.layout.data_ranks
 
 
 def _row(row: Mapping[str, Any], shape: Shape) -> Row:
@@ -369,7 +373,7 @@ def _argv(row: Row) -> tuple[str, ...]:
         "parallel.pipeline_schedule": layout.schedule,
         "parallel.stages_per_rank": layout.stages // layout.pipeline,
         "trainer.micro_batch": job.micro_batch,
-        "trainer.global_batch": job.micro_batch * job.accumulation * layout.data_ranks,
+        "trainer.global_batch": _samples(job),
         "trainer.activation_checkpoint": job.recompute,
         "data.sequence_length": job.sequence,
         "data.tokenizer": "bytes",

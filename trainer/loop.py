@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from serried.configs.errors import TrainingFailed, TrainingStopped
+from serried.parallel.layout.mesh import fewest_micro_batches
 from serried.parallel.runner import StepDropped
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.evaluator import Evaluator
@@ -114,7 +115,8 @@ class Loop:
         vote = partial(self._shutdown.vote, self._steps_to_save(step))
         # A rollback is recorded with the next save, so the step after it is not dropped.
         may_drop = self._rollback.went_back_to != self.steps_done
-        before = self._shutdown.before_micro_batches(step, len(batches)) if may_drop else None
+        fewest = fewest_micro_batches(self._context.config.trainer, parallel.layout)
+        before = self._shutdown.before_micro_batches(step, len(batches), fewest) if may_drop else None
         result = self._state.step(on_device, self._log_results.learning_rate(step), vote, seeds, before)
         self._data.step = step
         self._context.pulse.phases.end()

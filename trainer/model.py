@@ -203,6 +203,11 @@ def check_model(config: RunConfig, module: nn.Module, plan: ParallelPlan, layout
         )
     if config.parallel.offload:
         check_offloadable(module)
+    if layout.uneven and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        raise UserError(
+            "parallel.uneven=true with SyncBatchNorm: all ranks exchange statistics in each micro-batch, and some "
+            "would have one more; use parallel.uneven=false, or GroupNorm"
+        )
     if config.trainer.compiles:
         check_blocks(module, plan, config.trainer.keeps_less)
     check_optimizer(config.optim, module, plan, layout)

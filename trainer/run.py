@@ -15,6 +15,9 @@ from serried.configs.schema.fields import AUTO
 from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import resolve_layout
+from serried.records.bucket_run import BucketRun
+from serried.records.mirror import Mirror
+from serried.records.object_store import open_store
 from serried.records.report import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
@@ -55,12 +58,14 @@ def train(
         UserError: A problem that the user can fix. It is the same on every rank.
         TrainingFailed: Loss or gradient was not finite in several consecutive steps, or a callback failed.
     """
-    folder = _claimed_folder(config, session)
     console = Console(session.is_main, session.rank)
+    folder, upload = _claimed_folder(config, session, console)
     if folder is not None and folder.warning:
         console.say(f"WARNING    {folder.warning}")
     with ExitStack() as at_end:  # called in reverse order
         at_end.callback(console.close)
+        if upload is not None:
+            at_end.callback(upload.close)
         trackers = Trackers(config.run.dir, config.track, console.say)
         at_end.callback(trackers.end)
         if folder is not None:
@@ -80,6 +85,8 @@ def train(
                 return run.nothing_to_do()
             trainer = run.build()
             at_end.callback(trainer.saver.checkpointer.close)
+            if upload is not None:
+                upload.start()
             if session.is_main:
                 trackers.start()
             started = time.perf_counter()
@@ -252,13 +259,34 @@ class _Run:
         return compilation.explained(explained, context.session.signals.received)
 
 
-def _claimed_folder(config: RunConfig, session: Session) -> RunFolder | None:
-    """Claim the run folder on rank 0 and return it; return None on other ranks. This is a collective call."""
-    if config.run.url is not None:
-        raise UserError(f"run.dir={config.run.url}: training into a bucket is not supported yet; use run.dir=FOLDER")
+def _claimed_folder(
+    config: RunConfig, session: Session, console: Console
+) -> tuple[RunFolder | None, BucketRun | Mirror | None]:
+    """Claim the run folder on rank 0. Return it, and the upload of this node's records to a bucket; None on ranks that
+    have none. This is a collective call."""
     claimed: list[RunFolder] = []
-    session.once(lambda: claimed.append(RunFolder(config.run.dir)))
-    return claimed[0] if claimed else None
+    runs: list[BucketRun] = []
+    url = config.run.url
+
+    def claim() -> int:
+        claimed.append(RunFolder(config.run.dir))
+        if url is None:
+            return 0
+        try:
+            run = BucketRun(url, claimed[0], console.say)
+        except BaseException:
+            claimed[0].close()
+            raise
+        runs.append(run)
+        return run.epoch
+
+    epoch = session.once(claim)
+    upload: BucketRun | Mirror | None = runs[0] if runs else None
+    if url is not None:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        if session.local_rank == 0 and upload is None:
+            upload = Mirror(open_store(url), epoch, config.run.dir, console.log, is_main=False)
+    return claimed[0] if claimed else None, upload
 
 
 def _close_folder(config: RunConfig, folder: RunFolder, console: Console) -> None:

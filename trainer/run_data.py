@@ -102,11 +102,10 @@ class Data:
     def loader(self, task: RunTask, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return a loader of this rank's batches from the current position to the last step."""
         trainer = config.trainer
-        accumulation = trainer.global_batch // (trainer.micro_batch * data_ranks)
         return BatchLoader(
             Reader(self.training, task.collate_numbered, _augmentation(task, trainer.seed)),
             sample_order(self.training, trainer.seed),
-            BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
+            BatchShare(trainer.micro_batch, data_ranks, data_rank, trainer.global_batch),
             steps=range(self._first_step, trainer.last_step),
             workers=config.data.threads(usable_cores() // self._session.local_world_size),
             pin_memory=self._session.device.type != "cpu",

@@ -65,6 +65,9 @@ class LaunchSection(Section):
     allowed twice that time."""
     stop_timeout_seconds: Seconds = 600.0
     """Seconds that a stop with ``launch=local`` may take, including the checkpoint, before processes are killed."""
+    notice: Literal["aws", "gcp", "azure"] | None = None
+    """Cloud whose metadata service announces that this machine is taken away, such as a spot instance: the run then
+    saves and stops. Null: none is asked."""
 
     @property
     def submits(self) -> bool:

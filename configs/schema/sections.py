@@ -120,6 +120,9 @@ class ParallelSection(Section):
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). Null: true, but
     false with ``pipeline``, which would gather again for each micro-batch. If it is null on a CPU, parameters of less
     than 1 GiB in total are gathered as one unit."""
+    uneven: bool = False
+    """Allow replicas to train different numbers of micro-batches of a global batch, at most one more than others, such
+    as 1024 samples on 7 replicas. The slowest replicas determine the time of a step."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
     offload: bool = False

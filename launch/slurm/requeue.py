@@ -12,13 +12,14 @@ from typing import Any
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from serried.configs.plain_data import parse_json, read_bytes
 from serried.records.status import read_status
+from serried.runtime.cloud_notice import NOTICE
 
 ENDS = "ends.jsonl"
 """File next to the start files that records how each start of the run ended, as a line of JSON."""
 
 _WANTED = ("control", "trainer.stop_at")  # requested by the user
 ANOTHER_POD = "another pod ended"
-_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP", ANOTHER_POD)  # mostly preemption, not a fault of the run
+_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP", ANOTHER_POD, NOTICE)  # mostly preemption, not a fault of the run
 _OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2

@@ -17,6 +17,7 @@ from serried.parallel.layout.mesh import (
     V_SCHEDULES,
     ZERO_BUBBLE_SCHEDULES,
     Layout,
+    fewest_micro_batches,
     gradient_accumulation,
     resolve_layout,
 )
@@ -24,6 +25,8 @@ from serried.runtime.process import is_started
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
+_MOST_IMBALANCE = 1.1
+"""Maximum number of samples of a rank, relative to the smallest possible maximum, for an automatic micro-batch."""
 _version_of = cache(version)  # cached, because a search checks thousands of layouts
 
 
@@ -52,6 +55,11 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         raise UserError(
             "parallel.sync_every_micro_batch=true with parallel=ddp only adds communication, as replicas keep full "
             "gradients in any case; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
+        )
+    if section.sync_every_micro_batch and accumulation > fewest_micro_batches(config.trainer, layout):
+        raise UserError(
+            "parallel.uneven=true with parallel.sync_every_micro_batch=true: a replica with fewer micro-batches would "
+            "reduce gradients fewer times; use parallel.sync_every_micro_batch=false"
         )
     if section.offload:
         _check_offload(config, layout)
@@ -115,7 +123,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         _check_sequence(layout, sequence_length)
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
-        _check_micro_batches(config, layout, accumulation)
+        for count in {accumulation, fewest_micro_batches(config.trainer, layout)}:
+            _check_micro_batches(config, layout, count)
         # A login node may have no torch, or another one than the job.
         if layout.schedule in ZERO_BUBBLE_SCHEDULES and (not config.launch.submits or is_started()):
             check_zero_bubble(layout.schedule, _version_of("torch"))
@@ -134,14 +143,21 @@ def check_zero_bubble(schedule: str, torch_version: str) -> None:
 def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
     """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, largest first.
 
+    Of values with uneven shares, those remain with which no rank has many more samples than it must.
+
     Raises:
         UserError: There is no such value.
     """
     most, allowed = gradient_accumulation(with_micro_batch(config, 1).trainer, layout), []
+    per_shard = config.trainer.global_batch // layout.shard
     refused: UserError | None = None
-    for samples in reversed(divisors(most)):
+    for samples in reversed(divisors(per_shard)):
+        changed = with_micro_batch(config, samples)
         try:
-            check_layout(with_micro_batch(config, samples), layout, most // samples)
+            accumulation = gradient_accumulation(changed.trainer, layout)
+            if accumulation * samples > _MOST_IMBALANCE * most:
+                continue
+            check_layout(changed, layout, accumulation)
             allowed.append(samples)
         except UserError as error:
             refused = error

@@ -57,6 +57,8 @@ class Layout:
     sequence: bool = True
     """Whether sequence parallelism is on: tensor ranks shard the activations between matrices along the sequence."""
     context_method: str = "gather"
+    uneven: bool = False
+    """Whether replicas may train different numbers of micro-batches of a global batch."""
     schedule: str = "1f1b"
     stages: int = 1
     """Number of pipeline stages, over all ranks."""
@@ -187,6 +189,11 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
         raise UserError(
             f"parallel.shard={section.shard} has no effect with parallel={strategy}; use parallel=fsdp or hsdp"
         )
+    if section.uneven and strategy in ("single", "fsdp"):
+        raise UserError(
+            f"parallel.uneven=true has no effect with parallel={strategy}, as the ranks of a replica have equal "
+            "shares; use parallel=ddp, or parallel=hsdp parallel.replicate=2"
+        )
     if strategy in ("single", "fsdp") and degrees["replicate"] != 1:
         raise UserError(
             f"parallel.replicate={section.replicate} has no effect with parallel=fsdp; use parallel=hsdp"
@@ -219,6 +226,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
         expert=section.expert,
         sequence=section.sequence,
         context_method=section.context_method,
+        uneven=section.uneven,
         **_stages(section, degrees["pipeline"]),
     )
 
@@ -270,28 +278,45 @@ def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
 
 
 def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
-    """Return the micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks).
+    """Return the number of micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks).
+
+    With ``parallel.uneven``, this is the number on the ranks that have the most.
 
     Raises:
         UserError: This is not an integer. The message names the nearest values that fit.
     """
-    per_pass = trainer.micro_batch * layout.data_ranks
-    if trainer.global_batch % per_pass == 0:
-        return trainer.global_batch // per_pass
+    ranks, whose = layout.data_ranks, "data ranks"
+    if trainer.global_batch % (trainer.micro_batch * ranks) == 0:
+        return trainer.global_batch // (trainer.micro_batch * ranks)
+    units, rest = divmod(trainer.global_batch, trainer.micro_batch * layout.shard)
+    can_differ = rest == 0 and units > layout.replicate
+    if layout.uneven and can_differ:
+        return -(-units // layout.replicate)
+    if layout.uneven and rest:
+        ranks, whose = layout.shard, "ranks of a replica"
+    per_pass = trainer.micro_batch * ranks
     lower, upper = trainer.global_batch // per_pass * per_pass, -(-trainer.global_batch // per_pass) * per_pass
     fixes = [f"trainer.global_batch={value}" for value in (lower, upper) if value]
-    if trainer.global_batch % layout.data_ranks == 0:
-        per_rank = trainer.global_batch // layout.data_ranks
-        fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
-    fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, layout.data_ranks)
+    if trainer.global_batch % ranks == 0:
+        fixes.append(f"trainer.micro_batch={nearest_divisors(trainer.global_batch // ranks, trainer.micro_batch)[0]}")
+    fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, ranks)
     if fitting and trainer.global_batch % trainer.micro_batch == 0:
-        fixes.append(
-            f"a number of data ranks that divides it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}"
-        )
+        fixes.append(f"a number of {whose} that divides it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}")
+    if can_differ:
+        fixes.append("parallel.uneven=true for unequal shares")
     raise UserError(
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
-        f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"
+        f"{trainer.micro_batch} x {ranks} {whose}; use {' or '.join(fixes)}"
     )
+
+
+def fewest_micro_batches(trainer: TrainerSection, layout: Layout) -> int:
+    """Return the number of micro-batches per optimizer step on the ranks that have the fewest.
+
+    Others have at most one more, and only with ``parallel.uneven``. ``trainer`` fits ``layout``, as
+    ``gradient_accumulation`` checks.
+    """
+    return trainer.global_batch // (trainer.micro_batch * layout.data_ranks)
 
 
 def _processes(count: int) -> str:

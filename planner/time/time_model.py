@@ -108,6 +108,7 @@ class Job:
     sequence: int
     micro_batch: int
     accumulation: int
+    """Number of micro-batches on each rank, or on the ranks with the most."""
     recompute: str = "none"
     """``none``, ``full``, ``selective`` (half of the matrix products and all memory-bound operations) or
     ``attention``."""
@@ -149,11 +150,6 @@ class Job:
     def tokens(self) -> float:
         """Number of tokens in a micro-batch on one rank."""
         return self.micro_batch * self.sequence / self.layout.context
-
-    @property
-    def samples(self) -> int:
-        """Number of samples in a step."""
-        return self.micro_batch * self.accumulation * self.layout.data_ranks
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ def test_only_what_changed_is_uploaded_and_failures_warn_once(
     remove_records(store, [])
     assert not server.objects(f"{folder}/records")
     broken = Mirror(open_store("s3://no-such-bucket/x"), 1, run.path, print, is_main=True)
-    broken.end()
-    broken.end()
+    broken.close()
+    broken.close()
     (line,) = capfd.readouterr().out.splitlines()
     assert line == (
         "WARNING    records are not uploaded to s3://no-such-bucket/x/records/1: cannot write "

@@ -531,7 +531,7 @@ def targets_of(dataset: Any, ranks: int) -> list[int]:
     """Targets of each of some steps of six sequences, of all ranks together."""
     found = np.zeros(3, np.int64)
     for rank in range(ranks):
-        share = BatchShare(micro_batch=6 // ranks, accumulation=1, data_ranks=ranks, data_rank=rank)
+        share = BatchShare(micro_batch=6 // ranks, global_batch=6, data_ranks=ranks, data_rank=rank)
         order = SampleOrder(len(dataset), 1)
         with BatchLoader(
             Reader(dataset, collate), order, share, steps=range(3), workers=0, pin_memory=False

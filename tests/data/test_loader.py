@@ -46,7 +46,7 @@ def collate(samples: Sequence[int], ids: np.ndarray) -> Numbers:
 
 def loader(dataset: Squares, **changes: Any) -> BatchLoader:
     dealt = {name: changes.pop(name) for name in BatchShare._fields if name in changes}
-    share = BatchShare(**{"micro_batch": 3, "accumulation": 2, **dealt})
+    share = BatchShare(**{"micro_batch": 3, "global_batch": 6, **dealt})
     settings_ = {"steps": range(5), "workers": 2, "pin_memory": False, **changes}
     return BatchLoader(Reader(dataset, collate), SampleOrder(len(dataset), 1), share, **settings_)
 
@@ -63,14 +63,14 @@ def threads() -> list[threading.Thread]:
 @settings(max_examples=25)
 @given(workers=st.integers(0, 4), accumulation=st.integers(1, 3), first=st.integers(0, 2**40), steps=st.integers(0, 80))
 def test_number_of_threads_changes_no_batch(workers: int, accumulation: int, first: int, steps: int) -> None:
-    asked = {"accumulation": accumulation, "steps": range(first, first + steps)}
+    asked = {"global_batch": 3 * accumulation, "steps": range(first, first + steps)}
     assert ids_by_step(Squares(100), workers=workers, **asked) == ids_by_step(Squares(100), workers=0, **asked)
 
 
 @pytest.mark.parametrize(("ranks", "accumulation", "micro_batch"), [(1, 1, 12), (2, 3, 2), (4, 1, 3), (3, 4, 1)])
 def test_ranks_and_accumulation_change_no_sample(ranks: int, accumulation: int, micro_batch: int) -> None:
     dealt = [
-        ids_by_step(Squares(50), data_ranks=ranks, data_rank=rank, accumulation=accumulation, micro_batch=micro_batch)
+        ids_by_step(Squares(50), data_ranks=ranks, data_rank=rank, global_batch=12, micro_batch=micro_batch)
         for rank in range(ranks)
     ]
     for step in range(5):

@@ -60,10 +60,26 @@ def test_step_has_the_same_samples_on_any_layout(
 ) -> None:
     order, batch = SampleOrder(size, seed), accumulation * ranks * micro_batch
     whole = order(np.arange(step * batch, (step + 1) * batch)).tolist()
-    dealt = [micro_batch_indices(step, BatchShare(micro_batch, ranks, rank, accumulation)) for rank in range(ranks)]
+    dealt = [micro_batch_indices(step, BatchShare(micro_batch, ranks, rank, batch)) for rank in range(ranks)]
     in_order = [dealt[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
     assert all(len(indices) == micro_batch for indices in in_order)
     assert order(np.concatenate(in_order)).tolist() == whole
+
+
+@given(
+    units=st.integers(1, 40), replicas=st.integers(1, 8), shard=st.integers(1, 3), micro_batch=st.integers(1, 3),
+    step=st.integers(0, 2**40),
+)  # fmt: skip
+def test_uneven_shares_differ_by_one_micro_batch_and_have_each_sample_once(
+    units: int, replicas: int, shard: int, micro_batch: int, step: int
+) -> None:
+    ranks, batch = replicas * shard, units * shard * micro_batch
+    dealt = [micro_batch_indices(step, BatchShare(micro_batch, ranks, rank, batch)) for rank in range(ranks)]
+    counts = [len(micro_batches) for micro_batches in dealt]
+    assert max(counts) - min(counts) <= 1
+    assert all(len(set(counts[first : first + shard])) == 1 for first in range(0, ranks, shard)), "within a replica"
+    samples = np.concatenate([indices for micro_batches in dealt for indices in micro_batches])
+    assert sorted(samples.tolist()) == list(range(step * batch, (step + 1) * batch))
 
 
 @given(seed=seeds, number=st.integers(0, 2**40))

@@ -4,12 +4,15 @@ import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+from torch import nn
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.layout import checks
-from serried.parallel.layout.checks import check_layout, check_zero_bubble
+from serried.parallel.layout.checks import allowed_micro_batches, check_layout, check_zero_bubble
 from serried.parallel.layout.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.model import check_model
 
 TINY = [
     "recipe=tiny",
@@ -84,6 +87,45 @@ def check(arguments: list[str], processes: int) -> None:
             "after FSDP has freed the weights",
             "parallel.reshard_after_forward=false",
         ),
+        (
+            "parallel=ddp trainer.global_batch=64 trainer.micro_batch=4",
+            7,
+            "trainer.global_batch=64 is not a multiple of 28 = trainer.micro_batch 4 x 7 data ranks",
+            "parallel.uneven=true",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=7 parallel.shard=2 parallel.uneven=true trainer.global_batch=66 "
+            "trainer.micro_batch=4",
+            14,
+            "is not a multiple of 8 = trainer.micro_batch 4 x 2 ranks of a replica",
+            "trainer.global_batch=64",
+        ),
+        (
+            "parallel=ddp parallel.uneven=true trainer.global_batch=8 trainer.micro_batch=2",
+            7,
+            "trainer.global_batch=8 is not a multiple of 14",
+            "trainer.global_batch=14",
+        ),
+        (
+            "parallel.uneven=true",
+            2,
+            "parallel.uneven=true has no effect with parallel=fsdp",
+            "parallel=ddp",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=3 parallel.shard=2 parallel.uneven=true trainer.global_batch=64 "
+            "trainer.micro_batch=4 parallel.sync_every_micro_batch=true",
+            6,
+            "a replica with fewer micro-batches would reduce gradients fewer times",
+            "parallel.sync_every_micro_batch=false",
+        ),
+        (
+            "parallel=hsdp parallel.replicate=2 parallel.pipeline=2 parallel.uneven=true trainer.global_batch=12 "
+            "trainer.micro_batch=4",
+            4,
+            "accumulation 1 = global_batch 12 / (micro_batch 4 x 2 data ranks) is less than the 2 stages",
+            "trainer.micro_batch=3",
+        ),
         ("adapter.rank=4", 1, "adapter.rank=4 has no effect with adapter.method=none", "adapter=lora"),
         ("adapter.modules=[q_proj]", 1, "adapter.modules=[q_proj] has no effect", "adapter=lora"),
         ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights stored in bf16", "precision=bf16"),
@@ -143,3 +185,18 @@ def test_login_node_does_not_check_the_torch_version_of_a_job(monkeypatch: pytes
     check([*words, "launch=slurm"], 2)
     with pytest.raises(PackageNotFoundError):
         check(words, 2)
+
+
+def test_automatic_micro_batch_of_uneven_shares_keeps_them_within_a_tenth() -> None:
+    """Of 1024 samples on 7 replicas, one has 147 at least: 160 with micro-batches of 32, 192 with 64."""
+    config = compose([*TINY, "parallel=ddp", "parallel.uneven=true", "trainer.global_batch=1024"])
+    layout = resolve_layout(config.parallel, 7)
+    assert allowed_micro_batches(config, layout) == [32, 16, 8, 4, 2, 1]
+
+
+def test_sync_batch_norm_is_refused_with_uneven_shares() -> None:
+    config = compose([*TINY, "parallel=ddp", "parallel.uneven=true"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(UserError, match="with SyncBatchNorm: all ranks exchange statistics in each micro-batch"):
+        check_model(config, model, ParallelPlan(), resolve_layout(config.parallel, 3))
+    check_model(config, model[0], ParallelPlan(), resolve_layout(config.parallel, 3))

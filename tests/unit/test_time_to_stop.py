@@ -128,7 +128,9 @@ class _Run:
 
     def __init__(self, job: Job, chance: random.Random, device: str, minutes_between: int = 0) -> None:
         self.job, self.chance = job, chance
-        signals = SimpleNamespace(received=None, deadline=Deadline(job.limit, min(60.0, job.limit / 4)))
+        never = SimpleNamespace(is_set=lambda: False)
+        deadline = Deadline(job.limit, min(60.0, job.limit / 4))
+        signals = SimpleNamespace(received=None, deadline=deadline, asks_to_save=never)
         session = SimpleNamespace(device=torch.device(device), signals=signals, started=0.0, world_size=1)
         checkpoint = SimpleNamespace(every=job.every, minutes_between=minutes_between)
         config = SimpleNamespace(trainer=SimpleNamespace(max_minutes=None), checkpoint=checkpoint)
@@ -138,7 +140,6 @@ class _Run:
         self.shutdown = make(
             config, session, SimpleNamespace(say=lambda _: None), None, lambda: self.save_seconds or job.guessed
         )
-        never = SimpleNamespace(is_set=lambda: False)
         self.shutdown._control = SimpleNamespace(has_lost_folder=False, asks_to_stop=False, asks_to_save=never)
 
     def about(self, seconds: float) -> float:
@@ -171,7 +172,7 @@ class _Run:
         took = self.about(job.step)
         of_micro_batch = took * (1 - job.update) / count
         of_host = job.hands_out * of_micro_batch if on_gpu else of_micro_batch
-        before = self.shutdown.before_micro_batches(step, count)
+        before = self.shutdown.before_micro_batches(step, count, count)
         for index in range(count):
             if before is not None:
                 before(index)

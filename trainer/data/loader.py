@@ -100,14 +100,14 @@ class BatchLoader:
         self._order = order
         self._share = share
         if first_index is None:
-            first_index = steps.start * share.accumulation * share.of_all
+            first_index = steps.start * share.global_batch
         self._steps = self._plan(steps, first_index)
         self._pin_memory = pin_memory
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
         # If a step has fewer micro-batches than there are threads, more steps keep every thread busy.
-        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // share.accumulation))
+        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // len(share.positions)))
         self._threads = self._start(workers) if workers else None
 
     def _start(self, workers: int) -> ThreadPoolExecutor:

@@ -265,7 +265,16 @@ class BatchShare(NamedTuple):
     micro_batch: int
     data_ranks: int = 1
     data_rank: int = 0
-    accumulation: int = 1
+    global_batch: int = 1
+    """Number of samples in a step. Evaluations do not use it."""
+
+    @property
+    def positions(self) -> range:
+        """Positions of this rank's micro-batches among the micro-batches of a global batch.
+
+        Micro-batches are dealt out in turn, so some ranks have one more if their number is not a multiple of the ranks.
+        """
+        return range(self.data_rank, self.global_batch // self.micro_batch, self.data_ranks)
 
     @property
     def of_all(self) -> int:
@@ -274,14 +283,13 @@ class BatchShare(NamedTuple):
 
 
 def micro_batch_indices(step: int, share: BatchShare, first_index: int = 0) -> list[np.ndarray]:
-    """Return the global indices of one rank's micro-batches in a step: ``accumulation`` arrays [micro_batch], int64.
+    """Return the global indices of one rank's micro-batches in a step: arrays [micro_batch], int64.
 
     Steps are counted from 0, and step 0 starts at ``first_index``. Each step uses the next global batch of indices, for
     any assignment to ranks.
     """
-    across_ranks = share.of_all
-    first = first_index + step * share.accumulation * across_ranks + share.data_rank * share.micro_batch
+    first = first_index + step * share.global_batch
     return [
-        np.arange(start, start + share.micro_batch, dtype=np.int64)
-        for start in range(first, first + share.accumulation * across_ranks, across_ranks)
+        np.arange(first + position * share.micro_batch, first + (position + 1) * share.micro_batch, dtype=np.int64)
+        for position in share.positions
     ]

@@ -4,17 +4,18 @@ A thread checks about once a second, since a network disk may take long to answe
 """
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from serried.configs.plain_data import open_regular
+from serried.records.bucket_run import CONTROL, new_request
+from serried.records.head import Head
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 
-CONTROL = "control"
-"""Name of the file in the run folder that contains the user's command."""
-
 _LOOK_SECONDS = 1.0
+_LOOK_IN_BUCKET_SECONDS = 5.0
 _MOST_BYTES = 100
 
 
@@ -31,6 +32,7 @@ class Control:
         self._thread = threading.Thread(target=self._look_again_and_again, name="control-file", daemon=True)
         self._ended = threading.Event()
         self._seen: str | None = None
+        self._look_in_bucket_at = 0.0
 
     def start(self) -> None:
         self._thread.start()
@@ -50,10 +52,18 @@ class Control:
         """Check whether the folder still belongs to this run, and set ``has_lost_folder``."""
         self.has_lost_folder = not self._folder.is_ours
 
+    def check_claim(self) -> None:
+        """Raise ``TrainingStopped`` with the name of the process that has taken over the run in the bucket, if any."""
+        if self._folder.head is not None:
+            self._folder.head.renew()
+
     def look(self) -> None:
         """Check the folder and the control file once."""
         self.look_at_folder()
         if self.has_lost_folder:
+            return
+        if self._folder.head is not None:
+            self._look_in_bucket(self._folder.head)
             return
         path = self._folder.path / CONTROL
         word = _word_in(path)
@@ -61,21 +71,34 @@ class Control:
             self._seen = word
             return
         self._seen = word
-        if word.lower() not in ("stop", "save"):
-            self._console.say(
-                f"WARNING    {path} contains {word.splitlines()[0]!r}; write stop (save and stop) or save "
-                "(save and continue)"
-            )
+        if not self._follow(word, str(path)):
             return
-        if word.lower() == "stop":
-            self.asks_to_stop = True
-        else:
-            self.asks_to_save.set()
         try:
             path.unlink()  # last, so that a missing file shows the user that the command takes effect
             self._seen = None
         except OSError as error:
             self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; the request takes effect only once")
+
+    def _look_in_bucket(self, head: Head) -> None:
+        """Check the object ``control``, which stays in the bucket: the head notes which content was acted upon."""
+        if time.monotonic() >= self._look_in_bucket_at:
+            self._look_in_bucket_at = time.monotonic() + _LOOK_IN_BUCKET_SECONDS
+            if word := new_request(head):
+                self._follow(word, head.store.where(CONTROL))
+
+    def _follow(self, word: str, where: str) -> bool:
+        """Note the request ``word``, or print that there is no such request. Return whether there is."""
+        if word.lower() not in ("stop", "save"):
+            self._console.say(
+                f"WARNING    {where} contains {word.splitlines()[0]!r}; write stop (save and stop) or save "
+                "(save and continue)"
+            )
+            return False
+        if word.lower() == "stop":
+            self.asks_to_stop = True
+        else:
+            self.asks_to_save.set()
+        return True
 
 
 def _word_in(path: Path) -> str | None:

@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 
 
 class Action(IntEnum):
-    """Decision after a step. The values are votes: only rank 0 votes SAVE, any rank may vote STOP."""
+    """Decision after a step. The values are votes of the ranks: the largest that their sum reaches is the decision."""
 
     GO_ON = 0
     SAVE = 1
-    STOP = 2
+    STOP = 10**6  # more than all ranks' votes for SAVE
 
 
 _FAILS_WITHIN_SECONDS = 10.0
@@ -111,7 +111,7 @@ class Shutdown:
         """Check that the run folder still belongs to this run. Call it before anything is written there.
 
         Raises:
-            TrainingStopped: the run folder was removed, renamed or replaced.
+            TrainingStopped: the run folder was removed, renamed or replaced, or the run in the bucket taken over.
         """
         if self._control is not None:
             self._control.look_at_folder()
@@ -121,19 +121,25 @@ class Shutdown:
         """Record that a save begins. This restarts the clock of ``checkpoint.every_minutes``."""
         self._saved_at = time.monotonic()
 
-    def before_micro_batches(self, step: int, count: int) -> Callable[[int], None] | None:
+    def before_micro_batches(self, step: int, count: int, fewest: int) -> Callable[[int], None] | None:
         """Return a function to call before each of the ``count`` micro-batches of ``step``, with its index.
 
         The result is None if steps are short: the run then stops only between steps.
 
+        ``fewest``: number of micro-batches on the ranks that have the fewest. There is no vote before a micro-batch
+        that only some ranks have.
+
         The function is a collective call on the host. If a rank must stop, it raises ``StepDropped`` on all ranks, and
         sets ``stops``.
         """
-        per_look = self._clock.begin_step(count)
-        return None if per_look is None else partial(self._look, step, count, per_look)
+        per_look = self._clock.begin_step(fewest)
+        if per_look is None:
+            return None
+        looks = range(0, fewest, per_look)
+        return partial(self._look, step, count, looks)
 
-    def _look(self, step: int, count: int, per_look: int, index: int) -> None:
-        if index % per_look:
+    def _look(self, step: int, count: int, looks: range, index: int) -> None:
+        if index not in looks:
             return
         self._clock.look(begins_step=index == 0)
         # Before the first step there is nothing to save, so time limits do not count.
@@ -160,9 +166,12 @@ class Shutdown:
     def _action(self, steps_to_save: int) -> Action:
         if self._mine() is not None:
             return Action.STOP
-        if self._control is not None and self._control.asks_to_save.is_set():
-            self._control.asks_to_save.clear()
-            return Action.SAVE
+        asked = [self._session.signals.asks_to_save]
+        asked += [self._control.asks_to_save] if self._control is not None else []
+        for request in asked:
+            if request.is_set():
+                request.clear()
+                return Action.SAVE
         if self._control is not None and self._is_long_unsaved(steps_to_save):
             self.saves()  # on a GPU, another vote follows before the save begins
             return Action.SAVE
@@ -179,6 +188,7 @@ class Shutdown:
 
     def _leave_lost_folder(self) -> None:
         if self._control is not None and self._control.has_lost_folder:
+            self._control.check_claim()
             raise TrainingStopped(
                 f"the run folder {self._config.run.dir} was removed, renamed or replaced during training; the progress "
                 "since the last checkpoint is lost"
@@ -195,7 +205,7 @@ class Shutdown:
             arrived, self._travelling = self._travelling, _Votes(votes)
         total, seconds = (0.0, None) if arrived is None else arrived.tolist()
         self._clock.end_step(None if seconds is None else seconds / self._session.world_size)
-        self.action = Action(min(int(total), Action.STOP))
+        self.action = max(action for action in Action if action <= total)
         if self.stops and self.reason is None:  # the reason is already known if the run has rolled back in between
             self._settle()
 

@@ -123,6 +123,7 @@ REFUSED = {
 READ_ALWAYS = {
     "recipe", "dry_run", "run.name", "run.dir", "task.name", "task.label_smoothing", "task.z_loss",
     *(f"parallel.{axis}" for axis in ("strategy", "replicate", "shard", "context", "tensor", "pipeline", "expert")),
+    "parallel.uneven",
     "precision.name", "precision.quantize_aware", "adapter.method", "optim.name", "optim.weight_decay", "schedule.name",
     "schedule.warmup_ratio",
     *(f"trainer.{name}" for name in (
@@ -133,7 +134,7 @@ READ_ALWAYS = {
     "track.wandb", "track.tensorboard", "track.mlflow", "track.prometheus", "track.webhook",
     "profile.steps",
     *(f"launch.{name}" for name in (
-        "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds",
+        "name", "processes", "nodes", "device", "threads", "start_timeout_seconds", "step_timeout_seconds", "notice",
     )),
     *(f"data.{name}" for name in (
         "name", "workers", "format", "tokenizer", "sequence_length", "packing", "isolate_documents", "cache_dir",

@@ -1,0 +1,113 @@
+"""Claim on a run in a bucket, from the start of a run to its end, and upload of its records."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.records.head import Fenced, Head, HeadContent
+from serried.records.mirror import Mirror, download_records, remove_records
+from serried.records.object_store import open_store
+from serried.records.run_folder import RECORDS, RunFolder
+from serried.records.store import StoreError
+
+CONTROL = "control"
+"""Name of the file in a run folder, and of the object in a bucket, that contains the user's request."""
+_JOBS = ("SERRIED_JOB", "SLURM_JOB_ID")
+"""Variables with the name of the scheduler's job, which ends a process of a run before it starts the next."""
+_MOST_BYTES = 100
+
+
+class BucketRun:
+    """This process's claim on the run at ``url``. Only rank 0 has an instance."""
+
+    def __init__(self, url: str, folder: RunFolder, say: Callable[[str], None]) -> None:
+        """Claim the run and download its records into ``folder``, which is a scratch folder.
+
+        Raises ``UserError`` if another process trains there, or the bucket cannot be used.
+        """
+        self._folder = folder
+        store = open_store(url)
+        job = next((f"{name} {os.environ[name]}" for name in _JOBS if os.environ.get(name)), "")
+        try:
+            self.head = Head.claim(store, job, say=say)
+            _replace_records(folder.path, self.head)
+        except StoreError as error:
+            raise UserError(f"cannot use run.dir={url}: {error}") from None
+        self._mirror = Mirror(store, self.head.epoch, folder.path, say, is_main=True, announce=self._announce)
+        folder.join(self.head, self._mirror.flush)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the claim."""
+        return self.head.epoch
+
+    def start(self) -> None:
+        """Start to upload the records."""
+        self._mirror.start()
+
+    def _announce(self) -> None:
+        """Make the records of this start those of the run. Called when all of them have been uploaded once."""
+
+        def name_records(new: HeadContent) -> None:
+            new.records = new.epoch
+
+        self.head.swap(name_records)
+        content = self.head.content
+        remove_records(self.head.store, [content.epoch, *(run.records for run in content.earlier)])
+
+    def close(self) -> None:
+        """Upload what is left, and end the claim."""
+        if self._folder.has_begun and self.head.is_ours:
+            self._mirror.close()
+        self.head.release()
+
+
+def _replace_records(folder: Path, head: Head) -> None:
+    """Replace the records in ``folder``, which may be of another start on this node, by those in the bucket."""
+    for name in RECORDS:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if records := head.content.records:
+        download_records(head.store, records, folder)
+
+
+def new_request(head: Head) -> str | None:
+    """Return the content of ``control`` if it is new, and note in the head that this run acts on it; None otherwise.
+
+    Raises ``StoreError`` if the store does not answer.
+    """
+    found = head.store.get(CONTROL)
+    if found is None or found[1] == head.content.control_seen:
+        return None
+    word, tag = found[0][:_MOST_BYTES].decode("utf-8", "replace").strip(), found[1]
+
+    def note(new: HeadContent) -> None:
+        new.control_seen = tag
+
+    try:
+        head.swap(note)
+    except Fenced:
+        return None
+    return word.partition(" ")[0]  # ``write_request`` adds a random number
+
+
+def write_request(url: str, word: str) -> None:
+    """Ask the run at ``url`` to ``stop`` or to ``save``.
+
+    Raises ``UserError`` if there is no run, or the bucket cannot be written.
+    """
+    from serried.records.head import read_head
+
+    store = open_store(url)
+    try:
+        if read_head(store) is None:
+            raise UserError(f"there is no run in {url}; use run.dir={url.partition('/')[0]}//BUCKET/PATH of a run")
+        # A random number makes each request a new content, so that the same word can be asked for again.
+        store.put(CONTROL, f"{word} {os.urandom(4).hex()}\n".encode())
+    except StoreError as error:
+        raise UserError(f"cannot write to {url}: {error}") from None

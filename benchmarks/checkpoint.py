@@ -41,7 +41,7 @@ from serried.parallel.layout.mesh import resolve_layout
 from serried.parallel.parallelize import parallelize
 from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import Session, open_session
-from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.checkpoint.checkpoints import CHECKPOINTS, FolderCheckpoints
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.optim.optimizer import build_optimizer
@@ -98,8 +98,9 @@ class Subject:
     def _ours(self, mode: str) -> Save:
         section = self._config.checkpoint.model_copy(update={"mode": mode})
         checkpointer = Checkpointer(
-            self._folder, section, self._layout, self._session, self._parts, self._recipe.export_files
-        )
+            FolderCheckpoints(self._folder, section, self._session), section, self._layout, self._session, self._parts,
+            self._recipe.export_files,
+        )  # fmt: skip
 
         def save(step: int) -> tuple[float, float, Path]:
             started = time.perf_counter()

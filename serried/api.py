@@ -188,7 +188,7 @@ def _read_end(config: RunConfig) -> dict[str, Any]:
     """Read the outcome of the run of ``config`` from its records. Return the fields of ``Result``."""
     from serried.records.metrics import METRICS, last_of_each_kind, named_metrics
     from serried.records.status import Status, read_status
-    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
     from serried.trainer.checkpoint.retention import best_checkpoint, committed
 
     run_dir = config.run.dir

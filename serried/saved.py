@@ -113,7 +113,7 @@ def run_folder(word: str, is_taken: IsTaken) -> Path:
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """Return the checkpoints of ``run`` by step, newest last. Raises ``UserError`` if there is none."""
-    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
     from serried.trainer.checkpoint.retention import committed, step_of
 
     try:
@@ -385,8 +385,8 @@ def open_model(path: Path, declaration: Declaration | None) -> "nn.Module":
     Raises:
         UserError: There is no checkpoint, it is damaged, or it belongs to another model or task.
     """
+    from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
     from serried.trainer.checkpoint.read_while_training import with_chosen
-    from serried.trainer.checkpoint.resume import CHECKPOINTS
     from serried.trainer.checkpoint.retention import committed
 
     if not path.exists():

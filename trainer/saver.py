@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import TrainingFailed
-from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.checkpoint.checkpoints import checkpoints_of
 from serried.trainer.checkpoint.save import Checkpointer, Saved
 from serried.trainer.metrics.meter import SAVING, Meter
 from serried.trainer.metrics.run_log import RunLog
@@ -38,8 +38,9 @@ class Saver:
         """
         config, layout = context.config, state.parallel.layout
         self._state_dict = state_dict
+        checkpoints = checkpoints_of(config, context.session)
         self.checkpointer = Checkpointer(
-            config.run.dir / CHECKPOINTS, config.checkpoint, layout, context.session, state.parts, write_files
+            checkpoints, config.checkpoint, layout, context.session, state.parts, write_files
         )
         self.last_save_seconds = 0.0
         """Duration of the latest save in seconds. 0 if there was none."""

@@ -17,7 +17,6 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import checked_layout
 from serried.parallel.nf4 import whole_numel
 from serried.records.environment import environment
-from serried.records.run_folder import RunFolder
 from serried.records.trackers.tracker_processes import choose_run_id
 from serried.runtime.accelerator import device_name
 from serried.trainer.adapter_base_model import (
@@ -31,9 +30,8 @@ from serried.trainer.adapter_base_model import (
 )
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
-from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain, steps_before_changes
-from serried.trainer.checkpoint.retention import sweep
-from serried.trainer.checkpoint.save import lack_of_space
+from serried.trainer.checkpoint.checkpoints import checkpoints_of
+from serried.trainer.checkpoint.resume import Start, check_data, make_room, plain, steps_before_changes
 from serried.trainer.compilation import check_compiler
 from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.loop import Loop
@@ -95,7 +93,7 @@ class Trainer:
         check_host_memory(config, planned.host_bytes if planned else 0, copied // layout.world, session)
         for line in task.describe_sample():
             console.say(line)
-        for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
+        for note in session.once(partial(_begin, context, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)
         self.progress = progress = Progress()
@@ -330,12 +328,13 @@ def _earlier_seconds(context: Context) -> float:
     return context.folder.earlier_seconds
 
 
-def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:
+def _begin(context: Context, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:
     """Start the records in the run folder after all checks of user input. Called on rank 0. Returns notes to print."""
+    folder, checkpoints = context.folder, checkpoints_of(context.config, context.session)
     assert folder is not None
     try:
-        notes = sweep(folder.path / CHECKPOINTS)
-        if problem := lack_of_space(folder.path, needed_bytes):
+        notes = checkpoints.sweep()
+        if problem := checkpoints.lack_of_space(needed_bytes):
             raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free space")
         notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)

@@ -27,7 +27,7 @@ from serried.runtime.console import Console
 from serried.runtime.process import remember_flags, remember_words
 from serried.runtime.session import Session
 from serried.task_class import declaration
-from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
 from serried.trainer.run_data import Data
 from serried.trainer.task import task_for_run
 from testing.forked_runs import typed

@@ -227,7 +227,7 @@ def test_disk_that_fills_up_during_a_save_costs_only_that_checkpoint(left: int, 
     def blind(*_: Any) -> None:
         """Others may fill the disk after it was looked at."""
 
-    with patch("serried.trainer.checkpoint.save.lack_of_space", blind):
+    with patch("serried.trainer.checkpoint.checkpoints.lack_of_space", blind):
         printed = train(text, run_dir, "checkpoint.every=1", "checkpoint.mode=sync", after_step=act).printed
     warnings = lines(printed, "WARNING    no checkpoint")
     assert len(warnings) == 2
@@ -407,14 +407,14 @@ def poisoned(argv: list[str], rank: int, at_step: int) -> int:
 
 def killed_while_writing(argv: list[str], rank: int, at_step: int) -> int:
     """Train; ``rank`` dies inside of its own file of ``at_step``."""
-    append = writer.Writer._append
+    append = writer.FolderFiles.append
 
-    def die(self: writer.Writer, contents: list[memoryview]) -> None:
-        append(self, contents)
+    def die(self: writer.FolderFiles, name: str, contents: list[memoryview], size: int) -> None:
+        append(self, name, contents, size)
         if f"{at_step:08d}" in str(self._folder) and os.environ.get("RANK") == str(rank) and contents:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch.object(writer.Writer, "_append", die):
+    with patch.object(writer.FolderFiles, "append", die):
         return train_reported(argv)
 
 

@@ -475,7 +475,7 @@ def test_resume_accepts_the_checkpoints_folder(text: Path, finished: Path, tmp_p
 
 
 def test_too_little_disk_space_moves_nothing(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serried.trainer.checkpoint.save._SPARE_BYTES", 2**60)
+    monkeypatch.setattr("serried.trainer.checkpoint.checkpoints._SPARE_BYTES", 2**60)
     before = tree(copy)
     assert "free" in refusal(text, copy, "checkpoint.resume=never")
     assert tree(copy) == before

@@ -29,6 +29,7 @@ from serried.runtime.import_signals import ASKING
 from serried.runtime.rendezvous import Exchange
 from serried.runtime.session import open_session
 from serried.runtime.signals import Signals
+from serried.trainer.checkpoint.checkpoints import FolderCheckpoints
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.monitor.straggler import SlowRank
@@ -361,7 +362,7 @@ def test_run_whose_last_checkpoint_cannot_be_saved_has_failed(text: Path, tmp_pa
         if step == 2:
             os.kill(os.getpid(), TERM)
 
-    with patch.object(Checkpointer, "_prepare", lambda *_: "the disk is full"):
+    with patch.object(FolderCheckpoints, "begin", lambda *_: ("", "the disk is full")):
         ended = run_here(tiny_overrides(text, run_dir, "checkpoint.every=0"), ask)
     assert ended.code == 70
     assert "failed: step 3 is done, but its checkpoint cannot be saved: the disk is full" in ended.printed

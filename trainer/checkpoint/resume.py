@@ -25,12 +25,10 @@ from serried.configs.schema.run_config import CHOSEN
 from serried.configs.schema.sections import RunConfig
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_alone
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
-
-CHECKPOINTS = "checkpoints"
-"""Name of the folder with the checkpoints in a run folder."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoint saves: copy to host memory, send to the files' owners, write, and commit by a rename.
+"""Asynchronous checkpoint saves: copy to host memory, send to the files' owners, write, and commit.
 
 A failed save (disk full, permission lost) loses only that checkpoint: training continues, and all earlier checkpoints
 are kept.
@@ -9,13 +9,12 @@ them.
 """
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from serried.parallel.layout.process_groups import gather_plain
 from serried.records.safetensors_files import TensorSpec, index_json
 from serried.runtime.accelerator import wait_for_device
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.checkpoints import Checkpoints
 from serried.trainer.checkpoint.file_assignment import (
     BUCKET_BYTES,
     Part,
@@ -41,12 +41,11 @@ from serried.trainer.checkpoint.file_assignment import (
     make_plan,
     targets_of,
 )
-from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from serried.trainer.checkpoint.retention import ADAPTER, STATE, STEMS, folder_name, partial_name, prune
+from serried.trainer.checkpoint.manifest import FileRecord
+from serried.trainer.checkpoint.retention import ADAPTER, STATE, STEMS
 from serried.trainer.checkpoint.tensor_exchange import Exchange
-from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
+from serried.trainer.checkpoint.writer import Files, Writer
 
-_SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
 _OUTGOING_BYTES = 2**31
 _LEAST_BUCKET_BYTES = 4 * 2**20
@@ -201,7 +200,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        checkpoints: Checkpoints,
         section: CheckpointSection,
         layout: Layout,
         session: Session,
@@ -214,7 +213,8 @@ class Checkpointer:
             parts: Yields the tensors of the state, each with the stem of its files, in the same order on every rank.
             write_extras: Writes the files that are stored with the weights.
         """
-        self._folder = folder
+        self._checkpoints = checkpoints
+        self._attempt = ""
         self._section = section
         self._session = session
         self._write_extras = write_extras
@@ -329,11 +329,12 @@ class Checkpointer:
 
     def _write_all(self, step: int, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Write the tensor files of all ranks. Returns their records, and the reason if this failed on any rank."""
-        partial = self._folder / partial_name(step)
-        problem = self._ranks.all(self._prepare(partial) if self._session.is_main else None)[0]
+        total_bytes = self._plan.total_bytes
+        begun = self._ranks.all(self._checkpoints.begin(step, total_bytes) if self._session.is_main else None)[0]
+        self._attempt, problem = begun
         if problem is not None:
             return {}, problem
-        records, problem = self._write(partial, staged)
+        records, problem = self._write(self._checkpoints.files(self._attempt), staged)
         answers = self._ranks.all({"problem": problem, "files": records})
         problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
         return {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}, problem
@@ -342,7 +343,6 @@ class Checkpointer:
         self, step: int, state: dict[str, Any], writing: "Future[tuple[dict[str, FileRecord], str | None]]",
         final_state: "Future[dict[str, Any] | None]", started: float,
     ) -> Saved:  # fmt: skip
-        partial, final = self._folder / partial_name(step), self._folder / folder_name(step)
         notes: list[str] = []
         files, problem = writing.result()
         written = may_commit = time.perf_counter()
@@ -350,23 +350,18 @@ class Checkpointer:
             state = self._await(final_state) or state
             may_commit = time.perf_counter()
             if self._session.is_main:
-                problem = self._commit(partial, final, files, state)
-                if problem is None:
-                    section = self._section
-                    best = (section.best_metric, section.best_mode) if section.keep_best else None
-                    prune(
-                        self._folder, keep=section.keep, keep_every=section.keep_every, best=best,
-                        also=state.get("changed_after", ()), problems=notes,
-                    )  # fmt: skip
+                problem = self._checkpoints.commit(
+                    self._attempt, step, files, partial(self._write_others, state), state, notes
+                )
             try:
                 problem = self._ranks.all(problem)[0]
             except RuntimeError:  # a rank has ended, which ends the run; rank 0 still reports its commit
                 if not self._session.is_main:
                     raise
         if problem is not None and self._session.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._checkpoints.discard(self._attempt)
         seconds = written - started + time.perf_counter() - may_commit
-        return Saved(step, final, self._plan.total_bytes, seconds, 0.0, problem, notes)
+        return Saved(step, self._checkpoints.path(step), self._plan.total_bytes, seconds, 0.0, problem, notes)
 
     def _await(self, final_state: "Future[dict[str, Any] | None]") -> dict[str, Any] | None:
         """Return the state that ``finish`` sets, or None as soon as another rank ends before that.
@@ -383,23 +378,14 @@ class Checkpointer:
             return None
         return final_state.result()
 
-    def _prepare(self, partial: Path) -> str | None:
-        """Create the folder and check the free space. Returns the reason if this fails, else None."""
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            return lack_of_space(self._folder, self._plan.total_bytes)
-        except OSError as error:
-            return f"cannot write {partial}: {error.strerror}"
-
-    def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
+    def _write(self, files: Files, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Send this rank's pieces to their owners, and write the files that this rank owns.
 
         This is a collective call on the ranks of one block. It is completed even if this rank can no longer write.
         """
         plan, ranks = self._plan, self._ranks
         exchange = Exchange(plan, staged, ranks.rank_of_block, ranks.layout.block, ranks.block)
-        writer = Writer(partial, plan)
+        writer = Writer(files, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):
             contents = exchange.end(number)
@@ -407,44 +393,14 @@ class Checkpointer:
             writer.write(writes, contents)
         return writer.finish()
 
-    def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
-        """Complete the folder and rename it. Returns the reason if this fails, else None."""
-        try:
-            for stem in STEMS:
-                specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
-                if len(specs) > 1:
-                    (partial / f"{stem}.safetensors.index.json").write_text(index_json(specs), "utf-8")
-            self._write_extras(partial)
-            (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", "utf-8")
-            for name in files:
-                if not self._session.appears(partial / name):
-                    return (
-                        f"{partial / name} was written by another node and is not visible on this node; "
-                    ) + NOT_SHARED
-            for name in sorted({path.name for path in partial.iterdir()} - files.keys()):
-                with (partial / name).open("rb") as file:
-                    os.fsync(file.fileno())
-                files[name] = record_of(partial / name)
-            write_manifest(partial, files)
-            partial.rename(final)
-        except OSError as error:
-            return f"cannot write {final}: {error.strerror}"
-        except Exception as error:  # an error in the task's export_files() fails the save, not the run
-            return f"cannot write {final}: {type(error).__name__}: {error}"
-        with suppress(OSError):
-            fsync_folder(self._folder)
-        return None
-
-
-def lack_of_space(folder: Path, nbytes: int) -> str | None:
-    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``, or None if it fits."""
-    free = shutil.disk_usage(folder).free
-    if free >= nbytes + _SPARE_BYTES:
-        return None
-    return (
-        f"a checkpoint needs {size(nbytes)}, plus {size(_SPARE_BYTES)} kept free, but {folder} has only {size(free)} "
-        "free"
-    )
+    def _write_others(self, state: dict[str, Any], folder: Path) -> None:
+        """Write the files of a checkpoint other than its tensors into ``folder``."""
+        for stem in STEMS:
+            specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
+            if len(specs) > 1:
+                (folder / f"{stem}.safetensors.index.json").write_text(index_json(specs), "utf-8")
+        self._write_extras(folder)
+        (folder / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def _names_and_shapes(parts: Iterable[tuple[str, Part]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

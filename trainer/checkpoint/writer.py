@@ -5,6 +5,7 @@ import os
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,16 +21,85 @@ _PUSH_BYTES = 16 * 2**20
 _REMEMBERED_BYTES = 8 * _PUSH_BYTES
 
 
+class Files(Protocol):
+    """Files of one checkpoint while they are written, each from front to back."""
+
+    def open(self, name: str) -> None:
+        """Create a file. Its predecessor is not appended to any more. Raises ``OSError``."""
+
+    def append(self, name: str, contents: list[memoryview], size: int) -> None:
+        """Write to the file that was opened last. ``size``: its size in bytes afterwards. Raises ``OSError``."""
+
+    def close(self, name: str, *, is_whole: bool) -> None:
+        """Close a file. If it ``is_whole``, it must survive a power loss from now on, or ``OSError`` is raised."""
+
+    def reason(self, name: str, error: OSError | MemoryError) -> str:
+        """Return why ``name`` cannot be written, in one line."""
+
+
+class FolderFiles:
+    """Files in a folder that all nodes share. All are flushed to the disk at the end, when they are closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+        self._pushed = 0
+
+    def open(self, name: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        # Keep the file open: the disk writes it while the next is filled, and all are flushed together at the end.
+        self._descriptors[name] = os.open(self._folder / name, flags, 0o666)
+        self._pushed = 0
+
+    def append(self, name: str, contents: list[memoryview], size: int) -> None:
+        # Large writes let file systems allocate pages in larger units.
+        descriptor = self._descriptors[name]
+        for first in range(0, len(contents), _MOST_VIEWS):
+            rest = contents[first : first + _MOST_VIEWS]
+            while rest:
+                written = os.writev(descriptor, rest)
+                while rest and written >= len(rest[0]):
+                    written -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][written:]
+        if size - self._pushed >= _PUSH_BYTES:
+            self._push(descriptor, size)
+
+    def close(self, name: str, *, is_whole: bool) -> None:
+        descriptor = self._descriptors.pop(name)
+        try:
+            if is_whole:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def reason(self, name: str, error: OSError | MemoryError) -> str:
+        path = self._folder / name
+        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'out of memory'}"
+        return reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
+
+    def _push(self, descriptor: int, size: int) -> None:
+        """Start writing to the disk now, instead of writing everything at the end.
+
+        ``posix_fadvise(DONTNEED)`` asks the kernel to drop the file's pages from the page cache. The kernel starts to
+        write back dirty pages, and drops pages that were written back since earlier calls. So a checkpoint reuses the
+        same pages and does not evict pages that training reads.
+        """
+        if hasattr(os, "posix_fadvise"):
+            first = max(0, self._pushed - _REMEMBERED_BYTES)
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
+        self._pushed = size
+
+
 class Writer:
     """Write this rank's files one after the other. After an error nothing more is written, but calls still succeed."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder, self._plan = folder, plan
+    def __init__(self, files: Files, plan: Plan) -> None:
+        self._files, self._plan = files, plan
         self._records: dict[str, FileRecord] = {}
         self._problem: str | None = None
         self._file = -1
-        self._open_files: dict[int, int] = {}
-        self._pushed = 0
 
     def write(self, windows: list[Window], contents: list[list[Tensor]]) -> None:
         """Append the contents of each window to its file."""
@@ -50,72 +120,41 @@ class Writer:
                     ready.append(tensor_bytes(flat))
             self._append(ready)
         except (OSError, MemoryError) as error:
-            self._fail(error)
+            self._fail(self._name, error)
 
     def finish(self) -> tuple[dict[str, FileRecord], str | None]:
-        """Flush the files to the disk. Returns their records, and the error if there was one."""
-        for index, descriptor in self._open_files.items():
-            self._file = index
+        """Complete the files. Returns their records, and the error if there was one."""
+        for name in self._records:
             try:
-                if self._problem is None:
-                    os.fsync(descriptor)
+                self._files.close(name, is_whole=self._problem is None)
             except OSError as error:
-                self._fail(error)
-            finally:
-                os.close(descriptor)
+                self._fail(name, error)
         return self._records, self._problem
 
-    def _fail(self, error: OSError | MemoryError) -> None:
-        path = self._folder / self._plan.files[max(self._file, 0)].name
-        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'out of memory'}"
-        self._problem = reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
+    @property
+    def _name(self) -> str:
+        return self._plan.files[max(self._file, 0)].name
+
+    def _fail(self, name: str, error: OSError | MemoryError) -> None:
+        self._problem = self._files.reason(name, error)
 
     def _open(self, index: int) -> memoryview:
         """Create a file. Returns its header."""
         file = self._plan.files[index]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        # Keep the file open: the disk writes it while the next is filled, and all are flushed together at the end.
-        self._open_files[index] = os.open(self._folder / file.name, flags, 0o666)
-        self._file, self._pushed = index, 0
+        self._files.open(file.name)
+        self._file = index
         self._records[file.name] = FileRecord(0, 0)
         start = memoryview(header(file.specs))
         self._count(start)
         return start
 
     def _count(self, content: memoryview) -> None:
-        name = self._plan.files[self._file].name
-        record = self._records[name]
-        self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
+        record = self._records[self._name]
+        self._records[self._name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
 
     def _append(self, contents: list[memoryview]) -> None:
-        """Write to the current file. Large writes let file systems allocate pages in larger units."""
-        if not contents:
-            return
-        descriptor = self._open_files[self._file]
-        for first in range(0, len(contents), _MOST_VIEWS):
-            rest = contents[first : first + _MOST_VIEWS]
-            while rest:
-                written = os.writev(descriptor, rest)
-                while rest and written >= len(rest[0]):
-                    written -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][written:]
-        size = self._records[self._plan.files[self._file].name].size
-        if size - self._pushed >= _PUSH_BYTES:
-            self._push(descriptor, size)
-
-    def _push(self, descriptor: int, size: int) -> None:
-        """Start writing to the disk now, instead of writing everything at the end.
-
-        ``posix_fadvise(DONTNEED)`` asks the kernel to drop the file's pages from the page cache. The kernel starts to
-        write back dirty pages, and drops pages that were written back since earlier calls. So a checkpoint reuses the
-        same pages and does not evict pages that training reads.
-        """
-        if hasattr(os, "posix_fadvise"):
-            first = max(0, self._pushed - _REMEMBERED_BYTES)
-            with suppress(OSError):
-                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
-        self._pushed = size
+        if contents:
+            self._files.append(self._name, contents, self._records[self._name].size)
 
 
 def _is_finite(content: Tensor) -> bool:

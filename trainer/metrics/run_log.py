@@ -10,7 +10,8 @@ from serried.configs.formats import duration, short, size
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.runtime.accelerator import device_name
-from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
+from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
+from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.metrics.meter import peak_memory_bytes

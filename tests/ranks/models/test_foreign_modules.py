@@ -22,6 +22,7 @@ from serried.parallel.parallelize import parallelize
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.parallel.sync.buffers import Buffers
 from serried.runtime.session import open_session
+from serried.trainer.checkpoint.checkpoints import FolderCheckpoints
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.model import build_model
@@ -149,7 +150,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         evaluated = model.evaluate([(half, True) for half in rows.chunk(2)], objective)
         losses.append((evaluated["loss_sum"] / evaluated["weight"]).item())
         saver = Checkpointer(
-            Path(run_dir),
+            FolderCheckpoints(Path(run_dir), config.checkpoint, session),
             config.checkpoint,
             layout,
             session,

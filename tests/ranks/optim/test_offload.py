@@ -36,6 +36,7 @@ from serried.recipes.text.causal_lm import CausalLM
 from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes
+from serried.trainer.checkpoint.checkpoints import FolderCheckpoints
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.tensors import state_parts
 from serried.trainer.memory.host_memory import check_host_memory
@@ -331,7 +332,8 @@ def saver_for_a_gpu(folder: Path, device: str, *argv: str) -> Checkpointer:
     )  # fmt: skip
     optimizer = build_optimizer(model.module.named_parameters(), config.optim)
     parts = partial(state_parts, model, optimizer, unchanged)
-    return Checkpointer(folder, config.checkpoint, layout, session, parts, lambda _: None)
+    checkpoints = FolderCheckpoints(folder, config.checkpoint, session)
+    return Checkpointer(checkpoints, config.checkpoint, layout, session, parts, lambda _: None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without pinned memory")

@@ -303,9 +303,11 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader("launch.stop_timeout_seconds", lambda run: run.config.launch.name == "local" or run.is_sweep,
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=local"),
-    # slurm.dry_run and kubernetes.dry_run are refused.
+    # The keys dry_run of these sections are refused.
     Reader("kubernetes.[!d]*", lambda run: run.config.launch.name == "kubernetes",
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=kubernetes"),
+    Reader("skypilot.[!d]* skypilot.disk_gb", lambda run: run.config.launch.name == "skypilot",
+           f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=skypilot"),
     Reader("slurm.[!d]* slurm.de*", lambda run: run.config.launch.name == "slurm",
            f"{_NO_EFFECT} with launch={{config.launch.name}}", "launch=slurm"),
     Reader("slurm.array_concurrency", lambda run: run.is_sweep, f"{_NO_EFFECT} without a sweep (-m)", ""),

@@ -14,6 +14,8 @@ from serried.runtime.process import is_started, torchrun_says
 from serried.runtime.signals import end_with_sweep
 
 _RUNS_DESCRIBED = 20
+_CONTAINERS = ("kubernetes", "skypilot")
+"""Launchers that start the run in a container image."""
 
 
 def start_elsewhere(
@@ -41,6 +43,10 @@ def start_elsewhere(
         from serried.launch.kubernetes.submit import submit as create
 
         return create(argv, config, stop_seconds)
+    if config.launch.name == "skypilot":
+        from serried.launch.skypilot import submit as create_job
+
+        return create_job(argv, config)
     if config.run.url is not None:
         raise UserError(
             f"launch=slurm cannot be used with run.dir={config.run.url}: its script and logs are in run.dir, on a disk "
@@ -57,19 +63,20 @@ def _refuse_idle_dry_run(config: RunConfig) -> None:
             "slurm.dry_run=true prints the script that launch=slurm would submit, but this is "
             f"launch={config.launch.name}; use launch=slurm, or dry_run=true to print the plan of the run"
         )
-    if config.kubernetes.dry_run and config.launch.name != "kubernetes":
-        raise UserError(
-            "kubernetes.dry_run=true prints the YAML that launch=kubernetes would create, but this is "
-            f"launch={config.launch.name}; use launch=kubernetes, or dry_run=true to print the plan of the run"
-        )
+    for name, section in (("kubernetes", config.kubernetes), ("skypilot", config.skypilot)):
+        if section.dry_run and config.launch.name != name:
+            raise UserError(
+                f"{name}.dry_run=true prints the YAML that launch={name} would create, but this is "
+                f"launch={config.launch.name}; use launch={name}, or dry_run=true to print the plan of the run"
+            )
 
 
 def _check_libraries(config: RunConfig) -> None:
     # Checked before anything starts: otherwise each process would import torch first and then fail in the same way.
-    has_others_there = config.launch.name == "kubernetes" or (
+    has_others_there = config.launch.name in _CONTAINERS or (
         config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
     )
-    if is_started() or config.launch.name != "kubernetes":  # pods have their own libraries and variables
+    if is_started() or config.launch.name not in _CONTAINERS:  # pods have their own libraries and variables
         check_trackers(config.track)
     if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
         check_data_libraries(config.data)
@@ -84,9 +91,9 @@ def planned_sweep(argv: Sequence[str]) -> Sweep:
             f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
     sweep = read_sweep(argv)
-    if sweep.points[0].config.launch.name == "kubernetes":
+    if (launcher := sweep.points[0].config.launch.name) in _CONTAINERS:
         raise UserError(
-            "-m cannot be used with launch=kubernetes, which creates one run; run the command once for each value, "
+            f"-m cannot be used with launch={launcher}, which creates one run; run the command once for each value, "
             "with another run.name"
         )
     is_submitted = sweep.points[0].config.launch.name == "slurm"

@@ -44,9 +44,9 @@ class ProfileSection(Section):
 class LaunchSection(Section):
     """Processes, how they are started, and timeouts."""
 
-    name: Literal["torchrun", "local", "slurm", "kubernetes"] = "torchrun"
-    """``torchrun`` (you start the processes), ``local`` (this command starts them here), ``slurm`` or ``kubernetes``
-    (it submits a job)."""
+    name: Literal["torchrun", "local", "slurm", "kubernetes", "skypilot"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command starts them here), ``slurm``, ``kubernetes``
+    or ``skypilot`` (it submits a job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Processes per node. With ``launch=torchrun``, torchrun decides. Null with ``launch=local``: one per GPU, or one
     without GPUs."""
@@ -72,7 +72,7 @@ class LaunchSection(Section):
     @property
     def submits(self) -> bool:
         """Whether the command submits a job, which trains on other machines."""
-        return self.name in ("slurm", "kubernetes")
+        return self.name in ("slurm", "kubernetes", "skypilot")
 
     @property
     def names_gpu(self) -> bool:

@@ -33,6 +33,7 @@ from serried.configs.schema.fields import (
 )
 from serried.configs.schema.kubernetes import KubernetesSection
 from serried.configs.schema.launch_plan_track import LaunchSection, PlanSection, ProfileSection, TrackSection
+from serried.configs.schema.skypilot import SkypilotSection
 from serried.configs.schema.slurm import SlurmSection
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
@@ -538,8 +539,8 @@ class RunConfig(Section):
     """The configuration of a run."""
 
     free = (
-        "recipe", "dry_run", "run", "launch", "slurm", "kubernetes", "checkpoint", "track", "profile", "health",
-        "parallel", "plan",
+        "recipe", "dry_run", "run", "launch", "slurm", "kubernetes", "skypilot", "checkpoint", "track", "profile",
+        "health", "parallel", "plan",
     )  # fmt: skip
 
     recipe: str
@@ -562,6 +563,7 @@ class RunConfig(Section):
     slurm: SlurmSection = Field(default_factory=SlurmSection)
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
     kubernetes: KubernetesSection = Field(default_factory=KubernetesSection)
+    skypilot: SkypilotSection = Field(default_factory=SkypilotSection)
     data: LoadingSection = Field(default_factory=LoadingSection)
 
     @property

@@ -20,7 +20,8 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MOST_NAME = 40
 """Maximum length of the name of a run. Kubernetes appends to it for the names of pods, which have at most 63."""
 _NOT_IN_POD = re.compile(r"(launch=|launch\.(name|nodes|processes)=|kubernetes\.|run\.dir=)")
-_PROGRAM = ("-m", "serried.program")
+PROGRAM = ("-m", "serried.program")
+"""Arguments of the interpreter that start training with the built-in tasks."""
 _END_SECONDS = 30
 _DEFAULT_GRACE_SECONDS = 300
 
@@ -45,7 +46,7 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
         f"run.name={config.run.name}",
         f"run.dir={run_dir}",
     ]
-    found = manifests(config, _program(), list(dict.fromkeys(words)), seconds)
+    found = manifests(config, program_there("on the volume kubernetes.claim"), list(dict.fromkeys(words)), seconds)
     text = yaml.safe_dump_all(found, sort_keys=False)
     if section.dry_run:
         return say(text)
@@ -83,15 +84,20 @@ def _counted(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
-def _check(config: RunConfig) -> None:
-    """Raise ``UserError`` if the run cannot work in pods."""
-    section, name = config.kubernetes, config.run.name
+def check_name(name: str) -> None:
+    """Raise ``UserError`` if ``name`` cannot be the name of a job."""
     if not _NAME.fullmatch(name) or len(name) > _MOST_NAME:
         usable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")[:_MOST_NAME].strip("-") or "run"
         raise UserError(
             f"run.name={name} cannot be the name of a job: Kubernetes allows at most {_MOST_NAME} of a-z, 0-9 and -, "
             f"beginning with a letter; use run.name={usable}"
         )
+
+
+def _check(config: RunConfig) -> None:
+    """Raise ``UserError`` if the run cannot work in pods."""
+    section, name = config.kubernetes, config.run.name
+    check_name(name)
     if section.image is None:
         raise UserError(
             "launch=kubernetes needs a container image with serried; build one from the Dockerfile, push it to your "
@@ -114,25 +120,24 @@ def _check(config: RunConfig) -> None:
         )
 
 
-def _program() -> Sequence[str]:
+def program_there(where: str) -> Sequence[str]:
     """Return the arguments of the interpreter in a pod, with the flags of this command. Scripts and config folders of
-    the user are on the volume, at the same path relative to the working folder."""
+    the user are at the same relative path there, in the folder that ``where`` describes."""
     first, *rest = training_command()
     flags = [
-        f"--config-dir={_relative(Path(word.partition('=')[2]))}" if word.startswith("--config-dir=") else word
+        f"--config-dir={_relative(Path(word.partition('=')[2]), where)}" if word.startswith("--config-dir=") else word
         for word in rest
     ]
     if first == "-m" or Path(first) == (Path(serried.__file__).parents[1] / "train.py").resolve():
-        return (*_PROGRAM, *(flags[1:] if first == "-m" else flags))
-    return (_relative(Path(first)), *flags)
+        return (*PROGRAM, *(flags[1:] if first == "-m" else flags))
+    return (_relative(Path(first), where), *flags)
 
 
-def _relative(path: Path) -> str:
+def _relative(path: Path, where: str) -> str:
     here = Path.cwd().resolve()
     if not path.resolve().is_relative_to(here):
         raise UserError(
-            f"{path} is not in the current folder, and pods look for it at the same relative path on kubernetes.claim; "
-            f"cd {path.parent}, and copy {path.name} to the volume"
+            f"{path} is not in the current folder, but it must be at the same relative path {where}; cd {path.parent}"
         )
     return str(path.resolve().relative_to(here))
 

@@ -49,7 +49,7 @@ def checkpoints_bytes(config: RunConfig) -> int:
 
 
 def submit(words: list[str]) -> int:
-    """Submit a run to Slurm; same as python train.py launch=slurm. With launch=kubernetes, create its pods."""
+    """Submit a run to Slurm; same as python train.py launch=slurm. Also with launch=kubernetes and launch=skypilot."""
     from serried.program import main as train
 
     return train([*words, *([] if any(word.startswith("launch=") for word in words) else ["launch=slurm"])])

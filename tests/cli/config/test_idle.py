@@ -74,6 +74,8 @@ SITUATIONS = {
     "profile.memory=true": "launch.device=cpu",
     "launch.stop_timeout_seconds=5": "",
     "kubernetes.claim=runs": "trainer.micro_batch=4",
+    "skypilot.infra=aws": "trainer.micro_batch=4",
+    "skypilot.disk_gb=9": "trainer.micro_batch=4",
     "slurm.time_minutes=5": "",
     "slurm.requeue=true": "",
     "slurm.dependency=afterok:1": "",
@@ -116,7 +118,7 @@ REFUSED = {
     "checkpoint.weights_only", "parallel.offload",
     "trainer.activation_memory_budget", "trainer.evaluate", "task.margin", "trainer.compile_mode",
     "trainer.sample_tokens", "data.vocab_size", "data.add_tokens", "data.add_special_tokens", "data.chat_template",
-    "slurm.dry_run", "kubernetes.dry_run",
+    "slurm.dry_run", "kubernetes.dry_run", "skypilot.dry_run",
 }  # fmt: skip
 """Keys that are refused where nothing reads them; see ``tests.cli.config.test_mistakes``."""
 
@@ -175,7 +177,7 @@ def test_unread_key_gets_one_note_whose_fix_makes_it_read(typed: str) -> None:
         return
     # A model, a server and more processes are needed too.
     again = [*with_it, typed, *cure] if verb == "; add " else [*with_it, *cure]
-    is_submitted = {"launch=slurm", "launch=kubernetes"} & {*cure}
+    is_submitted = {"launch=slurm", "launch=kubernetes", "launch=skypilot"} & {*cure}
     processes = [] if is_submitted else ["launch.processes=2"] * ("parallel=" in " ".join(again))
     assert [each for each in noted(*again, *processes) if each.startswith(f"{key}=")] == []
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -58,6 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if any(name in item.nodeid for name in REFUSED_ON_TORCH_2_11):
                 item.add_marker(pytest.mark.skip(reason="serried refuses it on torch 2.11"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Make weights that tests and their fixtures draw independent of the tests that ran before in this process."""
+    import numpy as np
+    import torch
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
 
 
 @pytest.fixture(autouse=True, scope="module")

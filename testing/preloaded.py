@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import serried.parallel.pipeline_runner
+import serried.planner.run_planner
 import serried.records.report.page  # noqa: F401
 from serried.configs.compose import compose
 from serried.configs.schema.data import sources

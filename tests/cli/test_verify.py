@@ -231,16 +231,23 @@ def command(*words: str, where: Path) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+COMPARED = {"parity": parity, "determinism": determinism, "resume": resume}
+"""Checks that compare runs, many of them."""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_checks_pass_on_a_cpu_once_under_torchrun(tmp_path: Path) -> None:
+    """All but those that compare runs."""
+    names = [check.name for check in CHECKS if check.name not in COMPARED]
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = command(*torchrun, "-m", "serried", "verify", "out=report.json", "launch.device=cpu", where=tmp_path)
+    words = ("-m", "serried", "verify", f"only={','.join(names)}", "out=report.json", "launch.device=cpu")
+    done = command(*torchrun, *words, where=tmp_path)
     printed, _ = done.communicate()
     written = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert done.returncode == 0, printed
     assert (written["result"], written["ranks"]) == ("passed", 2)
-    assert {row["check"] for row in written["rows"]} == {check.name for check in CHECKS}
+    assert {row["check"] for row in written["rows"]} == {*names}
     skipped = [(row["check"], row["name"]) for row in written["rows"] if row["result"] == "skipped"]
     assert skipped == [
         ("host_waits", "between log lines"), ("speed", "against one device"), ("memory", "against the plan"),
@@ -249,6 +256,34 @@ def test_checks_pass_on_a_cpu_once_under_torchrun(tmp_path: Path) -> None:
     logs = {path.name for path in (tmp_path / "verify" / "logs").iterdir()}
     assert {row["log"] for row in written["rows"] if row["result"] == "passed"} <= logs
     assert [path.name for path in (tmp_path / "verify").iterdir()] == ["logs"], "the runs are gone"
+
+
+class ForkedWorkplace(Workplace):
+    """Trains in forks, which have imported torch. Other tests start runs as the command does."""
+
+    def train(
+        self, *words: str, processes: int | None = None, device: str | None = None, limit_seconds: float | None = None,
+        code: int = 0,
+    ) -> Path:  # fmt: skip
+        del limit_seconds
+        words = tuple(self.small_run(*words, f"launch.device={device or self.device}"))
+        done = typed_on(processes or self.ranks, str(self._script), *words, cwd=self.folder)
+        printed = "".join(rank.stdout + rank.stderr for rank in done)
+        self.log.write_text(printed)
+        folder = Path(dict(word.split("=", 1) for word in words)["run.dir"])
+        if {rank.returncode for rank in done} != {code}:
+            raise RunFailed(reason_of(folder, printed))
+        return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPARED)
+def test_checks_that_compare_runs_pass_on_a_cpu(name: str, tmp_path: Path) -> None:
+    workplace = ForkedWorkplace(tmp_path / "runs", tmp_path, 2, "cpu")
+    (check,) = (check for check in CHECKS if check.name == name)
+    report = verify(workplace, [check], Bounds(), tmp_path / "out.json", print)
+    assert len(report.rows) == {"parity": 7, "determinism": 1, "resume": 3}[name]
+    assert {row.result for row in report.rows} == {"passed"}, report.rows
 
 
 @pytest.mark.slow
@@ -332,24 +367,6 @@ class Broken(VerifiedTask):
 """
 
 
-class ForkedWorkplace(Workplace):
-    """Trains in forks, which have imported torch. Other tests start runs as the command does."""
-
-    def train(
-        self, *words: str, processes: int | None = None, device: str | None = None, limit_seconds: float | None = None,
-        code: int = 0,
-    ) -> Path:  # fmt: skip
-        del limit_seconds
-        words = tuple(self.small_run(*words, f"launch.device={device or self.device}"))
-        done = typed_on(processes or self.ranks, str(self._script), *words, cwd=self.folder)
-        printed = "".join(rank.stdout + rank.stderr for rank in done)
-        self.log.write_text(printed)
-        folder = Path(dict(word.split("=", 1) for word in words)["run.dir"])
-        if {rank.returncode for rank in done} != {code}:
-            raise RunFailed(reason_of(folder, printed))
-        return folder
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -373,7 +390,7 @@ def test_check_fails_on_the_fault_it_is_for(
     if body is not None:
         script = tmp_path / "broken.py"
         script.write_text(f'{HEAD}{indent(body, "    ")}\nif __name__ == "__main__":\n    serried.main(Broken)\n')
-    kind = Workplace if check in (faults, speed) else ForkedWorkplace
+    kind = ForkedWorkplace if check in COMPARED.values() else Workplace
     workplace = kind(tmp_path / "runs", tmp_path, 2, "cpu", script)
     (chosen,) = (case for case in check(workplace, Bounds(least_tokens_per_second=1e12)) if case.name == row)  # type: ignore[operator]
     report = verify(workplace, [Check("one", "", lambda *_: [chosen])], Bounds(), tmp_path / "out.json", print)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from serried.configs.addresses import is_address, not_a_path
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.messages.invalid_values import shown
 from serried.configs.messages.keys import all_keys
@@ -83,7 +84,7 @@ def pairs(
             close = nearest(key, keys)
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
-        elif key in ("out", "run.dir") and is_address(value):
+        elif key in ("out", "run.dir") and is_address(value) and not (key == "run.dir" and is_bucket_url(value)):
             mistakes.append(not_a_path(key, value))
         else:
             given[key] = value

@@ -2,15 +2,28 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.records.head import Fenced, Head, HeadContent
-from serried.records.mirror import Mirror, download_records, remove_records
+from serried.configs.plain_data import NotPlainData, parse_json
+from serried.records.head import (
+    CHECKPOINTS,
+    HEAD,
+    MANIFEST,
+    Entry,
+    Fenced,
+    Head,
+    HeadContent,
+    epoch_of,
+    is_attempt,
+    read_head,
+)
+from serried.records.mirror import RECORDS_PREFIX, Mirror, download_records, remove_records
 from serried.records.object_store import open_store
 from serried.records.run_folder import RECORDS, RunFolder
-from serried.records.store import StoreError
+from serried.records.store import ABSENT, Expect, Store, StoreError
 
 CONTROL = "control"
 """Name of the file in a run folder, and of the object in a bucket, that contains the user's request."""
@@ -101,8 +114,6 @@ def write_request(url: str, word: str) -> None:
 
     Raises ``UserError`` if there is no run, or the bucket cannot be written.
     """
-    from serried.records.head import read_head
-
     store = open_store(url)
     try:
         if read_head(store) is None:
@@ -111,3 +122,50 @@ def write_request(url: str, word: str) -> None:
         store.put(CONTROL, f"{word} {os.urandom(4).hex()}\n".encode())
     except StoreError as error:
         raise UserError(f"cannot write to {url}: {error}") from None
+
+
+def rebuilt_head(store: Store) -> tuple[HeadContent, Expect | str]:
+    """Return a head that names the complete checkpoints in ``store``, and the condition under which to write it.
+
+    Raises:
+        UserError: The head is intact, or there is no checkpoint.
+        StoreError: The store does not answer.
+    """
+    found, is_intact = store.get(HEAD), False
+    with suppress(UserError):
+        is_intact = found is not None and bool(HeadContent.parse(found[0], store.where(HEAD)))
+    if is_intact:
+        raise UserError(f"{store.where(HEAD)} is intact, so there is nothing to repair; leave it")
+    sizes: dict[str, dict[str, int]] = {}
+    for listed in store.list(CHECKPOINTS):
+        attempt, _, name = listed.key.removeprefix(f"{CHECKPOINTS}/").partition("/")
+        if is_attempt(attempt):
+            sizes.setdefault(attempt, {})[name] = listed.size_bytes
+    newest: dict[int, Entry] = {}
+    for attempt in sorted(sizes, key=epoch_of):
+        if _is_complete(store, attempt, sizes[attempt]):
+            step = int(attempt.split("-")[0])
+            newest[step] = Entry(step, attempt, sum(sizes[attempt].values()))
+    if not newest:
+        raise UserError(f"there is no complete checkpoint in {store.url}; use run.dir=URL of a run")
+    keys = [listed.key.split("/") for listed in store.list(RECORDS_PREFIX)]
+    records = max((int(key[1]) for key in keys if key[1].isdecimal()), default=0)
+    content = HeadContent(
+        epoch=max(records, *map(epoch_of, sizes)), checkpoints=[newest[step] for step in sorted(newest)],
+        records=records,
+    )  # fmt: skip
+    if (control := store.stat(CONTROL)) is not None:  # an old request, which must not stop the next start
+        content.control_seen = control[1]
+    return content, ABSENT if found is None else found[1]
+
+
+def _is_complete(store: Store, attempt: str, sizes: Mapping[str, int]) -> bool:
+    """Return whether the manifest of ``attempt`` is there, and all files that it lists have their sizes."""
+    found = store.get(f"{CHECKPOINTS}/{attempt}/{MANIFEST}")
+    if found is None:
+        return False
+    try:
+        files = parse_json(found[0])["files"]
+        return bool(files) and all(sizes.get(name) == record["size"] for name, record in files.items())
+    except (NotPlainData, AttributeError, KeyError, TypeError):
+        return False

@@ -189,7 +189,7 @@ def download_records(store: Store, epoch: int, folder: Path) -> None:
         if _SEGMENT.fullmatch(name):
             segments = True
         elif _SAFE.fullmatch(name) and name.split("/")[0] in _OF_MAIN:
-            _download(store, listed.key, listed.size_bytes, folder / name)
+            download(store, listed.key, listed.size_bytes, folder / name)
     if segments:
         _download_metrics(store, epoch, folder)
 
@@ -218,7 +218,8 @@ def _download_metrics(store: Store, epoch: int, folder: Path) -> None:
                 break
 
 
-def _download(store: Store, key: str, size_bytes: int, path: Path) -> None:
+def download(store: Store, key: str, size_bytes: int, path: Path) -> None:
+    """Write an object of ``size_bytes`` to the file ``path``. Raises ``StoreError`` if the store does not answer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     piece = bytearray(min(size_bytes, _PIECE_BYTES))
     with replacing(path, survives_power_loss=False) as file:

@@ -22,8 +22,8 @@ _TRAINS = ("plan", "submit")
 """Commands that pass their arguments, including flags, to train.py."""
 _OVERRIDES = "[recipe=RECIPE] [key=value ...]"
 _A_SAVED_MODEL = """\
-  RUN          run folder, checkpoint, exported model or Hugging Face folder; run.dir=RUN and run.name=NAME (for
-               runs/NAME) do the same; runs/tiny by default
+  RUN          run folder, run in a bucket (s3://BUCKET/PATH), checkpoint, exported model or Hugging Face folder;
+               run.dir=RUN and run.name=NAME (for runs/NAME) do the same; runs/tiny by default
   checkpoint   step of the checkpoint; the newest by default
 """
 
@@ -55,6 +55,12 @@ _COMMANDS = {
     "verify": _Command("verify_machine", "[list] [only=CHECKS] [out=FILE] [launch.device=cpu] [launch.processes=N]"),
     "submit": _Command("slurm_jobs", "[key=value ...] [-m]"),
     "status": _Command("slurm_jobs", "[RUN] [key=value ...]"),
+    "stop": _Command("bucket_runs", "RUN"),
+    "save": _Command("bucket_runs", "RUN"),
+    "logs": _Command("bucket_runs", "RUN [rank=0]"),
+    "fetch": _Command("bucket_runs", "URL out=FOLDER [checkpoint=STEPS]"),
+    "repair": _Command("bucket_runs", "URL [yes=true]"),
+    "clean": _Command("bucket_runs", "URL"),
     "export": _Command(
         "export_models", "RUN out=PLACE [format=hf] [checkpoint=STEP] [dtype=bf16] [shard_size=5GB] [merge=true]"
     ),
@@ -99,8 +105,13 @@ def _run(words: list[str]) -> int:
             return say(_help(asked))
         note_repeated(rest)
         overrides, folders = ([], ()) if name in _TRAINS else config_dirs(rest)
+        arguments = rest if name in _TRAINS else overrides
+        if any("://" in word for word in arguments):
+            from serried.bucket_copies import with_local_copies
+
+            arguments = with_local_copies(name, arguments)
         with declaring(BUILT_IN._replace(config_dirs=folders)):
-            return _COMMANDS[name].function(name)(rest if name in _TRAINS else overrides)
+            return _COMMANDS[name].function(name)(arguments)
     except UserError as error:
         return report_mistake(error)
     except FileNotFoundError:  # importing torch fails without a folder for temporary files

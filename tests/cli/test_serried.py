@@ -221,3 +221,18 @@ def test_several_mistakes_are_reported_at_once(
     first, *lines = refused(arguments).splitlines()
     assert first == f"error: {len(expected)} mistakes:"
     assert [part in line for part, line in zip(expected, lines, strict=True)] == [True] * len(expected)
+
+
+def test_requests_to_a_run_in_a_folder_are_in_its_control_file(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["save", str(run_dir)]) == 0
+    assert (run_dir / "control").read_text() == "save\n"
+    assert main(["stop", f"run.dir={run_dir}"]) == 0
+    assert (run_dir / "control").read_text() == "stop\n"
+    (run_dir / "control").unlink()
+    capfd.readouterr()
+    assert main(["logs", str(run_dir)]) == 0
+    assert capfd.readouterr().out == (run_dir / "log/rank-0.log").read_text()
+    assert main(["fetch", str(run_dir), "out=x"]) == 78
+    assert "serried fetch needs a run in a bucket; e.g. serried fetch s3://BUCKET/runs/NAME" in capfd.readouterr().err

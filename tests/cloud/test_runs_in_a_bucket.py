@@ -1,0 +1,168 @@
+"""A run in a bucket from start to end, and the commands on it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serried.cli import main as serried
+from serried.records.head import Head, read_head
+from serried.records.object_store import open_store
+from serried.trainer.callbacks import Callback, Run
+from serried.trainer.monitor import control_file
+from serried.trainer.trainer import Trainer
+from testing.runs import run_here, tiny_overrides
+from testing.s3_server import SECRET, S3Server
+
+pytestmark = pytest.mark.cloud
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setattr(control_file, "_LOOK_IN_BUCKET_SECONDS", 0.1)
+    return tmp_path / "scratch"
+
+
+@pytest.fixture
+def url(server: S3Server, folder: str) -> str:
+    return server.url(folder)
+
+
+def until(done: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if done():
+            return
+        time.sleep(0.01)
+    raise AssertionError
+
+
+def lines(server: S3Server, folder: str, epoch: int, event: str = "step") -> list[dict]:
+    text = server.objects(f"{folder}/records/{epoch}/")[f"{folder}/records/{epoch}/metrics-00000.jsonl"]
+    found = [json.loads(line) for line in text.splitlines()]
+    return [line for line in found if line["event"] == event]
+
+
+def test_run_writes_its_records_to_the_bucket_and_commands_read_them(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    ended = run_here(tiny_overrides(text, url))
+    assert ended.code == 0, ended.printed
+    assert f"files      {url}: report.html" in ended.printed
+    head = read_head(open_store(url))
+    assert head is not None
+    assert (head.state, head.epoch, head.records) == ("free", 1, 1)
+    assert [line["step"] for line in lines(server, folder, 1)] == [1, 2, 3, 4, 5, 6]
+    objects = server.objects(f"{folder}/records/1/")
+    assert json.loads(objects[f"{folder}/records/1/status.json"])["state"] == "finished"
+    assert f"dir: {url}".encode() in objects[f"{folder}/records/1/config.yaml"]
+    assert objects[f"{folder}/records/1/report.html"]
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+
+    assert serried(["status", url]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith(f"run     {url}\nstate   finished: all steps done, exit code 0\nstep    6/6, loss "), said
+    assert serried(["status", f"run.dir={url}", "--json"]) == 0
+    values = json.loads(capfd.readouterr().out)
+    assert (values["run"], values["state"], values["step"]) == (url, "finished", 6)
+    assert serried(["logs", url]) == 0
+    assert "step 6/6  loss " in capfd.readouterr().out
+    assert serried(["report", url]) == 0
+    assert "report.html" in capfd.readouterr().out
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert serried(["plan", "compare", url]) == 0
+    assert "step" in capfd.readouterr().out
+    assert serried(["send", url]) == 78
+    assert "has no trackers" in capfd.readouterr().err
+
+
+def test_requests_through_the_bucket_save_and_stop(url: str, text: Path) -> None:
+    def ask(trainer: Trainer, step: int) -> None:
+        if step in (2, 5):
+            control = trainer._shutdown._control
+            serried([{2: "save", 5: "stop"}[step], url])
+            until(lambda: bool(control.asks_to_stop if step == 5 else control.asks_to_save.is_set()))
+
+    ended = run_here(tiny_overrides(text, url, "checkpoint.every=0", "trainer.steps=100"), ask)
+    assert ended.code == 75
+    saved = [line.split()[1] for line in ended.printed.splitlines() if line.startswith("saved")]
+    assert len(saved) == 2, ended.printed
+    assert "stopping   control: stop" in ended.printed
+    again = run_here(tiny_overrides(text, url, "checkpoint.every=0", "trainer.steps=100", "trainer.stop_at=8"))
+    assert "control: stop" not in again.printed, "it was for the start before"
+
+
+def test_process_that_lost_the_run_ends_with_75_and_changes_nothing_more(
+    server: S3Server, folder: str, url: str, text: Path
+) -> None:
+    def take(trainer: Trainer, step: int) -> None:
+        del trainer
+        if step == 3:
+            taken.append(Head.claim(open_store(url), patience_seconds=0.0))
+            before.update(server.objects(folder))
+
+    taken: list[Head] = []
+    before: dict[str, bytes] = {}
+    ended = run_here(tiny_overrides(text, url, "trainer.steps=1000", "checkpoint.every=1"), take)
+    assert ended.code == 75, ended.printed
+    assert f"has taken over {url}; this process writes nothing more" in ended.printed.splitlines()[-1], ended.printed
+    taken[0].release()
+    after = server.objects(folder)
+    assert {key for key in before if before[key] != after.get(key)} <= {
+        f"{folder}/head.json", *(key for key in before if "/records/1/" in key)
+    }  # fmt: skip
+
+
+def test_start_while_another_process_trains_is_refused_in_one_line(url: str, text: Path) -> None:
+    other = Head.claim(open_store(url), renew_seconds=0.2)
+    ended = run_here(tiny_overrides(text, url))
+    assert ended.code == 78
+    last = ended.printed.splitlines()[-1]
+    assert last.startswith(f"error: process {other.owner[:8]} on ")
+    assert f" trains in {url}; it renewed its claim within " in last
+    other.release()
+
+
+class Raises(Callback):
+    """A callback that fails."""
+
+    def on_step(self, run: Run) -> None:
+        raise RuntimeError(f"in step {run.step}")
+
+
+def ended_of(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.usefixtures("server")
+def test_bucket_that_does_not_exist_is_refused_in_one_line(text: Path) -> None:
+    ended = run_here(tiny_overrides(text, "s3://no-such-bucket/runs/a"))
+    assert ended.code == 78
+    assert ended.printed.splitlines()[-1] == (
+        "error: cannot use run.dir=s3://no-such-bucket/runs/a: bucket no-such-bucket does not exist"
+    )
+
+
+def test_no_file_object_or_line_has_a_credential(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path
+) -> None:
+    words = tiny_overrides(text, url, "launch=local", "launch.processes=2", "launch.device=cpu")
+    ended = ended_of(words)
+    assert ended.returncode == 0, ended.stderr
+    objects = server.objects(folder)
+    assert len([key for key in objects if "/records/1/log/" in key]) == 2, "of both ranks, which the launcher forked"
+    crashed = ended_of([*words, "trainer.steps=9", "--callback", f"{__name__}:Raises"])
+    assert crashed.returncode == 70, crashed.stdout + crashed.stderr
+    objects |= server.objects(folder)
+    assert any(b"Traceback" in content for content in objects.values())
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    printed = [output.encode() for run in (ended, crashed) for output in (run.stdout, run.stderr)]
+    for secret in (SECRET.encode(), b"server-key"):
+        assert not [content for content in (*written, *printed, *objects.values()) if secret in content]

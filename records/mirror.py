@@ -62,10 +62,7 @@ class Mirror:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._sent: dict[str, tuple[int, int]] = {}
         """Time of change and size of each file when it was uploaded."""
-        self._segments: list[tuple[int, int]] = []
-        """Size and checksum of each segment that was uploaded."""
-        self._inode = 0
-        """Inode of the ``metrics.jsonl`` whose segments were uploaded. A rollback replaces the file."""
+        self._metrics = _Segments(store, self._prefix, folder / METRICS)
         self._is_failing = False
         self._thread = threading.Thread(target=self._look_again_and_again, daemon=True, name="records")
 
@@ -82,7 +79,7 @@ class Mirror:
             if self._announce is not None:
                 self._send_others()
             if self._is_main:
-                self._send_metrics()
+                self._metrics.send()
                 self._send(STATUS)
             if self._announce is not None:
                 self._announce()
@@ -127,27 +124,6 @@ class Mirror:
         for name in _files_in(self._folder, _OF_MAIN if self._is_main else _OF_OTHER_NODES):
             self._send(name)
 
-    def _send_metrics(self) -> None:
-        with suppress(FileNotFoundError), (self._folder / METRICS).open("rb") as file:
-            stat = os.fstat(file.fileno())
-            count = -(-stat.st_size // SEGMENT_BYTES)
-            is_appended = stat.st_ino == self._inode and count >= len(self._segments)
-            while len(self._segments) > count:  # the last first, so that readers always find the beginning of a file
-                self._store.delete([self._key_of(len(self._segments) - 1)])
-                self._segments.pop()
-            first = max(0, len(self._segments) - 1) if is_appended else 0
-            file.seek(first * SEGMENT_BYTES)
-            for number in range(first, count):
-                content = file.read(SEGMENT_BYTES)
-                record = (len(content), zlib.crc32(content))
-                if self._segments[number : number + 1] != [record]:
-                    self._store.put(self._key_of(number), content)
-                    self._segments[number:] = [record, *self._segments[number + 1 :]]
-            self._inode = stat.st_ino
-
-    def _key_of(self, segment: int) -> str:
-        return f"{self._prefix}/metrics-{segment:05d}.jsonl"
-
     def _send(self, name: str) -> None:
         """Upload the file ``name`` if it has changed."""
         with suppress(FileNotFoundError), (self._folder / name).open("rb") as file:
@@ -168,6 +144,39 @@ class Mirror:
                     raise
                 upload.finish()
             self._sent[name] = now
+
+
+class _Segments:
+    """``metrics.jsonl`` in the bucket."""
+
+    def __init__(self, store: Store, prefix: str, path: Path) -> None:
+        self._store, self._prefix, self._path = store, prefix, path
+        self._segments: list[tuple[int, int]] = []
+        """Size and checksum of each segment that was uploaded."""
+        self._inode = 0
+        """Inode of the file whose segments were uploaded. A rollback replaces the file."""
+
+    def send(self) -> None:
+        """Upload the segments that have changed. Raises ``StoreError`` if the store does not take them."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            count = -(-stat.st_size // SEGMENT_BYTES)
+            is_appended = stat.st_ino == self._inode and count >= len(self._segments)
+            while len(self._segments) > count:  # the last first, so that readers always find the beginning of a file
+                self._store.delete([self._key_of(len(self._segments) - 1)])
+                self._segments.pop()
+            first = max(0, len(self._segments) - 1) if is_appended else 0
+            file.seek(first * SEGMENT_BYTES)
+            for number in range(first, count):
+                content = file.read(SEGMENT_BYTES)
+                record = (len(content), zlib.crc32(content))
+                if self._segments[number : number + 1] != [record]:
+                    self._store.put(self._key_of(number), content)
+                    self._segments[number:] = [record, *self._segments[number + 1 :]]
+            self._inode = stat.st_ino
+
+    def _key_of(self, segment: int) -> str:
+        return f"{self._prefix}/metrics-{segment:05d}.jsonl"
 
 
 def _files_in(folder: Path, names: Sequence[str]) -> Iterator[str]:

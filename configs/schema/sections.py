@@ -66,7 +66,7 @@ class RunSection(Section):
         section = validate(values)
         given = values.get("dir") if isinstance(values, dict) else None
         if is_bucket_url(given):
-            section._url = check_bucket_url(given, "run.dir")
+            section._url = check_bucket_url(str(given), "run.dir")
         return section
 
     @field_serializer("dir")

@@ -108,5 +108,5 @@ def test_only_what_changed_is_uploaded_and_failures_warn_once(
     (line,) = capfd.readouterr().out.splitlines()
     assert line == (
         "WARNING    records are not uploaded to s3://no-such-bucket/x/records/1: cannot write "
-        "s3://no-such-bucket/x/records/1/metrics-00000.jsonl: bucket no-such-bucket does not exist. Training continues"
+        "s3://no-such-bucket/x/records/1/config.yaml: bucket no-such-bucket does not exist. Training continues"
     )

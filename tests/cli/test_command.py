@@ -148,23 +148,20 @@ def test_main_job_under_torchrun_then_again_then_from_scratch(text: Path, tmp_pa
     assert sorted(path.name for path in (run_dir / "log").iterdir()) == ["rank-0.log", "rank-1.log"]
 
     before = (run_dir / "metrics.jsonl").read_bytes()
-    again = typed("train.py", *argv)
-    assert again.returncode == 0
-    assert "is finished" in again.stdout
+    again = run_here(argv)
+    assert again.code == 0
+    assert "is finished" in again.printed
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
-    other = typed("train.py", *argv, "optim.eps=1e-6")
-    assert other.returncode == 78
-    assert "optim.eps 1e-08 -> 1e-06" in other.stderr
+    assert "optim.eps 1e-08 -> 1e-06" in run_here([*argv, "optim.eps=1e-6"]).error
 
     elsewhere = [*(word for word in argv if "data.path" not in word), f"data.path={text}-typo"]
-    typo = typed("train.py", *elsewhere, "checkpoint.resume=never")
-    assert typo.returncode == 78
-    assert "-typo" in typo.stderr
+    assert "-typo" in run_here([*elsewhere, "checkpoint.resume=never"]).error
     assert (run_dir / "metrics.jsonl").read_bytes() == before, "a mistake moves no finished run"
-    anew = typed("train.py", *argv, "checkpoint.resume=never", "trainer.micro_batch=18")
-    assert anew.returncode == 0, anew.stderr
-    assert "note: trainer.micro_batch is given 2 times; the last value is used: trainer.micro_batch=18\n" in anew.stderr
+    anew = run_here([*argv, "checkpoint.resume=never", "trainer.micro_batch=18"])
+    assert anew.code == 0, anew.printed
+    note = "note: trainer.micro_batch is given 2 times; the last value is used: trainer.micro_batch=18\n"
+    assert note in anew.printed
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
     assert (checkpoint(run_dir / "earlier-1") / "config.json").exists()
     assert len(metrics(run_dir, "start")) == 1

@@ -361,7 +361,7 @@ def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, caps
 def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    more = ["trainer.steps=3", "trainer.sample_tokens=40", "trainer.global_batch=4", "trainer.micro_batch=2"]
+    more = ["trainer.steps=3", "trainer.sample_tokens=12", "trainer.global_batch=4", "trainer.micro_batch=2"]
     samples = []
     for ranks, parallel in (
         (1, ["parallel=single"]),

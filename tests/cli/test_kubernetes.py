@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from serried.launch.kubernetes.pod import Attempt, Node
 from serried.launch.kubernetes.pod import main as run_pod
 from serried.program import main
 from testing.disturb import family, last_step, send
-from testing.rank_pool import ROOT
+from testing.forked_runs import typed
 from testing.runs import losses, run_here, tiny_overrides
 from tests.support.job_controller import JobController, action
 
@@ -268,18 +266,12 @@ def test_script_of_the_user_and_its_flags_are_found_on_the_volume(tmp_path: Path
         "--config-dir=mine", *GIVEN, "kubernetes.dry_run=true", "kubernetes.gpus=null", "launch.device=cpu",
         "run.name=own", "trainer.steps=5", "trainer.global_batch=6",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "code/train.py", *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+    done = typed("code/train.py", *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     *_, job = yaml.safe_load_all(done.stdout)
     words = job["spec"]["template"]["spec"]["containers"][0]["args"]
     assert words[: words.index("--")] == ["code/train.py", "--config-dir=mine"]
-    elsewhere = subprocess.run(
-        [sys.executable, str(script), *argv[1:]], cwd=tmp_path / "mine", capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+    elsewhere = typed(str(script), *argv[1:], cwd=tmp_path / "mine")
     assert elsewhere.returncode == 78
     assert f"error: {script} is not in the current folder" in elsewhere.stderr
 

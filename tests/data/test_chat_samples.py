@@ -220,7 +220,7 @@ def trained(documents: Sequence[Encoded]) -> int:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_trained_tokens_are_the_tokens_generated_after_the_prompt(name: str, data: st.DataObject) -> None:
     style = STYLES[name]

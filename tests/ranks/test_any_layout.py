@@ -47,7 +47,6 @@ EXPERTS: dict[str, tuple[int, list[str]]] = {
 }
 SAVED = ("pipeline x2 x tensor x2", "expert x2 x fsdp x2")
 """A checkpoint of one is read on all that train the same model."""
-QUICK = ("expert x2 x tensor x2",)
 
 
 def argv_of(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:
@@ -89,9 +88,8 @@ def whole(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory
     return steps
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*LAYOUTS, *EXPERTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", (*LAYOUTS, *EXPERTS))
 def test_checkpoint_is_read_bitwise_on_any_layout_and_training_continues(
     layout: str,
     saved: Callable[[str], Path],

@@ -67,27 +67,27 @@ def test_stopped_or_killed_and_resumed_run_equals_uninterrupted_run_bitwise(
     layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     # A growth interval of 4: the scale and its counter must travel too.
-    how = [f"precision={precision}", "trainer.steps=10"]
+    how = [f"precision={precision}", "trainer.steps=7"]
     how += ["precision.initial_scale=256", "precision.growth_interval=4"] * (precision == "fp16")
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
     expected = run(cluster, layout, text, straight, *how)
-    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=3", code=75)
+    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=2", code=75)
     is_killed = precision == "fp32" and layout != "ddp x2"
-    how_it_ends = {"how": "kill" if is_killed else "crash", "after_step": 7}
+    how_it_ends = {"how": "kill" if is_killed else "crash", "after_step": 5}
     if not is_killed:
         run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends, code=70)
     else:
         with pytest.raises(AssertionError, match="the process ended with -9"):
             run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends)
     at = sorted(int(path.name[5:]) for path in (pieces / "checkpoints").glob("step-*"))[-1]
-    assert at in (4, 6), "what was being written when the rank died may be there or not, but no later one"
+    assert at in (2, 4), "what was being written when the rank died may be there or not, but no later one"
     last = run(cluster, layout, text, pieces, *how)
-    assert first == expected[:3]
+    assert first == expected[:2]
     assert last == expected[at:]
     assert curve(pieces) == curve(straight)
     assert not different_tensors(straight, pieces)
     starts = [line["resumed_from"] for line in metrics(pieces, "start")]
-    assert starts == [None, 3, at]
+    assert starts == [None, 2, at]
     assert status(pieces)["state"] == "finished"
 
 

@@ -505,8 +505,5 @@ def test_torch_keeps_its_report_of_a_hang_unless_the_user_chose_otherwise(given:
 
 def test_torchrun_sets_the_value_that_is_replaced() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python", "printenv"]
-    done = subprocess.run(
-        [sys.executable, *command, "TORCH_NCCL_ASYNC_ERROR_HANDLING"], capture_output=True, text=True, timeout=60,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TORCH_NCCL")}, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["1"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_NCCL")}
+    assert typed(*command, "TORCH_NCCL_ASYNC_ERROR_HANDLING", env=clean).stdout.split() == ["1"]

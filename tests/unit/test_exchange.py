@@ -92,8 +92,8 @@ def test_run_calls_the_store_equally_often_on_any_number_of_ranks_and_never_to_s
     found = {}
     for ranks in (2, 4):
         argv = overrides(
-            text, tmp_path / f"{ranks}", "parallel=fsdp", "trainer.steps=9", "trainer.micro_batch=9",
-            f"trainer.global_batch={9 * ranks}", "checkpoint.every=2", "checkpoint.mode=sync",
+            text, tmp_path / f"{ranks}", "parallel=fsdp", "trainer.steps=9", "trainer.micro_batch=1",
+            f"trainer.global_batch={ranks}", "model.layers=1", "checkpoint.every=2", "checkpoint.mode=sync",
         )  # fmt: skip
         answers = cluster.run(ranks, "benchmarks.many_ranks:run_calls", argv=argv, saves=[4, 6, 8])
         found[ranks] = [answer.value for answer in answers]

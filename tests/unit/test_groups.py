@@ -1,8 +1,6 @@
 """Groups within the world: those of mesh axes are as impatient as the world's own."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +24,8 @@ from serried.parallel.plan import ParallelPlan
 from serried.runtime.rendezvous import GLOO_LAZY, limit_connections
 from serried.runtime.session import open_session
 from serried.trainer.trainer import Trainer
-from testing.rank_pool import ROOT, SPAWNED, Cluster
+from testing.forked_runs import typed
+from testing.rank_pool import SPAWNED, Cluster
 from testing.runs import losses, overrides, train_small
 from tests.support.slurm import wait_for
 
@@ -147,7 +146,8 @@ def groups_of_run(argv: list[str]) -> tuple[list[list[int]], list[list[int]]]:
 def test_run_makes_the_counted_groups_before_its_first_step_and_none_later(
     argv: list[str], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    argv = overrides(text, tmp_path / "run", "trainer.steps=2", "trainer.eval_every=1", "checkpoint.every=1", *argv)
+    few = ("trainer.steps=2", "trainer.micro_batch=9", "trainer.eval_every=1", "trainer.eval_batches=1")
+    argv = overrides(text, tmp_path / "run", *few, "checkpoint.every=1", *argv)
     answers = cluster.run(4, "tests.unit.test_groups:groups_of_run", argv=argv)
     layout = resolve_layout(compose(argv).parallel, 4)
     for rank, (before, after) in enumerate(answer.value for answer in answers):
@@ -169,9 +169,8 @@ def test_gloo_reads_an_address_of_each_rank_unless_it_connects_when_needed() -> 
     """Why runs of many ranks set the variable. torch reads it once, so a process of its own does."""
     assert gloo_calls(4)[0] == 1 + 2 * 4
     code = "from benchmarks.many_ranks import gloo_calls; print(gloo_calls(4))"
-    environment = os.environ | {GLOO_LAZY: "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=True)
-    assert done.stdout == b"(1, 0)\n"
+    done = typed("-c", code, env=os.environ | {GLOO_LAZY: "1"})
+    assert done.stdout == "(1, 0)\n", done.stderr
 
 
 def test_gloo_connects_when_needed_only_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_examples_stay_short(name: str, most_lines: int) -> None:
 
 
 def test_digits_have_one_curve_sharded_too(cluster: Cluster, tmp_path: Path) -> None:
-    short = ["task.dim=32", "task.layers=1", "trainer.log_every=1", "trainer.stop_at=10", "trainer.eval_every=10"]
+    short = ["task.dim=32", "task.layers=1", "trainer.log_every=1", "trainer.stop_at=5", "trainer.eval_every=5"]
     for ranks, layout in ((1, "single"), (2, "fsdp")):
         argv = [f"run.dir={tmp_path / layout}", f"parallel={layout}", *short]
         answer, *_ = cluster.run(ranks, "tests.cli.docs.test_examples:fit", example="digits:Digits", argv=argv)
@@ -54,7 +54,7 @@ def test_digits_have_one_curve_sharded_too(cluster: Cluster, tmp_path: Path) -> 
         assert answer.value["metrics"] == {"accuracy": evaluated["accuracy"]}
         assert f"accuracy {evaluated['accuracy']:.4g}" in answer.printed
         assert "accuracy" in (tmp_path / layout / "report.html").read_text()
-    assert len(losses(tmp_path / "single")) == 10
+    assert len(losses(tmp_path / "single")) == 5
 
 
 @pytest.mark.slow

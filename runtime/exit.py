@@ -24,12 +24,14 @@ from serried.configs.formats import printable
 from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.configs.subcommand_arguments import repeated
 from serried.configs.unused_keys import Run, notes
+from serried.runtime.peer_sockets import first_node_is_gone, first_node_refuses
 from serried.runtime.process import code_for_agent, speaks, tell_launcher
 from serried.runtime.rendezvous import Exchange
 from serried.runtime.signals import Signals
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
 _MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05
+_LOSS_KNOWN_SECONDS = 5.0
 _NO_ANSWER = (  # messages of Gloo and NCCL
     "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
 )  # fmt: skip
@@ -159,6 +161,10 @@ class Cause:
         self.ended_run = False
         """Whether an error ended the work of this rank."""
         self.first_step_is_done = False
+        self.hears_of_losses = False
+        """Whether the watchdog sets ``lost`` if a rank is gone."""
+        self.lost: str | None = None
+        """A clause on the rank whose process has ended without a word."""
         self.processes: list[int] = []
         """Process ids by rank. An id is valid on the machine of its rank."""
         self._local_ranks = local_ranks
@@ -189,6 +195,8 @@ class Cause:
         """
         if mine.exit_code == EXIT_MISTAKE or (self.first_step_is_done and not is_consequence(mine.reason)):
             return mine
+        if self.hears_of_losses and is_end_of_another(mine.reason) and first_node_refuses():
+            return mine._replace(reason=f"{_END_OF_ANOTHER}: {first_node_is_gone()} refuses connections")
         time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
         end = self._signals.end_of_parent
         when = "" if self.first_step_is_done else " before the first step"
@@ -200,6 +208,8 @@ class Cause:
             reason = self._reason(error)
             if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
                 return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
+            if is_end_of_another(reason) and (lost := self._await_loss()) is not None:
+                reason = f"{_END_OF_ANOTHER}: {lost}"
             # A hang, whether the watchdog or the timeout of a collective notices it first.
             return Failure(self._rank, reason, EXIT_STOPPED if reason.startswith(_SILENCE) else exit_code_of(error))
         asked, when = str(error), "" if self.first_step_is_done else " before the first step"
@@ -211,6 +221,19 @@ class Cause:
                 return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
         return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
+
+    def _await_loss(self) -> str | None:
+        """Return the clause on the lost rank, which the watchdog knows after about two seconds."""
+        deadline = time.monotonic() + _LOSS_KNOWN_SECONDS * self.hears_of_losses
+        while self.lost is None and time.monotonic() < deadline and not self._is_reported_elsewhere():
+            time.sleep(_LOOK_SECONDS)
+        return self.lost
+
+    def _is_reported_elsewhere(self) -> bool:
+        try:
+            return self._exchange.has("failure")
+        except RuntimeError:  # the store ended with its host
+            return True
 
     def let_end_first(self, rank: int) -> None:
         """Wait until ``rank``, which reports the error, has exited: the launcher stops all ranks when one exits."""

@@ -198,6 +198,14 @@ class Exchange:
         """
         return value if self.store is None else json.loads(self.store.compare_set(name, "", json.dumps(value)))
 
+    def has(self, name: str) -> bool:
+        """Return whether a rank has called ``first`` with ``name``.
+
+        Raises:
+            RuntimeError: the store and its host are gone.
+        """
+        return self.store is not None and self.store.check([name])
+
     def all_arrive(self, name: str, patience_seconds: float) -> bool:
         """Return whether all ranks call this with ``name`` within ``patience_seconds``.
 

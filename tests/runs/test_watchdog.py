@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from serried.program import main
 from serried.recipes.models.families.llama import Transformer
 from serried.runtime.console import Console
 from serried.runtime.exit import leave
+from serried.runtime.peer_sockets import PeerSockets
 from serried.runtime.session import open_session
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
@@ -288,7 +290,7 @@ def test_rank_is_not_ended_for_a_first_node_that_answers_while_its_reports_fail(
 @contextmanager
 def hanging(how: str, rank: int, step: int) -> Iterator[None]:
     """On ``rank``, in ``step``: sleep in the data loader, in a forward, or before an exchange of tensor ranks or
-    experts, skip a collective, be stopped, or fail while the others sleep."""
+    experts, skip a collective, be stopped, be killed, or fail or be killed while the others sleep."""
     mine = int(os.environ["RANK"]) == rank
     train, read, forward = Loop._train, BatchLoader._read, Transformer.forward
     scattered_sum, exchanged = collectives._scattered_sum, collectives.exchange
@@ -303,12 +305,14 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
             dist.barrier()
         if number == step and how == "stop" and mine:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if number == step and how.startswith("killed") and mine:
+            os.kill(os.getpid(), signal.SIGKILL)
         nonlocal step_now
         step_now = number
         train(self, number, batches)
 
     def faulty_read(self: BatchLoader, number: int, *samples: Any) -> Any:
-        if number + 1 == step and (how, mine) in (("sleep", True), ("fail", False)):
+        if number + 1 == step and (how, mine) in (("sleep", True), ("fail", False), ("killed unheard", False)):
             time.sleep(1000)
         if number + 1 == step and how == "fail":
             raise ZeroDivisionError("here")
@@ -405,6 +409,57 @@ def test_ranks_that_do_not_notice_a_failure_end_and_it_stays_the_reason(
         cluster.run(2, "tests.runs.test_watchdog:train_hanging", argv=short(text, tmp_path), how="fail", rank=1, step=5)
     now = status(tmp_path)
     assert (now["state"], now["reason"], now["exit_code"]) == ("failed", "ZeroDivisionError: here", 70)
+
+
+def train_on_nodes(argv: list[str], how: str, rank: int, step: int) -> int:
+    """Train as if every rank were on a node of its own."""
+    patience = 0.5 if how == "killed unheard" else 60.0
+    with (
+        patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"),
+        patch("serried.trainer.monitor.watchdog._LEAVES_WITHIN_SECONDS", patience),
+    ):
+        return train_hanging(argv, how, rank, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "killed unheard"])
+def test_killed_rank_of_another_node_is_named_at_once_and_the_run_resumes(
+    how: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """Also if the training threads hear nothing of its end, as on a GPU. The time limit of a step is ten minutes."""
+    argv = short(text, tmp_path, step_timeout_seconds=600)
+    with pytest.raises(AssertionError) as ended:
+        cluster.run(3, "tests.runs.test_watchdog:train_on_nodes", argv=argv, how=how, rank=1, step=5)
+    printed = str(ended.value)
+    assert "Traceback" not in printed
+    assert printed.count("the process ended with 75") == (2 if how == "killed unheard" else 0), printed
+    now = status(tmp_path)
+    ended_with = ("stopped", 75) if how == "killed unheard" else ("failed", 70)
+    assert (now["state"], now["exit_code"]) == ended_with, now
+    named = f"rank 1 on {os.uname().nodename} is gone without an error message; its last heartbeat was in "
+    assert named in str(now["reason"])
+    answers = cluster.run(3, "testing.runs:train_small", argv=argv)
+    assert [answer.value["code"] for answer in answers] == [0, 0, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_peer_is_gone_once_all_connections_to_it_are_closed() -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pairs = []
+        for _ in range(2):
+            far = socket.create_connection(listener.getsockname())
+            pairs.append((listener.accept()[0], far))
+        store.set("sockets/1", json.dumps([":".join(map(str, far.getsockname())) for _, far in pairs]))
+        peers = PeerSockets(store, 0, [1, 2])
+        for near, far in pairs:
+            assert peers.closed(store) == [], "a connection is open; and nothing is known of rank 2"
+            far.close()
+            assert near.recv(1) == b""
+        assert peers.closed(store) == [1]
+        for near, _ in pairs:
+            near.close()
+        assert peers.closed(store) == [1]
 
 
 @pytest.mark.slow

@@ -47,11 +47,17 @@ class Beat:
         """Time since this rank is known to have entered its phase, in seconds."""
         return self.age_seconds + self.silent_seconds
 
+    def place(self) -> str:
+        """Return a description such as ``rank 5 on n2``."""
+        return f"rank {self.rank} on {self.host}"
+
+    def doing(self) -> str:
+        """Return a description such as ``data.next of step 812``."""
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
     def where(self) -> str:
         """Return a description such as ``rank 5 on n2 in data.next of step 812 for 61 s``."""
-        text = f"rank {self.rank} on {self.host} in {self.phase}"
-        if self.step:
-            text += f" of step {self.step}"
+        text = f"{self.place()} in {self.doing()}"
         if self.silent_seconds:  # it may have continued a little before it fell silent
             return f"{text} when its heartbeat stopped {seconds_text(self.silent_seconds)} ago"
         return f"{text} for {seconds_text(self.stands_seconds)}"

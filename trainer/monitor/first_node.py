@@ -5,9 +5,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from serried.runtime.peer_sockets import first_node_refuses
 from serried.runtime.session import Session
-from serried.trainer.monitor.heartbeat import Moment, Pulse
+from serried.trainer.monitor.diagnosis import seconds_text
+from serried.trainer.monitor.heartbeat import END, Moment, Pulse
 
+_REFUSES_AFTER_SECONDS = 3.0
 _GONE_AFTER_SECONDS, _ANSWERS_WITHIN_SECONDS = 60.0, 5.0
 
 
@@ -15,18 +18,19 @@ class FirstNodeWatch:
     """Thread that ends this process if the first node has failed.
 
     The first node counts as failed if, for a minute, the store has not answered and the training thread has entered no
-    phase. This is a separate thread, because a request to a store on a machine without power may block for long.
+    phase. A few seconds are enough if the node refuses connections, as it does once the process of the store has ended.
+    This is a separate thread, because a request to a store on a machine without power may block for long.
     """
 
     def __init__(
-        self, session: Session, pulse: Pulse, answers: Callable[[], int], end: Callable[[Moment, float], None],
+        self, session: Session, pulse: Pulse, answers: Callable[[], int], end: Callable[[Moment, str], None],
         *, step_timeout_seconds: float, interval_seconds: float, closing: threading.Event,
     ) -> None:  # fmt: skip
         """Start the thread.
 
         Args:
             answers: Returns the number of answers from the store so far.
-            end: Ends this process; takes the phase of this rank and the seconds without an answer.
+            end: Ends this process; takes the phase of this rank and what the store does.
             closing: Set when the thread is to end.
         """
         self._session, self._pulse = session, pulse
@@ -46,9 +50,12 @@ class FirstNodeWatch:
             is_still = answers == self._answers() and moment is self._pulse.now
             silent = silent + elapsed if is_still else 0.0
             answers, moment = self._answers(), self._pulse.now
+            is_over = moment.phase == END  # the first node may leave first
+            if silent >= _REFUSES_AFTER_SECONDS and not is_over and first_node_refuses():
+                self._end(moment, "refuses connections")
             if silent >= self._limit_seconds:
                 if not self._store_answers():
-                    self._end(self._pulse.now, silent)
+                    self._end(moment, f"has not answered for {seconds_text(silent)}")
                 silent = 0.0
 
     def _store_answers(self) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
 from serried.runtime.exit import is_consequence
+from serried.runtime.peer_sockets import first_node_is_gone
 from serried.runtime.session import Session
 from serried.trainer.monitor.diagnosis import Beat, Verdict, details, seconds_text
 from serried.trainer.monitor.heartbeat import DATA, TRAIN, Moment
@@ -82,13 +83,24 @@ class JointEnd:
             store.wait(["leave"], timedelta(seconds=2 * _OTHERS_READY_WITHIN_SECONDS))
         os._exit(EXIT_STOPPED)
 
-    def without_first_node(self, moment: Moment, silent: float) -> NoReturn:
-        """End this process, ``silent`` seconds after the last answer of the store.
+    def after_loss(self, lost: Mapping[str, Any]) -> NoReturn:
+        """End this process because the process of another rank has ended. ``lost``: the rank, its step, the reason."""
+        self._prepare({"rank": lost["rank"], "reason": lost["reason"]})
+        if self._session.rank == (lost["rank"] == 0):  # rank 1 in place of rank 0
+            with suppress(OSError):
+                print(
+                    f"stopped    {lost['reason']}. Run the same command to resume from the newest checkpoint",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+            self._record(max(0, lost["step"] - 1), lost["reason"])
+        os._exit(EXIT_STOPPED)
+
+    def without_first_node(self, moment: Moment, how: str) -> NoReturn:
+        """End this process because the store is gone. ``how``: what the store does, as the end of a sentence.
 
         Writing to the run folder has a time limit, because its disk may be on the first node.
         """
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = f"the first node is gone: its store at {where} has not answered for {seconds_text(silent)}"
+        reason = f"{first_node_is_gone()} {how}"
         step = _steps_done(moment.phase, moment.step)
         if self._session.local_rank == 0:
             with suppress(OSError):

@@ -4,7 +4,8 @@ The training thread only records the phases that it enters (``Pulse.enter``, an 
 reports them about once a second through the rendezvous store, over its own connection. Rank 0's thread reads all
 reports. Rank 1's thread does too, and prints if rank 0 has fallen silent. A run makes no progress if none of its ranks
 enters a new phase. Then the rank that the others wait for is reported, first in a warning, and finally as the reason
-for a resumable end of all ranks.
+for a resumable end of all ranks. A rank whose process has ended without a word is reported at once by ranks on other
+nodes, whose connections to it are closed.
 
 If the first node fails, the store and the judging ranks fail with it. The ranks of other nodes detect this on their
 own.
@@ -18,11 +19,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
+from serried.runtime.peer_sockets import PeerSockets
 from serried.runtime.session import Session
 from serried.trainer.monitor.diagnosis import Beat, Verdict, details, diagnose, judge_silent_by_others, seconds_text
 from serried.trainer.monitor.first_node import FirstNodeWatch
@@ -33,6 +35,8 @@ from serried.trainer.monitor.rank_report import RankReport
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_LEAVES_WITHIN_SECONDS = 10.0
+"""Time for the training thread to notice that a rank is gone. On a GPU, it may wait for the rank forever."""
 _WARN_AT = 0.2
 _STARVED_AT = 0.1
 
@@ -52,8 +56,11 @@ class Watchdog:
         self._judge = _Judge(section, session, self._interval, self._say) if session.rank <= 1 else None
         self._closing = threading.Event()
         self._answers = 0
+        self._lost_seconds = 0.0
+        """Time that this rank has continued since a rank is known to be gone."""
         self._failed_by: set[type[Exception]] = set()
         self._store: Store | None = None
+        self._neighbours = _Neighbours(session)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         if session.rank != session.local_rank:  # ranks on the first node end with its launcher
@@ -103,6 +110,11 @@ class Watchdog:
         self._answers += 1
         if is_ended:
             self._end.asked_by_another(store, json.loads(store.get("end")))
+        if (lost := self._neighbours.lost(store)) is not None:
+            self._session.cause.lost = str(lost["reason"])
+            self._lost_seconds += elapsed * (self.pulse.now.phase != END)
+            if self._lost_seconds > _LEAVES_WITHIN_SECONDS:
+                self._end.after_loss(lost)
         if self._judge is not None and (judged := self._judge(store, elapsed)) is not None:
             self._end.of_all_ranks(store, *judged, self._say)
 
@@ -182,6 +194,39 @@ class _Judge:
             if is_starved and beat.rank not in self._starved:
                 self._starved.add(beat.rank)
                 self._say(f"WARNING    {beat.where()} waits for data. Its disk may be slow, or data.workers too small")
+
+
+class _Neighbours:
+    """Reports a rank on another node whose process has ended without a word.
+
+    Each rank watches its connections to the ranks in its place on the next nodes.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._rank = session.rank
+        ranks, per_node = session.world_size, session.local_world_size
+        self._peers = [(session.rank + per_node * nodes) % ranks for nodes in (1, 2) if per_node * nodes < ranks]
+        session.cause.hears_of_losses = bool(self._peers)
+        self._sockets: PeerSockets | None = None
+        self._suspects: set[int] = set()
+
+    def lost(self, store: "Store") -> dict[str, Any] | None:
+        """Return the first rank that is known to be gone, and the reason to report; None if there is none."""
+        if not self._peers:
+            return None
+        if self._sockets is None:
+            self._sockets = PeerSockets(store, self._rank, self._peers)
+        closed = set(self._sockets.closed(store))
+        # A rank that fails or finishes reports its end before it closes its connections.
+        for peer in sorted(closed & self._suspects):
+            if store.check([_key(peer)]):
+                beat = Beat(**json.loads(store.get(_key(peer))))
+                if beat.phase != END:
+                    how = f"is gone without an error message; its last heartbeat was in {beat.doing()}"
+                    lost = {"rank": peer, "step": beat.step, "reason": f"{beat.place()} {how}"}
+                    store.compare_set("lost", "", json.dumps(lost))
+        self._suspects = closed
+        return json.loads(store.get("lost")) if store.check(["lost"]) else None
 
 
 def _key(rank: int) -> str:

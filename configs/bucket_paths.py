@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,6 +33,8 @@ class _Settings:
     """Folder of the cache; None: the default."""
     show: Callable[[str], None] | None = None
     """Function that shows progress."""
+    answer: Callable[[dict[str, Any]], Any] | None = None
+    """Function that answers requests in a process that may use the bucket itself; None: ask another process."""
 
     def __init__(self) -> None:
         self.listings: dict[str, BucketFiles] = {}
@@ -126,6 +128,11 @@ def downloads(folder: Path | None, show: Callable[[str], None] | None) -> Iterat
         _settings.folder, _settings.show = before
 
 
+def answer_here(answer: Callable[[dict[str, Any]], Any]) -> None:
+    """Answer requests in this process, which never forks, by ``serried.records.bucket_files.answer``."""
+    _settings.answer = answer
+
+
 def upload(path: Path, url: str, key: str) -> None:
     """Write the file or folder ``path`` to ``key=url``. Raises ``UserError`` if it cannot be written."""
     _ask("upload", url, key, path=str(path))
@@ -144,12 +151,27 @@ def _default_cache() -> Path:
 
 
 def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
-    """Send a request to a new process, show its progress, and return its answer."""
+    """Send a request to ``serried.records.bucket_files``, show its progress, and return its answer."""
+
+    def show(line: Mapping[str, Any]) -> None:
+        if _settings.show is not None:
+            _settings.show(f"{kind} {url}: {size(line['done'])} of {size(line['total'])}")
+
+    request = {"do": kind, "url": url, "key": key, **more}
+    return ask_process(_MODULE, request, show) if _settings.answer is None else _settings.answer(request)
+
+
+def ask_process(module: str, request: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> Any:
+    """Run ``module`` in a new interpreter with a request of plain data, and return its answer.
+
+    ``show`` is called with its lines of progress, which are left out if they follow each other quickly. Raises
+    ``UserError`` if the process reported one, or was killed.
+    """
     shown, every = time.monotonic(), _EVERY_SECONDS_LIVE if is_terminal() else _EVERY_SECONDS
     root = str(Path(serried.__file__).parent.parent)  # the process must find serried from any folder
     others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,  # closes when this process ends, however it ends
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *others])},
@@ -158,17 +180,17 @@ def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps({"do": kind, "url": url, "key": key, **more}) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             for line in process.stdout:
                 found = json.loads(line)
                 if "answer" in found:
                     return found["answer"]
-                if "error" in found:
-                    raise UserError(found["error"])
-                if _settings.show is not None and time.monotonic() - shown >= every:
+                if "errors" in found:
+                    raise UserError(*found["errors"], head=found["head"])
+                if "show" in found or time.monotonic() - shown >= every:
                     shown = time.monotonic()
-                    _settings.show(f"{kind} {url}: {size(found['done'])} of {size(found['total'])}")
+                    show(found)
         except BrokenPipeError:
             pass
         except BaseException:
@@ -177,4 +199,4 @@ def _ask(kind: str, url: str, key: str, **more: Any) -> Any:
         finally:
             with suppress(BrokenPipeError):
                 process.stdin.close()
-    raise UserError(f"{key}={url}: the process that reads the bucket ended with code {process.returncode}")
+    raise UserError(f"the process {module}, which uses the bucket, ended with code {process.returncode}; run again")

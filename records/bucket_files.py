@@ -112,8 +112,8 @@ def _answer(root: str, objects: Sequence[Listed], *, is_folder: bool) -> dict[st
 # download -------------------------------------------------------------------------------------------------------------
 
 
-class _Missing(NamedTuple):
-    """An object that is not in the cache yet."""
+class ObjectCopy(NamedTuple):
+    """An object, and the file that it is downloaded to."""
 
     name: str
     size_bytes: int
@@ -135,13 +135,13 @@ def download(root: str, files: Sequence[tuple[str, int, str]], state: str, cache
     contents.mkdir(parents=True, exist_ok=True)
     with (own / ".lock").open("wb") as lock:
         _lock(lock.fileno())
-        wanted = [_Missing(*file, contents / _content_name(*file)) for file in files]
+        wanted = [ObjectCopy(*file, contents / _content_name(*file)) for file in files]
         missing = [file for file in wanted if not file.path.exists()]
         _check_space(own, sum(file.size_bytes for file in missing), root, key)
         for path in contents.glob(f".*.{machine()}.*.tmp"):  # left by a process that was killed
             path.unlink(missing_ok=True)
         if missing:
-            _download_all(open_store(root, key), missing, _show)
+            download_objects(open_store(root, key), missing, _show)
         for file in wanted:
             _link(folder / file.name, file.path)
     return folder
@@ -175,7 +175,7 @@ def _check_space(folder: Path, needed_bytes: int, root: str, key: str) -> None:
         )
 
 
-def _download_all(store: Store, files: Sequence[_Missing], show: Callable[[int, int], None]) -> None:
+def download_objects(store: Store, files: Sequence[ObjectCopy], show: Callable[[int, int], None] | None = None) -> None:
     """Download each file in pieces, several pieces at a time, and give it its name when all its pieces are there.
 
     ``show`` is called with the downloaded bytes and their total.
@@ -184,7 +184,7 @@ def _download_all(store: Store, files: Sequence[_Missing], show: Callable[[int, 
     done, lock = 0, threading.Lock()
     left: dict[Path, int] = {}
 
-    def fetch(file: _Missing, temporary: Path, start: int, length: int) -> None:
+    def fetch(file: ObjectCopy, temporary: Path, start: int, length: int) -> None:
         nonlocal done
         view = memoryview(bytearray(length))
         try:
@@ -202,11 +202,12 @@ def _download_all(store: Store, files: Sequence[_Missing], show: Callable[[int, 
             left[temporary] -= 1
             is_complete = not left[temporary]
             done += length
-            show(done, total)
+            if show is not None:
+                show(done, total)
         if is_complete:
             temporary.replace(file.path)
 
-    def pieces() -> Iterator[tuple[_Missing, Path, int, int]]:
+    def pieces() -> Iterator[tuple[ObjectCopy, Path, int, int]]:
         for file in files:
             temporary = file.path.with_name(f".{file.path.name}.{machine()}.{os.urandom(6).hex()}.tmp")
             with temporary.open("wb") as stream:
@@ -259,24 +260,36 @@ def upload(path: Path, url: str, key: str) -> int:
         files = {name: path}
     total, done, lock = sum(file.stat().st_size for file in files.values()), 0, threading.Lock()
 
-    def send(key_of_object: str, file: Path) -> None:
+    def count(size_bytes: int) -> None:
         nonlocal done
-        writer = store.writer(key_of_object)
-        try:
-            with file.open("rb") as stream:
-                while piece := stream.read(_PIECE_BYTES):
-                    writer.write(memoryview(piece))
-                    with lock:
-                        done += len(piece)
-                        _show(done, total)
-        except BaseException:
-            writer.abort()
-            raise
-        writer.finish()
+        with lock:
+            done += size_bytes
+            _show(done, total)
+
+    def send(key_of_object: str, file: Path) -> None:
+        send_file(store, key_of_object, file, count)
 
     with ThreadPoolExecutor(4) as pool:  # each writer sends several parts at a time
         _bounded(pool, send, iter(files.items()))
     return len(files)
+
+
+def send_file(store: Store, key: str, file: Path, count: Callable[[int], None] | None = None) -> None:
+    """Write the content of ``file`` to the object ``key``. ``count`` is called with the size of each piece.
+
+    Raises ``StoreError`` or ``OSError`` if that fails.
+    """
+    writer = store.writer(key)
+    try:
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE_BYTES):
+                writer.write(memoryview(piece))
+                if count is not None:
+                    count(len(piece))
+    except BaseException:
+        writer.abort()
+        raise
+    writer.finish()
 
 
 def refuse_taken(url: str, key: str) -> None:
@@ -311,10 +324,11 @@ def answer(request: dict[str, Any]) -> Any:
 
 
 def _show(done_bytes: int, total_bytes: int) -> None:
-    _write({"done": done_bytes, "total": total_bytes})
+    write_line({"done": done_bytes, "total": total_bytes})
 
 
-def _write(line: dict[str, Any]) -> None:
+def write_line(line: dict[str, Any]) -> None:
+    """Write a line of JSON to stdout."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -333,9 +347,9 @@ def main() -> int:
     request = json.loads(sys.stdin.readline())
     end_with_parent()
     try:
-        _write({"answer": answer(request)})
+        write_line({"answer": answer(request)})
     except UserError as error:
-        _write({"error": str(error)})
+        write_line({"errors": [str(error)], "head": ""})
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, SerializeAsAny, create_model
 
-from serried.configs.schema.fields import NAME_PATTERN, Count, LocalPath, Number, PathOrUrl, Section, Size
+from serried.configs.schema.fields import NAME_PATTERN, Count, Number, PathOrUrl, Section, Size
 from serried.configs.schema.models import ModelSection
 from serried.configs.schema.registry import Entry, Registry
 from serried.configs.schema.sections import COMPARES_NOTHING, DEFAULT_VALIDATION, TRAINING, LoadingSection, RunConfig
@@ -123,8 +123,9 @@ class DataSection(LoadingSection, SourceSection):
     """Mask attention between the documents of a sequence, and restart positions at each document."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """``skip``: leave out unusable rows, and count them."""
-    cache_dir: LocalPath | None = None
-    """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
+    cache_dir: PathOrUrl | None = None
+    """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null. With
+    ``s3://BUCKET/PATH``, one node prepares and uploads the tokens, and the others download them."""
 
     @property
     def is_chat(self) -> bool:

@@ -177,3 +177,38 @@ def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) ->
             prepared(path, tmp_path)
         assert str(error.value).startswith(said)
         assert "\n" not in str(error.value)
+
+
+# a shared cache -------------------------------------------------------------------------------------------------------
+
+
+def shared(path: str, cache_url: str, **more: Any) -> Prepared:
+    return prepare(data_section(name="text", path=path, sequence_length=128, cache_dir=cache_url, **more))
+
+
+def own_disk(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    """Continue as another node, whose caches are on ``disk``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+    bucket_paths.forget_listings()
+
+
+def test_second_node_downloads_the_tokens_and_not_the_text(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server, f"{folder}/text", {"chats.jsonl": lines(CHATS)})
+    url, cache = server.url(f"{folder}/text"), server.url(f"{folder}/cache")
+    local = prepared(url, tmp_path / "local", format="chat")
+    first = shared(url, cache, format="chat")
+    own_disk(monkeypatch, tmp_path / "second")
+    before = len(server.requests())
+    second = shared(url, cache, format="chat")
+    assert (first.key, tokens_of(first)) == (second.key, tokens_of(second)) == (local.key, tokens_of(local))
+    assert not [line for line in server.requests()[before:] if line.startswith("GET /") and "/text/" in line]
+    stored = server.objects(f"{folder}/cache/{first.folder.name}")
+    names = {key.rpartition("/")[2]: content for key, content in stored.items()}
+    assert names == {file.name: file.read_bytes() for file in first.folder.iterdir()}
+    assert names == {file.name: file.read_bytes() for file in second.folder.iterdir()}
+    assert not server.objects(f"{folder}/cache/claims")
+    before = len(server.requests())
+    shared(url, cache, format="chat")
+    assert not [line for line in server.requests()[before:] if line.startswith(("GET /", "PUT"))]

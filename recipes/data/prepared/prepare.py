@@ -13,21 +13,24 @@ import math
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial as partial_function
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from serried.configs.bucket_paths import bucket_files, downloads, local_path, with_urls
+from serried.configs.bucket_paths import ask_process, bucket_files, downloads, local_path, with_urls
 from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
+from serried.configs.formats import size
 from serried.configs.plain_data import expanded, read_regular
-from serried.configs.schema.data import MOST_VALIDATION, DataSection
+from serried.configs.schema.data import MOST_VALIDATION, DataSection, sources
 from serried.recipes.data.chat.conversations import EARLIER_FORMATS, encoder_of_rows
 from serried.recipes.data.chat.preference_pairs import pair_encoder
 from serried.recipes.data.prepared.atomic_folder import make_folder, other_cache
+from serried.recipes.data.prepared.shared_cache import PATIENCE_SECONDS, SharedCache
 from serried.recipes.data.prepared.token_files import FlatFiles
 from serried.recipes.data.prepared.token_shards import Shard, TokenStream
 from serried.recipes.data.prepared.tokenize import (
@@ -53,6 +56,7 @@ _FORMAT = 3
 """Version of everything else that the key depends on: disk layout, reading of sources, and splitting."""
 
 _SAMPLE_TOKENS = 100
+_PROCESS = "serried.recipes.data.prepared.shared_preparation"
 _FILES_AT_URL = ("text", "tokens")
 """Sources that read files of a bucket themselves, so that a listing shows whether they have changed."""
 _CHECKSUM = "crc32"
@@ -155,14 +159,46 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
     Raises:
         UserError: the source is missing, empty, unreadable or changes while it is read, or the cache cannot be written.
     """
+    if is_bucket_url(section.cache_dir) and section.name != "tokens":  # flat files are used in place
+        return _prepared_by_process(section, show, threads)
     with Progress(show, threads or usable_cores()) as progress, downloads(cache_folder(section), progress.say):
         try:
-            return _prepare(section, progress)
-        except UserError as error:  # name objects of a bucket instead of their copies on this node
-            raise UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head)) from error
+            return prepare_source(section, progress)
+        except UserError as error:
+            raise _with_urls_of(error) from error
 
 
-def _prepare(section: DataSection, progress: Progress) -> Prepared:
+def _with_urls_of(error: UserError) -> UserError:
+    """Return ``error`` with the objects of a bucket instead of their copies on this node."""
+    return UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head))
+
+
+def _prepared_by_process(section: DataSection, show: Show | None, threads: int | None) -> Prepared:
+    """Prepare in another process, which uses the bucket ``data.cache_dir``."""
+    if not sources.is_found_elsewhere(section.name):
+        raise UserError(
+            f"data.cache_dir={section.cache_dir} is not supported with data={section.name}, which your script "
+            "registers; use a folder: data.cache_dir=/shared/tokens"
+        )
+    request = {
+        "section": section.model_dump(mode="json"), "threads": threads, "shows": show is not None,
+        "patience_seconds": PATIENCE_SECONDS,
+    }  # fmt: skip
+
+    def show_line(line: Mapping[str, Any]) -> None:
+        if show is not None:
+            show(line.get("show") or f"preparing data: downloading {size(line['done'])} of {size(line['total'])}")
+
+    try:
+        folder = ask_process(_PROCESS, request, show_line)
+    finally:
+        if show is not None:
+            show("")
+    return _used(section, named_tokenizer(section), open_prepared(Path(folder)))
+
+
+def prepare_source(section: DataSection, progress: Progress, shared: SharedCache | None = None) -> Prepared:
+    """Prepare ``section`` in this process. ``shared``: cache in a bucket to download from and upload to."""
     if getattr(section, "is_prepared", False):
         path = expanded(local_path(str(getattr(section, "path", "")), "data.path"))
         prepared = open_prepared(path.absolute())
@@ -177,13 +213,40 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     tokenizer = named_tokenizer(section)
     at_url = _memo_of_url(section, cache, tokenizer)
     if at_url is not None and (name := at_url.recall()) and is_intact(cache / name):
+        if shared is not None and not shared.has(name):
+            shared.publish(name, cache / name)
         return _used(section, tokenizer, open_prepared(cache / name))
+    if shared is None or at_url is None or at_url.state is None:
+        return _prepare_files(section, cache, tokenizer, at_url, progress, shared)
+    where, state = at_url.name, at_url.state
+    with shared.claimed(f"{where.partition('.')[0]}-{state[:32]}", lambda: shared.recall(where, state)) as found:
+        if found is None:
+            prepared = _prepare_files(section, cache, tokenizer, at_url, progress, shared)
+            shared.remember(where, state, prepared.folder.name)
+            return prepared
+    _fetch(found, cache, progress, shared)
+    at_url.remember(found)
+    return _used(section, tokenizer, open_prepared(cache / found))
+
+
+def _fetch(name: str, cache: Path, progress: Progress, shared: SharedCache) -> None:
+    progress.say(f"downloading prepared data {name}")
+    make_folder(cache / name, lambda partial: shared.fetch(name, partial), lambda: is_intact(cache / name), progress)
+
+
+def _prepare_files(
+    section: DataSection, cache: Path, tokenizer: Tokenizer | None, at_url: "_Memo | None", progress: Progress,
+    shared: SharedCache | None,
+) -> Prepared:  # fmt: skip
+    """Open the source, and prepare it unless this is done already."""
     source = open_source(section)
     settings = _settings(section, tokenizer, source.validation_split)
     joins = _joins_pieces(section, tokenizer, source)
     identity = [section.name, getattr(section, "path", None), *source.identity(), settings, *["joined"] * joins]
     memo = _Memo(cache, identity, source.state())
     if (name := memo.recall()) and is_intact(cache / name):
+        if shared is not None and not shared.has(name):
+            shared.publish(name, cache / name)
         return _used(section, tokenizer, open_prepared(cache / name))
     content = source.fingerprint(progress.phase("reading"))
     name = key = _key(settings, content)
@@ -199,9 +262,21 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
             assert tokenizer is not None
             write_summary(partial, *source.write(partial), source.noun, tokenizer)
         else:
-            _fill(partial, section, source, tokenizer, progress, key, earlier_keys)
+            if shared is not None:
+                shared.fetch_finished_jobs(name, partial)
+            after = None if shared is None else partial_function(shared.publish_job, name, partial)
+            _fill(partial, section, source, tokenizer, progress, key, earlier_keys, after)
+            if shared is not None:
+                shared.wait_for_jobs()
 
-    make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
+    with contextlib.ExitStack() as stack:
+        found = shared and stack.enter_context(shared.claimed(name, lambda: name if shared.has(name) else None))
+        if shared is not None and found:
+            _fetch(name, cache, progress, shared)
+        else:
+            make_folder(cache / name, write, lambda: is_intact(cache / name), progress)
+            if shared is not None:
+                shared.publish(name, cache / name)
     for remembered in (memo, at_url):
         if remembered is not None:
             remembered.remember(name)
@@ -255,9 +330,11 @@ def open_prepared(folder: Path) -> Prepared:
 
 
 def cache_folder(section: DataSection) -> Path:
-    """Return ``data.cache_dir``, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
+    """Return ``data.cache_dir`` if it is on this node, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
     try:
-        if section.cache_dir:
+        if is_bucket_url(section.cache_dir) and (scratch := os.environ.get("SERRIED_SCRATCH")):
+            return Path(scratch).absolute() / "prepared"
+        if section.cache_dir and not is_bucket_url(section.cache_dir):
             return expanded(str(section.cache_dir)).absolute()
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # as the XDG specification requires
@@ -320,7 +397,7 @@ class _Memo:
 
     def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
         self._path = cache / "memos" / f"{hashlib.sha256(json.dumps([*identity]).encode()).hexdigest()[:32]}.json"
-        self._state = state
+        self.state = state
 
     @property
     def name(self) -> str:
@@ -330,15 +407,15 @@ class _Memo:
     def recall(self) -> str | None:
         try:
             memo = json.loads(read_regular(self._path))
-            return memo["key"] if memo["state"] == self._state else None
+            return memo["key"] if memo["state"] == self.state else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def remember(self, key: str) -> None:
-        if self._state is not None:
+        if self.state is not None:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(self._path, {"state": self._state, "key": key})
+                write_json(self._path, {"state": self.state, "key": key})
 
 
 def _memo_of_url(section: DataSection, cache: Path, tokenizer: Tokenizer | None) -> _Memo | None:
@@ -364,6 +441,7 @@ def _fill(
     progress: Progress,
     key: str,
     earlier_keys: Sequence[str],
+    after_job: Callable[[int], None] | None = None,
 ) -> None:
     units = source.units()
     splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
@@ -385,6 +463,8 @@ def _fill(
             found = {split: _with_urls(shard).as_json(partial) for split, shard in made.items()}
             of_job.bad_rows = [with_urls(row) for row in of_job.bad_rows]
             write_json(done, {"counts": asdict(of_job), "shards": found})
+            if after_job is not None:
+                after_job(number)
         plain = json.loads(read_regular(done))
         counts.add(Counts.from_json(plain["counts"]))
         for split, shard in plain["shards"].items():

@@ -1,0 +1,220 @@
+"""Prepared data in a bucket, shared by nodes without a common disk: ``data.cache_dir=s3://BUCKET/FOLDER``.
+
+One process prepares the data on its disk and uploads each finished job; the others wait and download the result. If it
+dies, another process continues with the finished jobs::
+
+    memos/<hash>.json      the key of data that lies in a bucket, by its listing and the settings
+    claims/<name>.json     the process that prepares; it writes the object again every few seconds
+    <key>/                 shards; a done-NNNNN.json per finished job; when all are there, summary.json
+
+Two processes that prepare the same data at once, because one was thought dead, write the same bytes.
+"""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from serried.configs.plain_data import parse_json
+from serried.recipes.data.readers.reading_progress import Progress
+from serried.recipes.data.readers.source import SPLITS
+from serried.records.bucket_files import ObjectCopy, download_objects, send_file
+from serried.records.object_store import open_store
+from serried.records.store import ABSENT, Conflict, Expect, Listed, Store, StoreError
+
+PATIENCE_SECONDS = 45.0
+"""Time without a sign of life after which another process takes over."""
+_KEY = re.compile(r"[0-9a-f]{32}")
+_KINDS = ("bin", "starts", "supervised", "weights", "places", "crc32")
+_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-([0-9]{{5,}})\.(?:{'|'.join(_KINDS)})|tokenizer\.json")
+_DONE = re.compile(r"done-([0-9]{5,})\.json")
+_SUMMARY = "summary.json"
+_LONGEST_WAIT_SECONDS = 10.0
+
+
+class SharedCache:
+    """Prepared data in a bucket."""
+
+    def __init__(self, url: str, progress: Progress, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._store = open_store(url, "data.cache_dir")
+        self._progress, self._patience_seconds = progress, patience_seconds
+        self._pool = ThreadPoolExecutor(2)
+        self._uploads: list[Future[None]] = []
+
+    # memos ------------------------------------------------------------------------------------------------------------
+
+    def recall(self, name: str, state: str) -> str | None:
+        """Return the key that the memo ``name`` records for data with this ``state``."""
+        found = self._store.get(f"memos/{name}")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            memo = parse_json(found[0]) if found else {}
+            if memo["state"] == state and _KEY.fullmatch(memo["key"]) and self.has(memo["key"]):
+                return str(memo["key"])
+        return None
+
+    def remember(self, name: str, state: str, key: str) -> None:
+        """Write the memo ``name``."""
+        self._store.put(f"memos/{name}", json.dumps({"state": state, "key": key}).encode())
+
+    # prepared data ----------------------------------------------------------------------------------------------------
+
+    def has(self, key: str) -> bool:
+        """Return whether the data ``key`` is complete."""
+        return self._store.stat(f"{key}/{_SUMMARY}") is not None
+
+    def fetch(self, key: str, folder: Path) -> None:
+        """Download the complete data ``key`` into ``folder``, its summary last."""
+        objects = self._objects(key)
+        self._download(folder, [each for name, each in objects.items() if _FILE.fullmatch(name)])
+        self._download(folder, [objects[_SUMMARY]])
+
+    def fetch_finished_jobs(self, key: str, folder: Path) -> None:
+        """Download the finished jobs of an interrupted preparation that ``folder`` does not have."""
+        objects = self._objects(key)
+        done = {name: match[1] for name in objects if (match := _DONE.fullmatch(name))}
+        done = {name: number for name, number in done.items() if not (folder / name).exists()}
+        if done:
+            self._progress.say(f"continuing with {len(done)} parts that another process prepared")
+        wanted = [name for name in objects if (match := _FILE.fullmatch(name)) and match[1] in done.values()]
+        if (tokenizer := folder / "tokenizer.json").name in objects and not tokenizer.exists():
+            wanted.append(tokenizer.name)
+        self._download(folder, [objects[name] for name in wanted])
+        self._download(folder, [objects[name] for name in done])
+
+    def _objects(self, key: str) -> dict[str, Listed]:
+        return {each.key.removeprefix(f"{key}/"): each for each in self._store.list(key)}
+
+    def _download(self, folder: Path, objects: Iterable[Listed]) -> None:
+        copies = [
+            ObjectCopy(each.key, each.size_bytes, each.tag, folder / each.key.rpartition("/")[2]) for each in objects
+        ]
+        download_objects(self._store, copies)
+
+    def publish_job(self, key: str, folder: Path, number: int) -> None:
+        """Upload the files of a finished job in the background."""
+        done = f"done-{number:05d}.json"
+        names = [f"{split}-{number:05d}.{kind}" for split in SPLITS for kind in _KINDS]
+
+        def send(content: bytes) -> None:
+            for name in ["tokenizer.json", *names]:
+                if (folder / name).exists():
+                    send_file(self._store, f"{key}/{name}", folder / name)
+            self._store.put(f"{key}/{done}", content)  # last: it stands for the other files
+
+        self._uploads.append(self._pool.submit(send, (folder / done).read_bytes()))
+
+    def wait_for_jobs(self) -> None:
+        """Wait until the files of all finished jobs are uploaded. Raises ``StoreError`` if one is not."""
+        while self._uploads:
+            self._uploads.pop().result()
+
+    def publish(self, key: str, folder: Path) -> None:
+        """Upload what is missing of the complete data ``key`` in ``folder``."""
+        objects = self._objects(key)
+        for file in sorted(folder.iterdir()):
+            there = objects.get(file.name)
+            is_there = there is not None and there.size_bytes == file.stat().st_size and file.suffix != ".json"
+            if file.name != _SUMMARY and not is_there:
+                send_file(self._store, f"{key}/{file.name}", file)
+        with contextlib.suppress(Conflict):  # another process was first, with the same bytes
+            self._store.put(f"{key}/{_SUMMARY}", (folder / _SUMMARY).read_bytes(), ABSENT)
+        self._store.delete([each.key for name, each in objects.items() if _DONE.fullmatch(name)])
+
+    # the claim --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def claimed(self, name: str, find: Callable[[], str | None]) -> Iterator[str | None]:
+        """Yield None while this process holds the claim ``name``, or what ``find`` returns when another process has
+        finished."""
+        claim = _Claim(self._store, f"claims/{name}.json", self._patience_seconds)
+        wait_seconds = min(2.0, self._patience_seconds / 10)
+        while (found := find()) is None and not claim.take():
+            self._progress.say(f"waiting for {claim.holder}, which is preparing the same data")
+            time.sleep(wait_seconds)
+            wait_seconds = min(wait_seconds * 1.2, _LONGEST_WAIT_SECONDS, self._patience_seconds / 4)
+        if found is None:
+            with claim.kept():
+                found = find()  # its last holder may have finished in between
+                if found is None:
+                    yield None
+                    return
+        yield found
+
+
+class _Claim:
+    """An object that says which process works. Only its changes count; no clock of another machine is used."""
+
+    def __init__(self, store: Store, key: str, patience_seconds: float) -> None:
+        self._store, self._key, self._patience_seconds = store, key, patience_seconds
+        self._owner = uuid.uuid4().hex
+        self._number = 0
+        self._tag: Expect | str = ABSENT
+        self._seen_at = time.monotonic()
+        self._ended = threading.Event()
+        self.holder = ""
+        """Host of the process that holds the claim."""
+
+    def take(self) -> bool:
+        """Take the claim if it is free, or its holder has not written it for some time. Return whether this process
+        holds it."""
+        found = self._store.get(self._key)
+        if found is None:
+            self._tag = ABSENT
+        elif self._is_ours(found):
+            return True
+        elif found[1] != self._tag:
+            self._tag, self._seen_at = found[1], time.monotonic()
+            return False
+        elif time.monotonic() - self._seen_at < self._patience_seconds:
+            return False
+        return self._write()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context manager that keeps the claim alive, and gives it up at the end."""
+        thread = threading.Thread(target=self._renew, daemon=True, name="claim")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+            with contextlib.suppress(StoreError):
+                found = self._store.get(self._key)
+                if found is not None and self._is_ours(found):
+                    self._store.delete([self._key])
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._patience_seconds / 5):
+            with contextlib.suppress(StoreError):  # tried again; if another process takes over, both write the same
+                if not self._write():
+                    return
+
+    def _write(self) -> bool:
+        """Write the claim if it is unchanged. Return whether this process holds it."""
+        self._number += 1
+        content = {"owner": self._owner, "host": socket.gethostname(), "number": self._number}
+        with contextlib.suppress(Conflict):
+            try:
+                self._tag = self._store.put(self._key, json.dumps(content).encode(), self._tag)
+                return True
+            except StoreError:
+                pass  # it may have been written
+        found = self._store.get(self._key)
+        return found is not None and self._is_ours(found)
+
+    def _is_ours(self, found: tuple[bytes, str]) -> bool:
+        content = {}
+        with contextlib.suppress(ValueError):
+            content = parse_json(found[0])
+        self.holder = str(content.get("host", "another process")) if isinstance(content, dict) else ""
+        if not isinstance(content, dict) or content.get("owner") != self._owner:
+            return False
+        self._tag = found[1]
+        return True

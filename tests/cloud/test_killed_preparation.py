@@ -1,0 +1,124 @@
+"""Nodes that share prepared data through a bucket, one of which is killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serried.configs import bucket_paths
+from serried.configs.schema.data import DataSection, data_section
+from serried.recipes.data.prepared import prepare as prepare_module
+from testing.s3_server import BUCKET, S3Server
+
+_SMALL = "tests.support.small_shards"
+_DOCUMENTS = 400
+
+
+def section(server: S3Server, folder: str, cache: str) -> DataSection:
+    return data_section(
+        name="text", path=server.url(f"{folder}/text"), sequence_length=64, cache_dir=server.url(f"{folder}/{cache}")
+    )
+
+
+def put_text(server: S3Server, folder: str) -> None:
+    rows = [{"text": f"document {number} has {number * number} words"} for number in range(_DOCUMENTS)]
+    for part in range(10):
+        content = "".join(json.dumps(row) + "\n" for row in rows[part::10]).encode()
+        server.client().put_object(Bucket=BUCKET, Key=f"{folder}/text/{part}.jsonl", Body=content)
+
+
+def start_node(data: DataSection, disk: Path) -> "subprocess.Popen[str]":
+    """Start a process that prepares, as on a node with its own ``disk``."""
+    request = {"section": data.model_dump(mode="json"), "threads": 1, "shows": False, "patience_seconds": 1.0}
+    process = subprocess.Popen(
+        [sys.executable, "-m", _SMALL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(disk)}, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def written(server: S3Server, folder: str) -> int:
+    """Number of objects written below ``folder`` so far."""
+    return sum(line.startswith("PUT") and f"/{folder}/" in line for line in server.requests())
+
+
+def kill_after(server: S3Server, folder: str, cache: str, puts: int, disk: Path) -> bool:
+    """Start a node, and kill it after ``puts`` objects. Return whether it was still running."""
+    with start_node(section(server, folder, cache), disk) as process:
+        while written(server, f"{folder}/{cache}") < puts and process.poll() is None:
+            time.sleep(0.005)
+        was_running = process.poll() is None
+        process.kill()
+    return was_running
+
+
+def finished(server: S3Server, folder: str, cache: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Prepare on another node. Return all files of the prepared data in the bucket."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+    monkeypatch.setattr(prepare_module, "_PROCESS", _SMALL)
+    monkeypatch.setattr(prepare_module, "PATIENCE_SECONDS", 1.0)
+    bucket_paths.forget_listings()
+    data = prepare_module.prepare(section(server, folder, cache), threads=1)
+    key = data.folder.name
+    own = {file.name: file.read_bytes() for file in data.folder.iterdir()}
+    stored = {name.rpartition("/")[2]: content for name, content in server.objects(f"{folder}/{cache}/{key}").items()}
+    assert stored == own
+    assert not server.objects(f"{folder}/{cache}/claims")
+    return {"key": key, **stored}
+
+
+def check_kills(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: list[int]
+) -> None:
+    put_text(server, folder)
+    undisturbed = finished(server, folder, "whole", tmp_path / "whole", monkeypatch)
+    puts = written(server, f"{folder}/whole")
+    assert puts > 3 * 10  # of ten jobs
+    server.set_faults(latency=0.005)
+    for moment in moments:
+        at = 1 + puts * moment // 100
+        cache = f"killed-{moment}"
+        assert kill_after(server, folder, cache, at, tmp_path / f"{cache}-a")
+        before = len(server.requests())
+        assert finished(server, folder, cache, tmp_path / f"{cache}-b", monkeypatch) == undisturbed
+        if 30 <= moment <= 80:  # finished jobs are downloaded, not prepared again
+            requests = server.requests()[before:]
+            assert any("GET /" in line and line.endswith("/done-00000.json") for line in requests)
+            assert not any("PUT /" in line and line.endswith("/done-00000.json") for line in requests)
+
+
+@pytest.mark.cloud
+def test_killed_preparation_is_continued_by_another_node(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_kills(server, folder, tmp_path, monkeypatch, [50])
+
+
+@pytest.mark.slow
+def test_preparation_killed_at_ten_moments_gives_the_same_bytes(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_kills(server, folder, tmp_path, monkeypatch, [0, 8, 16, 25, 35, 45, 55, 65, 75, 85])
+
+
+@pytest.mark.cloud
+def test_nodes_that_start_together_prepare_once(server: S3Server, folder: str, tmp_path: Path) -> None:
+    put_text(server, folder)
+    nodes = [start_node(section(server, folder, "cache"), tmp_path / name) for name in "ab"]
+    folders = []
+    for node in nodes:
+        with node:
+            assert node.stdout is not None
+            folders.append(Path(json.loads(list(node.stdout)[-1])["answer"]))
+    first, second = ({file.name: file.read_bytes() for file in place.iterdir()} for place in folders)
+    assert first == second
+    text = [line for line in server.requests() if line.startswith("GET /") and f"/{folder}/text/" in line]
+    assert len(text) == 10

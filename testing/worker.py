@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from testing.forked_runs import settle, torchruns_variables
 
 
@@ -30,6 +32,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     for key in torchruns_variables(0, 1, 0):
         os.environ.pop(key, None)
     os.environ |= task["environment"]
+    torch.manual_seed(1)  # else what a task draws depends on those before it
     with Path(task["output"]).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

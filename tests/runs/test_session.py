@@ -219,9 +219,13 @@ def test_node_with_a_mistake_reports_it_without_rank_0() -> None:
 
 def fail_in_turn() -> list[object]:
     with open_session(LaunchSection()) as session:
-        if session.rank != 1:
-            time.sleep(0.5)
-        return list(session.cause.first(UserError("mine") if session.rank == 1 else RuntimeError("echo\nof it")))
+        if session.rank == 1:
+            found = session.cause.first(UserError("mine"))
+            session.gather("the failure is known")
+        else:
+            session.gather("the failure is known")
+            found = session.cause.first(RuntimeError("echo\nof it"))
+        return list(found)
 
 
 def test_all_ranks_know_who_failed_first_and_why(cluster: Cluster) -> None:

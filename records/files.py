@@ -50,3 +50,22 @@ def write_atomically(path: Path, content: str | bytes, *, survives_power_loss: b
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with replacing(path, survives_power_loss=survives_power_loss) as file:
         file.write(data)
+
+
+def make_scratch(folder: Path) -> None:
+    """Create a scratch folder for a run in a bucket, which only this user can read.
+
+    Raises ``UserError`` if it cannot be created, or its parent, which may be in a folder that all users share, belongs
+    to another user.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        owner = folder.parent.lstat().st_uid
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        if owner == os.getuid() or "SERRIED_SCRATCH" in os.environ:
+            return
+        reason = f"{folder.parent} belongs to another user"
+    raise UserError(f"cannot use the scratch folder {folder}: {reason}; set SERRIED_SCRATCH to a folder of yours")

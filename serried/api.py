@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.override_parser import config_dirs
@@ -170,7 +171,7 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     """Load a trained model on the CPU, in evaluation mode.
 
     Args:
-        path: A run folder or a checkpoint.
+        path: A run folder or a checkpoint, or the URL of a run in a bucket.
         task: The class of the task that trained it. Not needed for built-in tasks and tasks of installed packages.
 
     Raises:
@@ -179,8 +180,11 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     Example:
         >>> model = serried.load_model("runs/houses", Houses)
     """
+    from serried.bucket_copies import copy_with_checkpoint
     from serried.saved import open_model
 
+    if is_bucket_url(path):
+        path = copy_with_checkpoint(str(path))
     return open_model(Path(path), declaration(task) if task else None)
 
 

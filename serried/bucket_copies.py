@@ -11,6 +11,7 @@ from serried.configs.bucket_urls import check_bucket_url, is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema.fields import parse_count, scratch_folder
+from serried.records.files import make_scratch
 from serried.records.head import Entry, HeadContent, read_head
 from serried.records.mirror import download, download_records, download_summary
 from serried.records.object_store import open_store
@@ -40,6 +41,11 @@ def with_local_copies(command: str, words: Sequence[str]) -> list[str]:
     if has_copy and command == "report" and not any(word.startswith("out=") for word in words):
         replaced.append("out=report.html")  # not in the copy
     return replaced
+
+
+def copy_with_checkpoint(url: str) -> Path:
+    """Return a local copy of the run at ``url`` with its newest checkpoint. Raises ``UserError`` if there is none."""
+    return _copy("export", check_bucket_url(url, "path"), [])
 
 
 def _copy(command: str, url: str, steps: Sequence[str]) -> Path:
@@ -74,21 +80,10 @@ def opened(url: str) -> Iterator[tuple[Store, HeadContent]]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Create ``folder``, and lock it against other commands and ranks on this node."""
-    make_private(folder)
+    make_scratch(folder)
     with folder.with_name(f"{folder.name}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def make_private(folder: Path) -> None:
-    """Create a scratch folder that only this user can read. Raises ``UserError`` if it cannot be created."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise UserError(
-            f"cannot create the scratch folder {folder}: {error.strerror}; set SERRIED_SCRATCH to a folder"
-        ) from None
 
 
 def chosen_entries(url: str, head: HeadContent, steps: Sequence[str]) -> list[Entry]:

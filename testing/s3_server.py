@@ -27,7 +27,9 @@ class S3Server:
             server.set_faults(slow_down=0.1)
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, host: str = "127.0.0.1") -> None:
+        """``host``: another address of this machine on which the proxy listens, besides loopback."""
+        self._host = host
         self._port, self.proxy_port = _free_port(), _free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
         quiet: dict[str, Any] = {
@@ -36,7 +38,7 @@ class S3Server:
         }  # fmt: skip
         commands = (
             ("moto.server", "-H", "127.0.0.1", "-p", str(self._port)),
-            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed)),
+            ("testing.faulty_proxy", str(self.proxy_port), str(self._port), str(seed), host),
         )
         try:
             for command in commands:
@@ -51,16 +53,16 @@ class S3Server:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of a process that uses the server through the proxy."""
-        return self._environment(self.proxy_port)
+        return self._environment(self.proxy_port, self._host)
 
     @property
     def past_the_proxy(self) -> dict[str, str]:
         """Environment variables of a process that uses the server itself, without faults and counts."""
-        return self._environment(self._port)
+        return self._environment(self._port, "127.0.0.1")
 
-    def _environment(self, port: int) -> dict[str, str]:
+    def _environment(self, port: int, host: str) -> dict[str, str]:
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "server-key",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "server-key",
             "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
         }  # fmt: skip
 

@@ -16,6 +16,7 @@ from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import with_values
 from serried.parallel.layout.mesh import resolve_layout
 from serried.records.bucket_run import BucketRun
+from serried.records.files import make_scratch
 from serried.records.mirror import Mirror
 from serried.records.object_store import open_store
 from serried.records.report import write_report
@@ -269,6 +270,8 @@ def _claimed_folder(
     url = config.run.url
 
     def claim() -> int:
+        if url is not None:
+            make_scratch(config.run.dir)
         claimed.append(RunFolder(config.run.dir))
         if url is None:
             return 0
@@ -283,7 +286,7 @@ def _claimed_folder(
     epoch = session.once(claim)
     upload: BucketRun | Mirror | None = runs[0] if runs else None
     if url is not None:
-        config.run.dir.mkdir(parents=True, exist_ok=True)
+        make_scratch(config.run.dir)
         if session.local_rank == 0 and upload is None:
             upload = Mirror(open_store(url), epoch, config.run.dir, console.log, is_main=False)
     return claimed[0] if claimed else None, upload

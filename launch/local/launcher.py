@@ -18,6 +18,7 @@ from serried.configs.formats import printable
 from serried.configs.schema.sections import RunConfig
 from serried.launch.local.forks import fork_ranks, load_to_fork
 from serried.launch.local.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
+from serried.records.files import make_scratch
 from serried.records.run_folder import refuse_links
 from serried.records.status import Status, read_status, record_kill
 from serried.runtime.import_signals import (
@@ -58,6 +59,8 @@ def run_local(
     """
     started, world = time.time(), processes_per_node(config.launch)
     check_temporary_folder()
+    if config.run.url is not None:
+        make_scratch(config.run.dir)
     refuse_links(config.run.dir)
     try:
         (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from testing.disturb import is_alive
 from testing.rank_pool import ROOT
 from testing.runs import metrics, tiny_overrides
+from testing.s3_server import S3Server
 from tests.support.hosts import Hosts, why_not
 from tests.support.slurm import wait_for
 
@@ -227,6 +229,71 @@ def test_ranks_of_other_hosts_end_soon_after_the_first_host(how: str, hosts: Hos
     now = json.loads((run_dir / "status.json").read_text())
     assert (now["state"], now["exit_code"]) == ("stopped", 75), now
     assert how != "dies" or now["reason"].startswith("the first node is gone: its store at node0:29500")
+
+
+def test_run_in_a_bucket_resumes_on_one_host_after_the_other_is_lost(hosts: Hosts, text: Path, tmp_path: Path) -> None:
+    """Each host has a disk of its own, which is empty when the host starts and ends with it."""
+    disk, outputs = tmp_path / "disk", [tmp_path / f"{host}.log" for host in range(3)]
+    disk.mkdir()
+    variables = {"HOME": str(disk), "SERRIED_SCRATCH": str(disk / "scratch"), "AWS_ALLOW_HTTP": "true"}
+    mounted = ("--no-python", "sh", "-c", 'mountpoint -q "$0" || mount -t tmpfs none "$0" && exec "$@"', str(disk))
+    program = (*mounted, sys.executable, "train.py")
+
+    def printed() -> str:
+        return "".join(path.read_text(errors="replace")[-4000:] for path in outputs if path.exists())
+
+    started: list[subprocess.Popen[bytes]] = []
+    with S3Server(host=hosts.address()) as server:
+        argv = [
+            word for word in tiny_overrides(
+                text, server.url("runs/hosts"), "trainer.steps=1000000", "schedule=constant", "checkpoint.every=10",
+                "launch.device=cpu", f"launch.step_timeout_seconds={_NOTICED_SECONDS}",
+                "launch.start_timeout_seconds=60",
+            ) if not word.startswith("data.cache_dir=")
+        ]  # fmt: skip
+
+        def steps(event: str = "step") -> list[dict[str, Any]]:
+            head = json.loads(server.objects("runs/hosts/head.json").get("runs/hosts/head.json", '{"records": 0}'))
+            of_epoch = server.objects(f"runs/hosts/records/{head['records']}/metrics")
+            lines = b"".join(of_epoch[key] for key in sorted(of_epoch)).splitlines()
+            return [line for line in map(json.loads, lines) if line["event"] == event]
+
+        def state() -> str:
+            head = json.loads(server.objects("runs/hosts/head.json")["runs/hosts/head.json"])
+            key = f"runs/hosts/records/{head['records']}/status.json"
+            return str(json.loads(server.objects(key)[key])["state"])
+
+        try:
+            environment = server.environment | variables
+            for host in range(2):
+                started.append(start_plain(hosts, host, outputs[host], argv, program, **environment))
+            wait_for(lambda: len(steps("checkpoint")) >= 2, "two checkpoints of two hosts", printed)
+            started[1].kill()
+            assert started[0].wait(3 * _NOTICED_SECONDS + 60) != 0, printed()
+            alone = [word for word in argv if not word.startswith("trainer.steps=")]
+            saved = len(steps("checkpoint"))
+            command = [*program[1:], *alone, "trainer.steps=1000000"]
+            with outputs[2].open("wb") as file:
+                started.append(subprocess.Popen(
+                    hosts.command(1, command, own_processes=True), cwd=ROOT, stdout=file, stderr=file,
+                    env=os.environ | environment,
+                ))  # fmt: skip
+            wait_for(lambda: len(steps("checkpoint")) > saved + 1, "checkpoints of the host that is left", printed)
+            ask = [sys.executable, "-m", "serried", "stop", server.url("runs/hosts")]
+            subprocess.run(ask, cwd=ROOT, env=os.environ | environment, check=True, timeout=120)
+            assert started[2].wait(120) == 75, printed()
+            assert state() == "stopped"
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        assert [line["world_size"] for line in steps("start")] == [2, 1]
+        local = tmp_path / "run"
+        local.mkdir()
+        lines = [*steps("start"), *steps()]
+        (local / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not any(disk.iterdir()), "neither host wrote to a disk of this machine"
+    check_every_sample_once(local, text, tmp_path)
 
 
 def make_a_host_and_die(folder: str, how: str) -> None:

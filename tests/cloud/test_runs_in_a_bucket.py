@@ -135,9 +135,22 @@ class Raises(Callback):
         raise RuntimeError(f"in step {run.step}")
 
 
+LAUNCHER = """
+import os, sys
+from serried.program import main
+from serried.runtime.exit import leave
+launcher = os.getpid()
+code = main(sys.argv[1:])
+if os.getpid() == launcher and "obstore" in sys.modules:
+    print("the launcher used the bucket")
+leave(code)
+"""
+"""A launcher that reports if it loaded the library that must not be used before a fork."""
+
+
 def ended_of(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "train.py", *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", LAUNCHER, *words], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -156,6 +169,7 @@ def test_no_file_object_or_line_has_a_credential(
     words = tiny_overrides(text, url, "launch=local", "launch.processes=2", "launch.device=cpu")
     ended = ended_of(words)
     assert ended.returncode == 0, ended.stderr
+    assert "the launcher used the bucket" not in ended.stdout
     objects = server.objects(folder)
     assert len([key for key in objects if "/records/1/log/" in key]) == 2, "of both ranks, which the launcher forked"
     crashed = ended_of([*words, "trainer.steps=9", "--callback", f"{__name__}:Raises"])

@@ -180,8 +180,9 @@ def defaults_of_transformers() -> dict[str, dict[str, Any]]:
             derived["rope_parameters"] = {key: rope[key] for key in rope if key not in _OF_ROPE}
         tables["DEFAULTS"][kind] = own | derived
         # transformers accepts a null base, but cannot compute angles with it.
-        numbers = [key for key in own | derived if key != "rope_parameters"]
-        needed = [key for key in numbers if "rope_" in key or not _takes_null(made, key)]
+        bases = ("rope_theta", "rope_local_base_freq")
+        named = [key for key in own | derived if key != "rope_parameters"]
+        needed = [key for key in named if key in bases or not _takes_null(made, key)]
         tables["NOT_NULL"][kind] = tuple(needed)
         aliases = (pair if pair[1] in own else pair[::-1] for pair in made.attribute_map.items())
         tables["ALIASES"][kind] = {further: name for further, name in aliases if name in own}

@@ -8,6 +8,8 @@ from serried.configs.plain_data import read_json
 
 _FAMILIES = {"gemma3": "gemma3_text"}
 """Maps the ``model_type`` of a model that also reads images to the ``model_type`` of its text part."""
+_EQUAL = {"kimi_k2": "deepseek_v3"}
+"""Maps a ``model_type`` that transformers lacks to the one with the same architecture."""
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -21,6 +23,8 @@ _HEAD = "lm_head."
 def text_part(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``config.json`` of the text part of a model. ``found``: ``config.json`` of the full model, which is
     returned unchanged if the model reads only text."""
+    if found.get("model_type") in _EQUAL:
+        return {**found, "model_type": _EQUAL[found["model_type"]]}
     inner = found.get("text_config")
     if found.get("model_type") not in _FAMILIES or not isinstance(inner, Mapping):
         return dict(found)

@@ -123,6 +123,7 @@ def _shape(section: Any) -> Shape | None:
         experts_per_token=section.experts_per_token,
         expert_hidden=section.expert_hidden_dim,
         dense_layers=section.dense_layers,
+        latent_projections=getattr(section, "projections", 0),
     )
 
 

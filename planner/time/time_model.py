@@ -50,6 +50,8 @@ class Shape(NamedTuple):
     experts."""
     attended: float = 1.0
     """Share of the attention scores that sliding windows keep."""
+    latent_projections: int = 0
+    """Number of parameters in the matrices of an attention with latent vectors; 0: it has none."""
 
     @property
     def width(self) -> int:
@@ -64,7 +66,12 @@ class Shape(NamedTuple):
     @property
     def of_dense(self) -> int:
         """Number of parameters in a block, without its routed experts."""
-        return 2 * self.dim * (self.width + self.kv_heads * self.head_dim) + self.matrices * self.dim * self.hidden
+        return self.projections + self.matrices * self.dim * self.hidden
+
+    @property
+    def projections(self) -> int:
+        """Number of parameters in the matrices of an attention."""
+        return self.latent_projections or 2 * self.dim * (self.width + self.kv_heads * self.head_dim)
 
     @property
     def of_experts(self) -> int:
@@ -216,7 +223,7 @@ def block_work(job: Job) -> Work:
     tokens = job.tokens
     tensor = layout.tensor
     parts = tensor if layout.sequence else 1  # ranks that activations between the matrices are sharded over
-    projections = 2 * shape.dim * (shape.width + shape.kv_heads * shape.head_dim)
+    projections = shape.projections
     products: dict[tuple[int, int, int], float] = {}
 
     def add(flops: float, *dims: float) -> None:

@@ -50,6 +50,7 @@ class Router(nn.Module):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.normalizes, self.scale = config.normalize_weights, config.routed_scale
+        self.groups, self.groups_per_token = config.expert_groups, config.groups_per_token
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
         self.bias = nn.Parameter(torch.empty(config.experts)) if bias else None
         self.balance_rate = config.balance_rate
@@ -71,6 +72,8 @@ class Router(nn.Module):
         correction = self.e_score_correction_bias
         scores = logits.softmax(dim=1) if correction is None else logits.sigmoid()
         ranking = scores.detach() if correction is None else scores.detach() + correction
+        if self.groups_per_token < self.groups:
+            ranking = self._in_best_groups(ranking)
         # A stable sort, so that among equal scores the first expert wins on every device; topk does not guarantee it.
         chosen = ranking.sort(dim=1, descending=True, stable=True).indices[:, : self.experts_per_token]
         weights = scores.gather(1, chosen)
@@ -81,6 +84,13 @@ class Router(nn.Module):
         if self.is_counting:
             self.loads = counts if self.loads is None else self.loads + counts
         return chosen, weights * self.scale, counts
+
+    def _in_best_groups(self, ranking: Tensor) -> Tensor:
+        """Replace ``ranking`` [T, E] by -inf outside of the groups with the largest sums of their two best experts."""
+        groups = ranking.unflatten(1, (self.groups, -1))
+        order = groups.topk(2).values.sum(2).sort(dim=1, descending=True, stable=True).indices
+        rest = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, order[:, self.groups_per_token :], True)
+        return groups.masked_fill(rest.unsqueeze(2), float("-inf")).flatten(1)
 
     def balance(self, loads: Tensor, accepted: Tensor) -> None:
         """If ``accepted``, raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by
@@ -321,7 +331,5 @@ class MoE(Llama):
         return {
             "architectures": ["Glm4MoeForCausalLM"],
             "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
-            "n_group": 1,
-            "topk_group": 1,
             "num_nextn_predict_layers": 0,
         }

@@ -12,30 +12,38 @@ from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers.rope_config import rope_of
 
 _FORMS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},
+    "qwen3_moe": {
+        "shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0, "expert_groups": 1,
+        "groups_per_token": 1,
+    },
     "mixtral": {
         "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "attention_bias": False,
-        "rotary_fraction": 1.0, "routed_scale": 1.0,
+        "rotary_fraction": 1.0, "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1,
     },
     "gpt_oss": {
         "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "rotary_fraction": 1.0,
-        "routed_scale": 1.0,
+        "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1,
     },
+    "deepseek_v3": {"qk_norm": False, "rotary_fraction": 1.0},
 }  # fmt: skip
 """Fixed values of the keys that a family's checkpoints cannot express, by family."""
 
 
+_SOFTMAX = ("qwen3_moe", "mixtral", "gpt_oss")
+"""Families whose router scores are a softmax, instead of sigmoids balanced by a bias."""
+_DEEPSEEK = {
+    "experts": "n_routed_experts",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "normalize_weights": "norm_topk_prob",
+    "routed_scale": "routed_scaling_factor",
+    "expert_groups": "n_group",
+    "groups_per_token": "topk_group",
+}
 _EXPERTS: Mapping[str, Mapping[str, str]] = {
-    "glm4_moe": {
-        "experts": "n_routed_experts",
-        "expert_hidden_dim": "moe_intermediate_size",
-        "shared_experts": "n_shared_experts",
-        "dense_layers": "first_k_dense_replace",
-        "normalize_weights": "norm_topk_prob",
-        "qk_norm": "use_qk_norm",
-        "rotary_fraction": "partial_rotary_factor",
-        "routed_scale": "routed_scaling_factor",
-    },
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK | {"qk_norm": "use_qk_norm", "rotary_fraction": "partial_rotary_factor"},
     "qwen3_moe": {
         "experts": "num_experts",
         "expert_hidden_dim": "moe_intermediate_size",
@@ -76,6 +84,11 @@ class MoESection(LlamaSection):
     """Number of initial layers with a dense feed-forward, of width ``hidden_dim``, instead of experts."""
     routed_scale: Number = Field(default=1.0, gt=0)
     """Factor on the output of the routed experts."""
+    expert_groups: Size = 1
+    """Number of groups of neighbouring experts."""
+    groups_per_token: Size = 1
+    """Number of groups that the experts of a token are chosen from: those with the largest sum of their two best
+    scores."""
     normalize_weights: bool = True
     """Divide the weights of a token's experts by their sum."""
     attention_bias: bool = False
@@ -95,7 +108,7 @@ class MoESection(LlamaSection):
     @property
     def has_router_bias(self) -> bool:
         """Whether routers use sigmoid scores balanced by a bias, instead of softmax."""
-        return self.family not in _FORMS
+        return self.family not in _SOFTMAX
 
     @property
     def output_bias(self) -> bool:
@@ -129,7 +142,6 @@ class MoESection(LlamaSection):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
         elif family not in _FORMS:
-            refuse_unless(found, n_group=1, topk_group=1)
             rotary = rope_of(found).get("partial_rotary_factor", found["partial_rotary_factor"])
             found["partial_rotary_factor"] = 1.0 if rotary is None else rotary
         keys = super().keys_from(found) | {"dense_layers": len(dense)}
@@ -141,6 +153,17 @@ class MoESection(LlamaSection):
             yield (
                 f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
                 f"use model.experts_per_token={self.experts}"
+            )
+        if self.experts % self.expert_groups or self.experts < 2 * self.expert_groups > 2:
+            yield (
+                f"model.expert_groups={self.expert_groups} does not divide model.experts={self.experts} into groups of "
+                "two or more; use model.expert_groups=1 model.groups_per_token=1"
+            )
+        chosen_from = self.experts // self.expert_groups * self.groups_per_token
+        if self.groups_per_token > self.expert_groups or self.experts_per_token > chosen_from:
+            yield (
+                f"model.groups_per_token={self.groups_per_token} of model.expert_groups={self.expert_groups} does not "
+                f"fit model.experts_per_token={self.experts_per_token}; use model.groups_per_token={self.expert_groups}"
             )
         if self.dense_layers > self.layers:
             yield (

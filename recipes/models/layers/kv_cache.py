@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one block, [B, K, capacity, E] each. Allocated with the dtype and device of the first keys."""
+    """Keys and values of one block, or what they are computed from, [B, K, capacity, E] each. Allocated with the dtype
+    and device of the first keys."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._length = capacity, 0
@@ -18,7 +19,7 @@ class LayerCache:
         if self._keys is None or self._values is None:
             batch, heads, _, width = keys.shape
             self._keys = keys.new_empty(batch, heads, self._capacity, width)
-            self._values = torch.empty_like(self._keys)
+            self._values = values.new_empty(*values.shape[:2], self._capacity, values.shape[3])
         first, self._length = self._length, self._length + keys.shape[2]
         self._keys[:, :, first : self._length] = keys
         self._values[:, :, first : self._length] = values

@@ -21,7 +21,7 @@ _READ: Mapping[str, Collection[str]] = {
 """Required keys of each type, in addition to ``factor``."""
 _OPTIONAL: Mapping[str, Collection[str]] = {
     "linear": ("original_max_sequence_length",),
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor",),
 }
 
@@ -55,6 +55,10 @@ class RopeScaling(Section):
     null."""
     truncate: bool = True
     """For ``yarn``: round the bounds between changed and unchanged frequencies to whole pairs."""
+    mscale: Number | None = Field(default=None, ge=0)
+    """For ``yarn``, with ``mscale_all_dim``: another form of ``attention_factor``, as in DeepSeek V3."""
+    mscale_all_dim: Number | None = Field(default=None, ge=0)
+    """For ``yarn``: divisor in that form; ``model.family=deepseek_v3`` also multiplies all scores by its square."""
     short_factor: tuple[Number, ...] | None = None
     """For ``longrope``: divisor of each frequency in documents of up to ``original_max_sequence_length`` tokens."""
     long_factor: tuple[Number, ...] | None = None
@@ -84,10 +88,16 @@ class RopeScaling(Section):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.rope_type == "yarn":
-            return _of_yarn(self.factor)
+            both = self.mscale and self.mscale_all_dim
+            return _of_yarn(self.factor, self.mscale or 1) / self.of_all_dims if both else _of_yarn(self.factor)
         if self.rope_type == "longrope" and self.factor > 1:
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
         return 1.0
+
+    @property
+    def of_all_dims(self) -> float:
+        """Factor on queries and keys in all dims, in models that have one."""
+        return _of_yarn(self.factor, self.mscale_all_dim) if self.mscale_all_dim else 1.0
 
     def pairs_mistake(self, pairs: int) -> str | None:
         """Return an error message if a list of factors does not have one value for each of ``pairs`` rotary pairs."""
@@ -127,8 +137,8 @@ class RopeScaling(Section):
                 f"{section}.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
             )
         fast, slow = self.beta_fast or 32, self.beta_slow or 1
-        if fast <= slow:
-            yield f"{section}.beta_fast={fast:g} must exceed {section}.beta_slow={slow:g}; the paper uses 32 and 1"
+        if fast < slow:
+            yield f"{section}.beta_fast={fast:g} is less than {section}.beta_slow={slow:g}; the paper uses 32 and 1"
         for name in ("short_factor", "long_factor"):
             if any(value <= 0 for value in getattr(self, name) or ()):
                 yield f"{section}.{name} has values of 0 or less, but frequencies are divided by them; correct them"
@@ -175,11 +185,6 @@ def scaling_from(found: Mapping[str, Any], types: Collection[str] = ROPE_TYPES) 
     wanted = ["factor", *(RopeScaling.names.get(key, key) for key in _READ[kind])]
     if missing := [key for key in wanted if rope.get(key) is None]:
         raise ValueError(f"has rope_type {kind} without {', '.join(missing)}")
-    if kind == "yarn" and rope.get("attention_factor") is None:  # DeepSeek's form of the factor
-        scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
-        if all(is_number(scale) and scale for scale in scales):
-            over, under = (_of_yarn(rope["factor"], scale or 1.0) for scale in scales)
-            rope["attention_factor"] = over / under
     optional = () if kind == "linear" else _OPTIONAL.get(kind, ())
     keys = {} if kind == "llama3" else {"rope_type": kind}
     for key in ("factor", *_READ[kind], *optional):

@@ -227,7 +227,11 @@ MISTAKES = [
     # model families
     _mistake("key of gemma2", "model=gemma3_1b|model.score_soft_cap=50", "=null, or model.family=gemma2"),
     _mistake("key of gemma3", "model=gemma2_9b|model.local_rope_theta=1e4", "=null, or model.family=gemma3"),
-    _mistake("window", "model.sliding_window=64", "model.family=gemma2, gemma3_text, mistral, phi3, but the run uses"),
+    _mistake(
+        "window",
+        "model.sliding_window=64",
+        "model.family=gemma2, gemma3_text, gpt_oss, mistral, phi3, but the run uses",
+    ),
     _mistake("soft cap", "model=gemma2_9b|model.attn_logit_softcapping=50", "did you mean model.score_soft_cap=50?"),
     _mistake("epsilon", "model=mistral7b|model.rms_norm_eps=1e-5", "did you mean model.norm_eps=1e-5?"),
     # optimizers and schedules

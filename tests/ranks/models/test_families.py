@@ -35,6 +35,11 @@ SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+LATENT = {
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14,
+}  # fmt: skip
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -64,6 +69,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "attention_bias": True,
     },
+    "deepseek_v3": LATENT
+    | {
+        "q_lora_rank": 20,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+        },
+    },
+    "deepseek_v3, direct queries": LATENT | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
@@ -217,6 +235,8 @@ VISION = 416_866_032
         ("gemma3_27b", 27_432_406_640 - VISION - 1152 * (5376 + 1)),
         ("phi4_mini", 3_836_021_760),
         ("gpt_oss_20b", 20_914_757_184),
+        ("deepseek_v3", 671_026_419_200 - 58 * 256),
+        ("kimi_k2", 1_026_408_232_448 - 60 * 384),
         ("gpt_oss_120b", 116_829_156_672),
     ],
 )
@@ -238,7 +258,28 @@ GPT_OSS = {
     "pad_token_id": 199999, "rms_norm_eps": 1e-5, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 150000,
     "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
 }  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": DEEPSEEK | {
+        "model_type": "kimi_k2", "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1,
+        "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+        "rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+    },
     "gpt_oss_20b": GPT_OSS | {
         "num_hidden_layers": 24, "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 12,
     },
@@ -405,10 +446,17 @@ ON_LAYOUTS["gpt_oss"] = OF_EXPERTS | {
 }
 LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 """The last two where attention differs from that of llama, which test_parity.py trains on all."""
+ON_LAYOUTS["deepseek_v3"] = {
+    "model.layers": "3", "model.dim": "48", "model.hidden_dim": "80", "model.heads": "4", "model.kv_heads": "4",
+    "model.query_rank": "20", "model.key_value_rank": "12", "model.plain_head_dim": "10",
+    "model.rotary_head_dim": "8", "model.value_head_dim": "14", "model.experts": "8", "model.expert_groups": "4",
+    "model.groups_per_token": "2", "model.experts_per_token": "2", "model.expert_hidden_dim": "24",
+    "model.dense_layers": "1",
+}  # fmt: skip
 OF_MIXTURES = (*LAYOUTS, "fsdp x2 (ZeRO-3)", "hsdp 2x2", "expert x2", "expert x2 x tensor x2")
 NAMED = {cut.name: cut for cut in (*EXPERT_CUTS, *CUTS)}
 SELECTIVE = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
-WHOLLY = {"gpt_oss": "selective"}
+WHOLLY = {"gpt_oss": "selective", "deepseek_v3": "none"}
 """Families with all layouts, and their activation checkpointing."""
 DAILY = ("olmo2_7b",)
 

@@ -46,7 +46,7 @@ ALL = [
     for family in FAMILIES
     for kind in TYPES
     if family != "gpt2" and "," not in family and (family != "phi3" or kind.startswith("longrope"))
-    if "," not in kind or family in ("qwen3", "phi3", "gemma3_text")
+    if "," not in kind or family in ("qwen3", "phi3", "gemma3_text", "deepseek_v3")
 ]
 """Optional keys are those of the type, whatever the family, except in Gemma 3."""
 DAILY = [("llama", "dynamic"), ("qwen3", "yarn, all keys"), ("phi3", "longrope"), ("gemma3_text", "linear")]
@@ -55,6 +55,7 @@ DAILY = [("llama", "dynamic"), ("qwen3", "yarn, all keys"), ("phi3", "longrope")
 def rope_of(family: str, kind: str) -> dict[str, Any]:
     """Keys of a ``config.json`` that scale the rotary embeddings of the model in ``FAMILIES``."""
     head_dim = FAMILIES[family].get("head_dim", SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    head_dim = FAMILIES[family].get("qk_rope_head_dim", head_dim)
     fraction = 0.5 if family in PARTIAL else 1.0
     name, pairs = kind.partition(",")[0], int(head_dim * fraction) // 2
     rope: dict[str, Any] = {"rope_type": name, "rope_theta": 500.0, **TYPES[kind]}

@@ -42,6 +42,12 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "deepseek_v3": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False, "attention_bias": True,
+        "n_group": 2, "topk_group": 1, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 14, "rope_interleave": False, "num_key_value_heads": 4,
+    },
     "gpt_oss": {
         "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 9, "swiglu_limit": 2.5,
         "attention_bias": False,
@@ -82,6 +88,8 @@ def read_by_transformers(kind: str, found: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bool(values.get("attention_bias")),
         "dense_layers": getattr(config, "first_k_dense_replace", len(getattr(config, "mlp_only_layers", ()))),
     }
+    if kind == "deepseek_v3":
+        values["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
     if kind == "gpt_oss":
         values |= {
             "global_every": config.layer_types.index("full_attention") + 1,
@@ -175,11 +183,13 @@ def test_run_started_with_another_value_keeps_it_if_the_key_is_typed(kind: str, 
     folder.mkdir()
     run.mkdir()
     section = models.get(kind).section
-    found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    heads = 32 if kind == "deepseek_v3" else 8  # which has no other number
+    found = {"model_type": kind, "head_dim": 16, "num_attention_heads": 32, "num_key_value_heads": heads}
     (folder / "config.json").write_text(json.dumps(found))
     now = section.keys_from(found)
     values: dict[str, Any] = {
-        "rope_theta": 500.0, "norm_eps": 0.5, "kv_heads": 1, "sliding_window": 9, "rotary_fraction": 0.25,
+        "rope_theta": 500.0, "norm_eps": 0.5, "kv_heads": 1 if heads == 8 else heads, "sliding_window": 9,
+        "rotary_fraction": 0.25,
         "normalize_weights": not now.get("normalize_weights"), "attention_bias": not now.get("attention_bias"),
         "shared_experts": 3, "dense_layers": 2, "routed_scale": 2.5,
     }  # fmt: skip
@@ -209,6 +219,7 @@ def test_null_in_a_preset_is_not_treated_as_an_override(tmp_path: Path) -> None:
 
 OPTIONS: dict[str, Any] = {
     "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "shared_experts": 2, "dense_layers": 1,
+    "query_rank": None, "expert_groups": 2,
     "head_dim": 20, "normalize_weights": False, "sliding_window": 9, "padding_token": 3, "logit_soft_cap": 3.0,
 }  # fmt: skip
 """Values that differ from what ``sized`` has."""
@@ -222,7 +233,10 @@ def sized(kind: str, **changes: Any) -> Any:
     sizes |= {} if kind == "gpt2" else {"kv_heads": 2}
     if kind in _EXPERTS:
         sizes |= {"experts": 4, "experts_per_token": 2, "expert_hidden_dim": 24, "qk_norm": kind == "qwen3_moe"}
-    if kind == "glm4_moe":  # without one, transformers has matrices without elements
+    if kind == "deepseek_v3":
+        sizes |= {"kv_heads": 4, "query_rank": 20, "key_value_rank": 12, "plain_head_dim": 4, "rotary_head_dim": 4}
+        sizes |= {"value_head_dim": 6}
+    if kind in ("glm4_moe", "deepseek_v3"):  # without one, transformers has matrices without elements
         sizes["shared_experts"] = 1
     if kind in ("mixtral", "gpt_oss"):  # all of their layers have experts
         sizes["expert_hidden_dim"] = sizes["hidden_dim"]

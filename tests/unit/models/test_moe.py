@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serried.configs.compose import compose
+from serried.configs.errors import UserError
 from serried.parallel.axes.model_axes import shard_specs
 from serried.parallel.initialize import initialize
 from serried.parallel.layout.local_shards import held_parameters
@@ -137,6 +138,13 @@ def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
         ({"experts_per_token": 7}, "model.experts_per_token=7 exceeds model.experts=6; use model.experts_per_token=6"),
         ({"dense_layers": 4}, "model.dense_layers=4 exceeds model.layers=3; use model.dense_layers=2"),
         ({"rotary_fraction": 0.3}, "use model.rotary_fraction=1"),
+        ({"expert_groups": 4}, "model.expert_groups=4 does not divide model.experts=6 into groups of two or more; use"),
+        ({"expert_groups": 6}, "model.expert_groups=6 does not divide model.experts=6 into groups of two or more; use"),
+        (
+            {"expert_groups": 3, "experts_per_token": 3},
+            "model.groups_per_token=1 of model.expert_groups=3 does not fit model.experts_per_token=3; use "
+            "model.groups_per_token=3",
+        ),
         ({"family": "qwen3_moe"}, "use model.qk_norm=true, or model.family=glm4_moe"),
         ({"family": "mixtral", "shared_experts": 1}, "use model.shared_experts=0, or model.family=glm4_moe"),
     ],
@@ -144,6 +152,24 @@ def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
 def test_sizes_that_do_not_fit_are_reported_with_a_value_that_does(changes: dict[str, Any], answer: str) -> None:
     with pytest.raises(ValidationError, match=answer):
         section(**changes)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        (
+            "model.kv_heads=64",
+            "model.kv_heads=64 with model.family=deepseek_v3, where each of model.heads=128 has its own keys and "
+            "values; use model.kv_heads=128",
+        ),
+        ("model.head_dim=128", "model.plain_head_dim=128 and model.rotary_head_dim=64; use model.head_dim=null"),
+        ("model.value_head_dim=256", "exceeds the width of keys, 192; use model.value_head_dim=192"),
+        ("model.rotary_fraction=0.5", "cannot be expressed in checkpoints of model.family=deepseek_v3"),
+    ],
+)
+def test_sizes_that_do_not_fit_latent_attention_are_refused(word: str, answer: str) -> None:
+    with pytest.raises(UserError, match=answer):
+        compose(["model=deepseek_v3", "data.tokenizer=bytes", word])
 
 
 def test_glm45_air_has_its_published_size() -> None:

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.formats import duration
 from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
 from serried.launch.slurm.queue import jobs_of, queued_jobs, was_submitted
@@ -13,6 +12,7 @@ from serried.launch.sweep.sweep_table import RECORD, read_summary, table
 from serried.records.goodput import goodput_of
 from serried.records.lock import is_locked
 from serried.records.metrics import METRICS, last_of_each_kind
+from serried.records.run_folder import place_of
 from serried.records.status import STATUS, Status, read_status
 from serried.runtime.process import host_name
 
@@ -36,7 +36,7 @@ def describe_run(run_dir: Path) -> str:
     if outcomes:
         done = sum(outcome.is_finished for outcome in outcomes)
         return f"sweep  {run_dir}: {done} of {len(outcomes)} runs finished\n{table(keys, outcomes)}"
-    lines = [("run", _place(run_dir))]
+    lines = [("run", place_of(run_dir))]
     queued = queued_jobs()
     jobs = jobs_of(run_dir, queued or [])
     lines += [("job", job.describe()) for job in jobs]
@@ -78,7 +78,7 @@ def run_values(run_dir: Path) -> dict[str, Any]:
     newest = max((event["time"] for event in last.values() if is_number(event.get("time"))), default=None)
     steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
     return {
-        "run": _place(run_dir),
+        "run": place_of(run_dir),
         "state": state,
         "reason": status and status.reason,
         "exit_code": status and status.exit_code,
@@ -93,16 +93,10 @@ def run_values(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _place(run_dir: Path) -> str:
-    """Return the URL of the run in a bucket that ``run_dir`` is a copy of, or ``run_dir``."""
-    given = value_at("run.dir", read_if_there(run_dir / "config.yaml"))
-    return str(given) if is_bucket_url(given) else str(run_dir)
-
-
 def _is_killed(run_dir: Path, status: Status) -> bool:
     """Return whether the process of a ``running`` run is certainly gone: rank 0 ran on this host, its lock is free, and
     it has not recorded its end in the meantime."""
-    if _place(run_dir) != str(run_dir):  # a copy, which no process locks
+    if place_of(run_dir) != str(run_dir):  # a copy, which no process locks
         return False
     hosts = last_of_each_kind(run_dir / METRICS).get("start", {}).get("hosts")
     is_here = isinstance(hosts, list) and hosts[:1] == [host_name()]

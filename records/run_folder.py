@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
-from serried.configs.plain_data import NotPlainData, open_regular
+from serried.configs.plain_data import NotPlainData, open_regular, read_if_there, value_at
 from serried.records.files import write_atomically
 from serried.records.goodput import Goodput, goodput_of
 from serried.records.head import Head
@@ -272,6 +273,13 @@ class RunFolder:
                 if self._made_folder:
                     self.path.rmdir()
         self._lock.close()
+
+
+def place_of(folder: Path) -> str:
+    """Return the run folder as the user gave it: the URL of a run in a bucket if ``folder`` is its scratch folder or a
+    copy of it, else ``folder``."""
+    given = value_at("run.dir", read_if_there(folder / "config.yaml"))
+    return str(given) if is_bucket_url(given) else str(folder)
 
 
 def refuse_links(path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from serried.records.metrics import logged_images
+from serried.records.run_folder import place_of
 
 _SECTIONS = {"step": "train", "eval": "validation", "spike": "spike"}
 _LOGGED = "log"
@@ -61,7 +62,7 @@ class Rows:
     """Collects the metrics of one step from its events, so that a tracker gets each step once."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html")}
+        self.summary: dict[str, Any] = {"run_dir": place_of(run_dir), "report": f"{place_of(run_dir)}/report.html"}
         self._run_dir = run_dir
         self._row: Row | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serried.records.goodput import goodput_of
+from serried.records.run_folder import place_of
 from serried.records.status import read_status
 from serried.records.trackers.rows import Row, Run
 from serried.runtime.process import host_name
@@ -44,7 +45,7 @@ class WebhookTracker:
         text = f"serried run {self._run.name} {state} at step {step}{because} (goodput {goodput.line()})"
         values = {
             "text": text, "content": text, "run": self._run.name, "run_id": self._run.identity,
-            "run_dir": str(self._run.folder), "host": host_name(), "state": state, "reason": reason, "step": step,
+            "run_dir": place_of(self._run.folder), "host": host_name(), "state": state, "reason": reason, "step": step,
             "goodput": goodput.productive_share,
         }  # fmt: skip
         try:

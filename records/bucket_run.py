@@ -23,6 +23,7 @@ from serried.records.head import (
 from serried.records.mirror import RECORDS_PREFIX, Mirror, download_records, remove_records
 from serried.records.object_store import open_store
 from serried.records.run_folder import RECORDS, RunFolder
+from serried.records.status import STATUS
 from serried.records.store import ABSENT, Expect, Store, StoreError
 
 CONTROL = "control"
@@ -87,6 +88,8 @@ def _replace_records(folder: Path, head: Head) -> None:
             path.unlink(missing_ok=True)
     if records := head.content.records:
         download_records(head.store, records, folder)
+        with suppress(FileNotFoundError):
+            os.utime(folder / STATUS, (1, 1))  # it is of an earlier start
 
 
 def new_request(head: Head) -> str | None:

@@ -17,14 +17,20 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*Gb/s")
 class KubernetesSection(Section):
     """Job that ``launch=kubernetes`` creates: one pod per node, from ``launch.nodes``."""
 
-    kind: Literal["job", "jobset", "trainjob"] = "job"
+    kind: Literal["job", "jobset", "trainjob", "runtime"] = "job"
     """``job`` (an Indexed Job and a Service, which every cluster has), ``jobset`` (needs the JobSet controller) or
-    ``trainjob`` (needs Kubeflow Trainer)."""
+    ``trainjob`` (needs Kubeflow Trainer). ``runtime`` starts nothing: it creates a ClusterTrainingRuntime for such
+    TrainJobs, once for a cluster."""
+    runtime: _Name | None = None
+    """ClusterTrainingRuntime of a TrainJob. Null: Kubeflow's ``torch-distributed``, or ``serried`` with
+    ``kind=runtime``."""
     image: str | None = Field(default=None, min_length=1)
     """Container image with serried installed, with a tag or a digest."""
     claim: _Name | None = None
     """PersistentVolumeClaim that all pods can write (ReadWriteMany). It is the working folder of the pods, so relative
-    paths of the command are on it."""
+    paths of the command are on it. Null for a run in a bucket, unless the command has such paths."""
+    scratch: str = "200Gi"
+    """Space on the disk of a node for a run in a bucket: records, prepared data and caches."""
     gpus: PositiveCount | None = 8
     """Number of GPUs per pod; also sets ``launch.processes``. Null: none, to train on the CPU."""
     cpus: PositiveCount | None = None
@@ -44,7 +50,7 @@ class KubernetesSection(Section):
     node_selector: str | None = None
     """Labels of the nodes to use, quoted: ``'kubernetes.node_selector="pool=h100,zone=a"'``."""
     node_bandwidth: str = "10Gb/s"
-    """Bandwidth between a node and the volume. It determines how long a pod may save before it is killed."""
+    """Bandwidth between a node and the volume or bucket. It determines how long a pod may save before it is killed."""
     retries: Count = 3
     """Maximum number of restarts after a pod fails, for example when its container ran out of memory. Stopped runs and
     lost nodes do not count, and failed runs are not retried."""
@@ -70,7 +76,7 @@ class KubernetesSection(Section):
                 f"kubernetes.image={self.image} has no tag, so pods may run different versions; use "
                 f"kubernetes.image={self.image}:TAG"
             )
-        for key in ("memory", "shared_memory"):
+        for key in ("memory", "shared_memory", "scratch"):
             value = getattr(self, key)
             if value is not None and not _SIZE.fullmatch(value):
                 yield f"kubernetes.{key}={value} is not a size in Kubernetes' format; e.g. kubernetes.{key}=64Gi"

@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a run: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow Trainer.
+"""Kubernetes manifests of a run: an Indexed Job with a headless Service, a JobSet, or a TrainJob and its runtime.
 
 In each of them, a pod runs ``serried.launch.kubernetes.pod``. Its exit code decides what follows: 0 ends the pod, 75
 (stopped, and resumable) replaces it without counting, and 70 (failed) and 78 (a mistake) end the run. A pod that lost
@@ -17,7 +17,12 @@ from serried.runtime.process import processes_per_node
 
 WORKSPACE = "/workspace"
 """Working folder of the pods, where ``kubernetes.claim`` is mounted."""
+SCRATCH = "/scratch"
+"""Folder on the disk of a node, for a run in a bucket. Without a claim, it is the working folder."""
 
+_CACHES = {
+    "SERRIED_SCRATCH": f"{SCRATCH}/runs", "HF_HOME": f"{SCRATCH}/huggingface", "XDG_CACHE_HOME": f"{SCRATCH}/cache",
+}  # fmt: skip
 _CONTAINER = "node"
 """Name of the container. Kubeflow Trainer requires it."""
 _APP = {"app.kubernetes.io/name": "serried"}
@@ -25,7 +30,9 @@ _RUN = "serried/run"
 _JOB_UIDS = {"job": "batch.kubernetes.io/controller-uid"}
 """Label of a pod with the identity of the run's Job. A JobSet replaces its Jobs at a restart."""
 _JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
-_RUNTIME = "torch-distributed"
+KUBEFLOWS_RUNTIME, OWN_RUNTIME = "torch-distributed", "serried"
+"""Name of Kubeflow's ClusterTrainingRuntime for torch, and default name of the one that ``kubernetes.kind=runtime``
+creates."""
 
 Manifest = dict[str, Any]
 
@@ -77,7 +84,8 @@ class _Pod:
         container: Manifest = {
             "name": _CONTAINER, "image": section.image,
             "command": ["python", "-m", "serried.launch.kubernetes.pod"], "args": self._words,
-            "workingDir": WORKSPACE, "env": self.environment(first_pod), "volumeMounts": self.mounts(),
+            "workingDir": WORKSPACE if section.claim else SCRATCH, "env": self.environment(first_pod),
+            "volumeMounts": self.mounts(),
             "ports": [{"containerPort": PORT, "name": "meeting"}],
             "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
             "terminationMessagePolicy": "File",
@@ -93,30 +101,39 @@ class _Pod:
         """Return the variables that ``serried.launch.kubernetes.pod`` reads."""
         config = self._config
         plain = {
-            NODES: config.launch.nodes or 1, PROCESSES: processes_per_node(config.launch), RUN_DIR: config.run.dir,
+            NODES: config.launch.nodes or 1, PROCESSES: processes_per_node(config.launch), RUN_DIR: config.run.place,
             GRACE_SECONDS: self._grace_seconds,
             "MASTER_ADDR": first_pod,
+            **(_CACHES if self._has_scratch else {}),
         }  # fmt: skip
         label = _JOB_UIDS.get(self._section.kind, _JOBSET_UID)
         job = {"name": JOB, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
         return [*({"name": name, "value": str(value)} for name, value in plain.items()), job]
 
     def volumes(self) -> list[Manifest]:
-        memory = {"medium": "Memory", "sizeLimit": self._section.shared_memory}
-        return [
-            {"name": "workspace", "persistentVolumeClaim": {"claimName": self._section.claim}},
-            {"name": "shared-memory", "emptyDir": memory},
-        ]
+        section = self._section
+        memory = {"medium": "Memory", "sizeLimit": section.shared_memory}
+        found: list[Manifest] = [{"name": "shared-memory", "emptyDir": memory}]
+        if section.claim:
+            found.append({"name": "workspace", "persistentVolumeClaim": {"claimName": section.claim}})
+        if self._has_scratch:
+            found.append({"name": "scratch", "emptyDir": {"sizeLimit": section.scratch}})
+        return found
 
     def mounts(self) -> list[Manifest]:
-        return [
-            {"name": "workspace", "mountPath": WORKSPACE},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ]
+        paths = {"shared-memory": "/dev/shm", "workspace": WORKSPACE, "scratch": SCRATCH}
+        return [{"name": volume["name"], "mountPath": paths[volume["name"]]} for volume in self.volumes()]
+
+    @property
+    def _has_scratch(self) -> bool:
+        return self._config.run.url is not None
 
     def _resources(self) -> dict[str, str]:
         section = self._section
-        wanted = {"cpu": section.cpus, "memory": section.memory, "nvidia.com/gpu": section.gpus}
+        wanted = {
+            "cpu": section.cpus, "memory": section.memory, "nvidia.com/gpu": section.gpus,
+            "ephemeral-storage": section.scratch if self._has_scratch else None,
+        }  # fmt: skip
         return {name: str(value) for name, value in wanted.items() if value is not None}
 
 
@@ -165,20 +182,31 @@ def _job(config: RunConfig, pod: _Pod) -> list[Manifest]:
         },
     }  # fmt: skip
     spec = _job_spec(config, pod.template(f"{name}-0.{name}", subdomain=name))
-    if config.kubernetes.queue:
-        spec["suspend"] = True  # Kueue starts it
+    spec |= _suspended(config)
     return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(config), "spec": spec}]
 
 
+def _suspended(config: RunConfig) -> Manifest:
+    """Return the value that lets Kueue start a job with a queue."""
+    return {"suspend": True} if config.kubernetes.queue else {}
+
+
 def _jobset(config: RunConfig, pod: _Pod) -> list[Manifest]:
-    """Return a JobSet, which replaces all pods if one fails: its child job fails at once, and the set decides whether
-    that counts."""
-    name = config.run.name
+    template = pod.template(f"{config.run.name}-node-0-0.{config.run.name}")
+    return [{
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(config),
+        "spec": _jobset_spec(config, template) | _suspended(config),
+    }]  # fmt: skip
+
+
+def _jobset_spec(config: RunConfig, template: Manifest, labels: Manifest | None = None) -> Manifest:
+    """Return the specification of a JobSet, which replaces all pods if one fails: its child job fails at once, and the
+    set decides whether that counts. ``labels``: labels of the child job."""
     rules = [
         {"action": "FailJob", **_ends_with(EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED)},
         {"action": "FailJob", **_LOST_NODE},
     ]
-    spec = _job_spec(config, pod.template(f"{name}-node-0-0.{name}"))
+    spec = _job_spec(config, template)
     spec |= {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}}
     # The messages are those of Kubernetes' job controller.
     reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
@@ -190,20 +218,20 @@ def _jobset(config: RunConfig, pod: _Pod) -> list[Manifest]:
             {"name": "stopped", "action": "RestartJobSetAndIgnoreMaxRestarts", **reason},
         ],
     }
-    return [{
-        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(config),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "failurePolicy": policy,
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-        },
-    }]  # fmt: skip
+    metadata = {"metadata": {"labels": labels}} if labels else {}
+    subdomain = {} if labels else {"subdomain": config.run.name}
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, **subdomain},
+        "failurePolicy": policy,
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {**metadata, "spec": spec}}],
+    }
 
 
 def _trainjob(config: RunConfig, pod: _Pod) -> list[Manifest]:
-    """Return a TrainJob on Kubeflow's runtime for torch, whose policy sets the number and addresses of the pods.
+    """Return a TrainJob, whose runtime sets the number and addresses of the pods.
 
-    Its patches cannot set a pod failure policy, so every end of a pod but 0 follows the policy of the runtime.
+    Its patches cannot set a pod failure policy, so every end of a pod but 0 follows the policy of the runtime. It has
+    no time after which it is removed: Kubeflow would start a failed one again (kubeflow/trainer#3737).
     """
     template = pod.template("")["spec"]
     container = template["containers"][0]
@@ -223,8 +251,10 @@ def _trainjob(config: RunConfig, pod: _Pod) -> list[Manifest]:
     return [{
         "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": _metadata(config),
         "spec": {
+            **_suspended(config),
             "runtimeRef": {
-                "name": _RUNTIME, "kind": "ClusterTrainingRuntime", "apiGroup": "trainer.kubeflow.org",
+                "name": config.kubernetes.runtime or KUBEFLOWS_RUNTIME, "kind": "ClusterTrainingRuntime",
+                "apiGroup": "trainer.kubeflow.org",
             },
             "trainer": trainer,
             "runtimePatches": [{
@@ -235,6 +265,26 @@ def _trainjob(config: RunConfig, pod: _Pod) -> list[Manifest]:
     }]  # fmt: skip
 
 
+def _runtime(config: RunConfig, pod: _Pod) -> list[Manifest]:
+    """Return a ClusterTrainingRuntime with what a TrainJob cannot set: the rules for pods that failed, and secrets."""
+    template = pod.template("")
+    container = template["spec"]["containers"][0]
+    for given in ("args", "env"):  # by the TrainJob
+        del container[given]
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    return [{
+        "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "ClusterTrainingRuntime",
+        "metadata": {
+            "name": config.kubernetes.runtime or OWN_RUNTIME,
+            "labels": {**_APP, "trainer.kubeflow.org/framework": "torch"},
+        },
+        "spec": {
+            "mlPolicy": {"numNodes": config.launch.nodes or 1, "torch": {}},
+            "template": {"spec": _jobset_spec(config, template, labels)},
+        },
+    }]  # fmt: skip
+
+
 _KINDS: dict[str, Callable[[RunConfig, _Pod], list[Manifest]]] = {
-    "job": _job, "jobset": _jobset, "trainjob": _trainjob,
+    "job": _job, "jobset": _jobset, "trainjob": _trainjob, "runtime": _runtime,
 }  # fmt: skip

@@ -14,6 +14,7 @@ up to 300 s at its end, while a replaced pod talks to its old store. Here the po
 which then stops listening, so a pod that comes again waits for the next attempt.
 """
 
+import json
 import os
 import socket
 import subprocess
@@ -24,10 +25,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
+from serried.configs.bucket_urls import is_bucket_url
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from serried.configs.formats import printable
+from serried.configs.plain_data import NotPlainData, parse_json
+from serried.configs.schema.fields import scratch_folder
 from serried.launch.local.processes import NotedSignals, Started, killed_by, wait_for_all
-from serried.launch.slurm.requeue import ANOTHER_POD, verdict
+from serried.launch.slurm.requeue import ANOTHER_POD, ENDS, earlier_end, verdict
+from serried.records.head import read_head
+from serried.records.object_store import open_store
 from serried.records.status import Status, read_status
+from serried.records.store import StoreError
 
 NODES = "SERRIED_NODES"
 PROCESSES = "SERRIED_PROCESSES"
@@ -46,8 +54,11 @@ _RETRY_SECONDS = 0.5
 _ENDING_SECONDS = 10.0
 _NOTICED_SECONDS = 2.0
 _MOST_MESSAGE = 4000
+_MOST_ENDS_BYTES = 2**20
+_BUCKET_RETRY_SECONDS, _VERDICT_SECONDS = 20.0, 60.0
 _GO = b"go\n"
 _DONE = b"done\n"
+"""Message of a pod that ended as the run did. From the first pod, the exit code and the reason follow as JSON."""
 _KILLED = b"killed\n"
 
 
@@ -61,6 +72,8 @@ class Attempt:
             TimeoutError: They were not there within ``patience_seconds``.
         """
         self.is_left = threading.Event()
+        self._verdict: tuple[int, str] | None = None
+        self._is_over = threading.Event()
         self._has_told = False
         self._deadline = time.monotonic() + patience_seconds
         self._others = self._gathered(nodes, port) if index == 0 else [self._joined(index, address, port)]
@@ -113,11 +126,18 @@ class Attempt:
             time.sleep(_RETRY_SECONDS)
 
     def _watch(self, other: socket.socket) -> None:
-        said = b""
-        with suppress(OSError):
-            said = other.recv(len(_DONE), socket.MSG_WAITALL)
-        if said != _DONE:
-            self.is_left.set()
+        with suppress(OSError), other.makefile("rb") as lines:
+            if lines.readline(len(_DONE)) == _DONE:
+                self._verdict = _parsed(lines.readline(2 * _MOST_MESSAGE))
+                self._is_over.set()
+                return
+        self.is_left.set()
+        self._is_over.set()
+
+    def verdict_of_first_pod(self) -> tuple[int, str] | None:
+        """Wait for the exit code and the reason of the first pod; None if it gives none. Call it on other pods."""
+        self._is_over.wait(_VERDICT_SECONDS)
+        return self._verdict
 
     def close(self) -> None:
         """Leave the attempt. The end of this process does the same."""
@@ -126,9 +146,12 @@ class Attempt:
                 other.shutdown(socket.SHUT_RDWR)
             other.close()
 
-    def tell_done(self) -> None:
-        """Tell the other pods that the ranks here ended with the run. Ranks elsewhere may take longer to end."""
-        self._tell(_DONE)
+    def tell_done(self, verdict: tuple[int, str] | None = None) -> None:
+        """Tell the other pods that the ranks here ended with the run. Ranks elsewhere may take longer to end.
+
+        ``verdict``: exit code and reason, from the first pod.
+        """
+        self._tell(_DONE + (json.dumps(verdict).encode() + b"\n" if verdict else b""))
 
     def tell_killed(self) -> None:
         """Tell the other pods that a rank here was killed, before their own ranks fail because of that."""
@@ -140,6 +163,15 @@ class Attempt:
             for other in self._others:
                 with suppress(OSError):  # it has ended
                     other.sendall(message)
+
+
+def _parsed(line: bytes) -> tuple[int, str] | None:
+    """Return the exit code and the reason in a message; None if it has none."""
+    with suppress(NotPlainData, TypeError, ValueError):
+        code, reason = parse_json(line)
+        if code in (EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE) and isinstance(reason, str):
+            return code, printable(reason)
+    return None
 
 
 def _notice_lost_nodes(connection: socket.socket) -> None:
@@ -172,7 +204,11 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Train on this node, and return the exit code of the pod."""
     split = list(words).index("--")
     command = [sys.executable, *words[:split], *words[split + 1 :]]
-    node = Node(environment)
+    try:
+        node = Node(environment)
+    except UserError as error:
+        print(f"error: {error}", flush=True)
+        return EXIT_MISTAKE
     with NotedSignals() as signals:
         if (ended := node.earlier_end()) is not None:  # this pod was replaced after the others had ended for good
             return node.end(EXIT_FINISHED, ended)
@@ -197,11 +233,19 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     if killed is not None and not signals.received and not attempt.is_left.is_set():
         attempt.tell_killed()
         return node.end(*killed)
-    status = node.final_status() if failed else None
+    if failed and node.waits_for_first_pod and (verdict := attempt.verdict_of_first_pod()) is not None:
+        attempt.tell_done()
+        return node.end(*verdict)
+    status = node.final_status() if failed or node.is_in_bucket else None
     asked = signals.received[0].name if signals.received else None
     if status is not None and status.state == "failed":  # perhaps because of another pod, whose end is noticed later
         attempt.is_left.wait(_NOTICED_SECONDS)
     has_lost_pod = attempt.is_left.is_set() and asked is None
+    if node.is_in_bucket:
+        verdict = node.judge(failed, status, asked=asked, has_lost_pod=has_lost_pod)
+        if not has_lost_pod:
+            attempt.tell_done(verdict)
+        return node.end(*verdict)
     if not failed or (status is not None and status.state != "running" and not has_lost_pod):
         attempt.tell_done()
     return node.end(*node.judge(failed, status, asked=asked, has_lost_pod=has_lost_pod))
@@ -211,19 +255,32 @@ class Node:
     """This pod's place in the run."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        """Raises ``UserError`` if the run is in a bucket that cannot be opened from here."""
         self._environment = environment
         self._index = int(self._given("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "0"))
         self._nodes = int(self._given("PET_NNODES", NODES, "1"))
         self._processes = int(self._given("PET_NPROC_PER_NODE", PROCESSES, "1"))
         self._address = self._given("PET_MASTER_ADDR", "MASTER_ADDR", "127.0.0.1")
         self._port = int(self._given("PET_MASTER_PORT", "MASTER_PORT", str(PORT)))
-        self._run_dir = Path(environment[RUN_DIR])
+        run_dir = environment[RUN_DIR]
+        self._ends = _EndsInBucket(run_dir) if is_bucket_url(run_dir) else None
+        self._run_dir = scratch_folder(run_dir) if self._ends is not None else Path(run_dir)
         self._start = self._run_dir / "kubernetes" / f"{environment.get(JOB, 'job')}.start"
 
     def _given(self, *names: str) -> str:
         """Return the first of the variables ``names`` that is set; the last of ``names`` is the default."""
         *variables, default = names
         return next((value for name in variables if (value := self._environment.get(name))), default)
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether the run is in a bucket, so that pods share no folder."""
+        return self._ends is not None
+
+    @property
+    def waits_for_first_pod(self) -> bool:
+        """Whether the first pod knows how the run ended, and this one does not."""
+        return self._ends is not None and self._index != 0
 
     @property
     def patience_seconds(self) -> float:
@@ -237,6 +294,10 @@ class Node:
 
     def earlier_end(self) -> str | None:
         """Return how the last start of this job ended, if nothing should follow; else None."""
+        if self._ends is not None:
+            self._start.parent.mkdir(parents=True, exist_ok=True)
+            self._ends.download(self._start.parent / ENDS)
+            return earlier_end(self._start)
         if not self._start.exists() or self.final_status(0.0) is None:
             return None
         code, line = verdict(self._run_dir, self._start, is_recorded=False)
@@ -285,7 +346,11 @@ class Node:
             asked: Name of the signal that this pod received.
             has_lost_pod: Whether another pod ended before the ranks here.
         """
-        if not failed:
+        if self.waits_for_first_pod and failed and EXIT_MISTAKE not in failed.values():
+            is_failed = not (asked or has_lost_pod or EXIT_STOPPED in failed.values())
+            reason = "the first pod did not say why; see its log" if is_failed else asked or ANOTHER_POD
+            return (EXIT_FAILED, f"failed: {reason}") if is_failed else (EXIT_STOPPED, f"stopped: {reason}")
+        if not failed and status is None:
             return EXIT_FINISHED, "finished"
         if status is None and EXIT_MISTAKE in failed.values():
             return EXIT_MISTAKE, "a mistake in the command or the environment; see the log of the pod"
@@ -298,7 +363,12 @@ class Node:
                 return EXIT_STOPPED, f"stopped before training began: {reason}"
         if status is None and not is_stopped:
             return EXIT_FAILED, f"ranks ended with exit codes {sorted({*failed.values()})}; see the log of the pod"
-        return verdict(self._run_dir, self._start, is_recorded=self._index == 0, has_lost_pod=has_lost_pod)
+        if self._ends is None:
+            return verdict(self._run_dir, self._start, is_recorded=self._index == 0, has_lost_pod=has_lost_pod)
+        newest = self._ends.newest_checkpoint
+        found = verdict(self._run_dir, self._start, has_lost_pod=has_lost_pod, newest_checkpoint=newest)
+        self._ends.upload(self._start.parent / ENDS)
+        return found if failed else (EXIT_FINISHED, found[1])
 
     def final_status(self, patience_seconds: float = _ENDING_SECONDS) -> Status | None:
         """Return the status that this attempt left; None if it left none. Rank 0 may be in another pod, and still be
@@ -308,7 +378,8 @@ class Node:
             status = read_status(self._run_dir)
             if status is None or status.time < self._start.stat().st_mtime:
                 status = None
-            if (status is not None and status.state != "running") or time.monotonic() > deadline or self._index == 0:
+            is_known = self._index == 0 or self.is_in_bucket or (status is not None and status.state != "running")
+            if is_known or time.monotonic() > deadline:
                 return status
             time.sleep(_RETRY_SECONDS)
 
@@ -318,6 +389,36 @@ class Node:
         with suppress(OSError):
             Path(self._environment.get(TERMINATION_LOG, "/dev/termination-log")).write_text(line[:_MOST_MESSAGE])
         return code
+
+
+class _EndsInBucket:
+    """Ends of the starts of a run in a bucket. Pods read them before their ranks start, and the first pod adds to them.
+
+    Without an answer of the bucket nothing is read or added: the ranks report why.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._store = open_store(url, retry_seconds=_BUCKET_RETRY_SECONDS)
+        self._key = f"kubernetes/{ENDS}"
+
+    def download(self, path: Path) -> None:
+        """Replace the file at ``path``."""
+        path.unlink(missing_ok=True)
+        with suppress(StoreError):
+            if (found := self._store.get(self._key)) is not None:
+                path.write_bytes(found[0][-_MOST_ENDS_BYTES:])
+
+    def upload(self, path: Path) -> None:
+        """Write the file at ``path`` to the bucket."""
+        with suppress(OSError):
+            self._store.put(self._key, path.read_bytes())
+
+    def newest_checkpoint(self) -> int | None:
+        """Return the step of the newest checkpoint; None if there is none."""
+        with suppress(StoreError, UserError):
+            if (head := read_head(self._store)) is not None and head.checkpoints:
+                return head.checkpoints[-1].step
+        return None
 
 
 def _unless_signaled(signals: NotedSignals, meet: Callable[[], Attempt]) -> Attempt | None:

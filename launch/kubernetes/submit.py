@@ -37,8 +37,9 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
     """
     _check(config)
     section = config.kubernetes
-    run_dir = _on_volume(config.run.dir)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
+    run_dir = config.run.url or _on_volume(config.run.dir)
+    if config.run.url is None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir})})
     planned = grace_seconds()
     seconds = _DEFAULT_GRACE_SECONDS if planned is None else math.ceil(_END_SECONDS + planned)
     words = [
@@ -46,10 +47,19 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
         f"run.name={config.run.name}",
         f"run.dir={run_dir}",
     ]
-    found = manifests(config, program_there("on the volume kubernetes.claim"), list(dict.fromkeys(words)), seconds)
+    program = program_there("on the volume kubernetes.claim")
+    if section.claim is None and program != PROGRAM:
+        raise UserError(
+            f"{program[0] if program[:2] != PROGRAM else program[2]} would not be in the pods; use "
+            "kubernetes.claim=NAME, a PersistentVolumeClaim that has it at the same relative path"
+        )
+    found = manifests(config, program, list(dict.fromkeys(words)), seconds)
     text = yaml.safe_dump_all(found, sort_keys=False)
     if section.dry_run:
         return say(text)
+    if section.kind == "runtime":
+        _kubectl("apply", found[0], config)
+        return say(_created_runtime(found[0]["metadata"]["name"]))
     namespace = f" --namespace {section.namespace}" if section.namespace else ""
     for manifest in found[:-1]:
         _kubectl("apply", manifest, config)
@@ -73,6 +83,13 @@ def submit(argv: Sequence[str], config: RunConfig, grace_seconds: Callable[[], f
         ("cancel", f"kubectl delete{namespace} {created}"),
     ]
     return say("\n".join(f"{label:<10} {line}" for label, line in lines))
+
+
+def _created_runtime(name: str) -> str:
+    return (
+        f"created    ClusterTrainingRuntime {name}, for runs with kubernetes.kind=trainjob kubernetes.runtime={name}\n"
+        f"remove     kubectl delete clustertrainingruntime {name}"
+    )
 
 
 def _on_volume(path: Path) -> PurePosixPath:
@@ -103,17 +120,18 @@ def _check(config: RunConfig) -> None:
             "launch=kubernetes needs a container image with serried; build one from the Dockerfile, push it to your "
             "registry, and use kubernetes.image=REGISTRY/serried:TAG"
         )
-    if section.claim is None:
+    if section.claim is None and config.run.url is None:
         raise UserError(
-            f"run.dir={config.run.dir} would be inside the pods and vanish with them; use kubernetes.claim=NAME, a "
-            "PersistentVolumeClaim that all pods can write (ReadWriteMany)"
+            f"run.dir={config.run.dir} would be inside the pods and vanish with them; use run.dir=s3://BUCKET/runs/"
+            f"{name}, or kubernetes.claim=NAME, a PersistentVolumeClaim that all pods can write (ReadWriteMany)"
         )
     if section.kind == "trainjob" and section.secret is not None:
         raise UserError(
             f"kubernetes.secret={section.secret} cannot be used with kubernetes.kind=trainjob, which cannot pass a "
-            "Secret to its pods; set it in the cluster's training runtime, or use kubernetes.kind=job"
+            "Secret to its pods; create a runtime that does (kubernetes.kind=runtime kubernetes.secret="
+            f"{section.secret}), then use kubernetes.runtime=serried instead; or use kubernetes.kind=job"
         )
-    if WORKSPACE not in map(str, _on_volume(config.run.dir).parents):
+    if config.run.url is None and WORKSPACE not in map(str, _on_volume(config.run.dir).parents):
         raise UserError(
             f"run.dir={config.run.dir} is not on the volume kubernetes.claim={section.claim}, mounted in the pods at "
             f"{WORKSPACE}; use run.dir=runs/{name}, relative to it"

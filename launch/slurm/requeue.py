@@ -6,10 +6,13 @@
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from serried.configs.formats import printable
 from serried.configs.plain_data import parse_json, read_bytes
 from serried.records.status import read_status
 from serried.runtime.cloud_notice import NOTICE
@@ -25,7 +28,10 @@ _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2
 
 
-def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_pod: bool = False) -> tuple[int, str]:
+def verdict(
+    run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_pod: bool = False,
+    newest_checkpoint: Callable[[], int | None] | None = None,
+) -> tuple[int, str]:  # fmt: skip
     """Return the job's exit code, which is 75 if it should be started again, and a line with the reason.
 
     ``start`` is a file named after the job and created when this start began: a ``status.json`` older than it
@@ -33,7 +39,9 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
     checkpoint. Ending twice in the same way at the same step, or two starts in a row without a checkpoint, count
     as a crash loop. If ``is_recorded`` is false, crash loops are not detected here, since another process records the
     end. ``has_lost_pod``: whether another pod ended before the processes here, which explains their end.
+    ``newest_checkpoint`` returns the step of the newest checkpoint of a run that has none in ``run_dir``.
     """
+    find_newest = newest_checkpoint or partial(_newest_checkpoint, run_dir)
     status = read_status(run_dir)
     if status is not None and status.time >= start.stat().st_mtime:
         state = status.state
@@ -44,7 +52,7 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
             state, reason = "stopped", ANOTHER_POD
         if state in ("finished", "failed"):
             if is_recorded:
-                _note(run_dir, start, state, step, reason)
+                _note(find_newest(), start, state, step, reason)
             return status.exit_code or 0, f"{state} {where}: {reason}"
     elif _was_stopped(start):
         state = "stopped"
@@ -53,7 +61,7 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
         reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
     else:
         return EXIT_FAILED, f"failed before training began; see the logs of the nodes in {start.parent}"
-    is_same, fruitless = _note(run_dir, start, state, step, reason) if is_recorded else (False, 0)
+    is_same, fruitless = _note(find_newest(), start, state, step, reason) if is_recorded else (False, 0)
     if reason.startswith(_WANTED):
         return EXIT_FINISHED, f"stopped {where}: {reason}. Not started again; run the same command to resume"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
@@ -67,13 +75,25 @@ def verdict(run_dir: Path, start: Path, *, is_recorded: bool = True, has_lost_po
     return EXIT_STOPPED, f"stopped {where}: {reason}"
 
 
+def earlier_end(start: Path) -> str | None:
+    """Return how the last start of this job ended, if nothing should follow; else None.
+
+    ``start``: start file of the job, next to the recorded ends.
+    """
+    end = _last_end(start.parent)
+    state, reason = end.get("state"), str(end.get("reason"))
+    if end.get("job") == start.stem and (state == "finished" or (state == "stopped" and reason.startswith(_WANTED))):
+        return printable(f"{state} at step {end.get('step')}: {reason}")
+    return None
+
+
 def _was_stopped(start: Path) -> bool:
     """Return whether a request to stop ended the start before a status was written. A rank or a node's shell then
     creates a file. False if a node failed, since Slurm then sends SIGTERM to the other nodes."""
     return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
 
 
-def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
+def _note(newest: int | None, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
     """Record how this start ended. Return whether the previous start of the same job ended in the same way, and the
     number of starts in a row that saved nothing. Starts that were asked to end are not counted: they may have had no
     time to save."""
@@ -81,7 +101,6 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
     # Compared without numbers: ranks, seconds and times of day differ between starts.
     now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
     is_same = all(before.get(key) == value for key, value in now.items())
-    newest = _newest_checkpoint(run_dir)
     fruitless = before.get("fruitless", 0) if before.get("job") == start.stem else 0
     if newest != before.get("newest_checkpoint"):
         fruitless = 0

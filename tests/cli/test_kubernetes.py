@@ -12,6 +12,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime import (
+    TrainerV1alpha1ClusterTrainingRuntime,
+)
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from serried.launch.kubernetes.manifests import FAILURE_POLICY
@@ -24,6 +27,10 @@ from testing.runs import losses, run_here, tiny_overrides
 from tests.support.job_controller import JobController, action
 
 GIVEN = ("launch=kubernetes", "kubernetes.image=ghcr.io/me/serried:0.2", "kubernetes.claim=runs")
+MODELS: dict[str, Any] = {
+    "jobset": JobsetV1alpha2JobSet, "trainjob": TrainerV1alpha1TrainJob,
+    "runtime": TrainerV1alpha1ClusterTrainingRuntime,
+}  # fmt: skip
 VERSIONS = ("1.29", "1.31", "1.37")
 
 
@@ -42,31 +49,40 @@ def names(value: Any, path: str = "") -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+OPTIONS = [
+    ("launch.nodes=2",),
+    ("kubernetes.gpus=null", "launch.device=cpu"),
+    ("kubernetes.service_account=train", "kubernetes.queue=team", "launch.nodes=4"),
+    ("kubernetes.cpus=64", "kubernetes.memory=1500Gi", "kubernetes.namespace=ml",
+     "kubernetes.node_selector='pool=h100,zone=a'"),
+]  # fmt: skip
+IN_BUCKET = ("kubernetes.claim=null", "run.dir=s3://bucket/runs/a")
+
+
 @pytest.mark.parametrize(
-    "argv",
+    ("kind", "argv"),
     [
-        ("launch.nodes=2",),
-        ("kubernetes.gpus=null", "launch.device=cpu"),
-        ("kubernetes.service_account=train", "kubernetes.queue=team", "launch.nodes=4"),
-        ("kubernetes.cpus=64", "kubernetes.memory=1500Gi", "kubernetes.namespace=ml",
-         "kubernetes.node_selector='pool=h100,zone=a'"),
+        *((kind, argv) for kind in ("job", "jobset", "trainjob") for argv in OPTIONS),
+        *((kind, IN_BUCKET) for kind in ("job", "trainjob", "runtime")),
+        ("runtime", (*OPTIONS[2], *OPTIONS[3])),
     ],
-)  # fmt: skip
+)
 def test_manifests_match_the_schemas_of_kubernetes_and_kubeflow(
     kind: str, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = [] if kind == "trainjob" else ["kubernetes.secret=keys"]
     found = printed(capsys, "trainer.global_batch=256", f"kubernetes.kind={kind}", *secret, *argv)
     assert [each["kind"] for each in found] == {
-        "job": ["Service", "Job"], "jobset": ["JobSet"], "trainjob": ["TrainJob"]
+        "job": ["Service", "Job"], "jobset": ["JobSet"], "trainjob": ["TrainJob"],
+        "runtime": ["ClusterTrainingRuntime"],
     }[kind]  # fmt: skip
     jobs = [*found] if kind == "job" else []
     for document in found if kind != "job" else ():
-        model: Any = JobsetV1alpha2JobSet if kind == "jobset" else TrainerV1alpha1TrainJob
+        model = MODELS[kind]
         assert names(document) <= names(json.loads(model.from_dict(document).to_json())), "unknown keys are dropped"
-        if kind == "jobset":
-            spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+        if kind != "trainjob":
+            jobset = document["spec"] if kind == "jobset" else document["spec"]["template"]["spec"]
+            spec = jobset["replicatedJobs"][0]["template"]["spec"]
             jobs.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "child"}, "spec": spec})
     for document in jobs:
         for version in VERSIONS:
@@ -111,7 +127,8 @@ def test_pods_get_the_options_the_secret_and_a_grace_period_for_the_checkpoint(
     ("argv", "said"),
     [
         (["run.name=Llama_8B"], "run.name=Llama_8B cannot be the name of a job: Kubernetes allows at most 40 of"),
-        (["kubernetes.claim=null"], "run.dir=runs/tiny would be inside the pods and vanish with them; use "),
+        (["kubernetes.claim=null"], "run.dir=runs/tiny would be inside the pods and vanish with them; use run.dir=s3:"),
+        (["kubernetes.claim=null", "run.dir=s3://bucket/a", "--config-dir=docs"], "--config-dir=docs would not be in "),
         (["run.dir=../a"], "run.dir=../a is not on the volume kubernetes.claim=runs"),
         (["run.dir=/workspace/../tmp/a"], "run.dir=/workspace/../tmp/a is not on the volume kubernetes.claim=runs"),
         (["run.dir=/tmp/a"], "run.dir=/tmp/a is not on the volume kubernetes.claim=runs, mounted in the pods"),

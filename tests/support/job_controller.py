@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serried.launch.kubernetes.manifests import WORKSPACE
+from serried.launch.kubernetes.manifests import SCRATCH, WORKSPACE
 from testing.disturb import family, send
 from testing.rank_pool import ROOT
 
@@ -49,8 +49,12 @@ class Pod:
         self.index = index
         self.message = workspace / f"message-{index}-{start}"
         given["SERRIED_TERMINATION_LOG"] = str(self.message)
-        # The volume of the pods is a folder here.
-        here = {name: value.replace(WORKSPACE, str(workspace)) for name, value in given.items()}
+        # The volume of the pods is a folder here, and so is the disk of each.
+        disk = workspace / f"disk-{index}-{start}"
+        here = {
+            name: value.replace(WORKSPACE, str(workspace)).replace(f"{SCRATCH}/", f"{disk}/")
+            for name, value in given.items()
+        }
         words = [word.replace(WORKSPACE, str(workspace)) for word in container["args"]]
         self.log = workspace / f"pod-{index}-{start}.log"
         with self.log.open("wb") as output:

@@ -28,6 +28,7 @@ from serried.configs.hugging_face.quantization import quantization_in
 from serried.configs.hugging_face.text_part import has_other_parts, name_in_text_part
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.records.dequantized_weights import Values, dequantized
+from serried.records.ranged_files import ranged_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -56,6 +57,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LARGEST_TENSOR_BYTES = 2**62  # more than any disk holds; keeps the arithmetic of torch from overflowing
 _MOST_DIMS = 64
+_RANGES_AT_ONCE = 8  # of a file in a bucket; one connection of many gives a fraction of the bandwidth
 _READ_BYTES = 4 * 2**20  # bytes per call: as fast as larger ones, and other threads wait for less time
 
 
@@ -184,6 +186,12 @@ class TensorFolder:
         self._values = {f"{prefix}.{name}": values for name, values in self._values.items()}
         return self
 
+    @property
+    def reads_at_once(self) -> int:
+        """Number of reads at a time that use the full bandwidth: 1 for a disk."""
+        is_ranged = any(ranged_file(self.folder / name) is not None for name in self.files)
+        return _RANGES_AT_ONCE if is_ranged else 1
+
     def rename(self, name: str, new: str) -> None:
         """Rename the tensor ``name`` to ``new``."""
         self.specs[new] = replace(self.specs.pop(name), name=new)
@@ -264,6 +272,9 @@ class _Stored(NamedTuple):
         values = torch.empty(count, dtype=self.dtype)
         position = self.begin + first * self.dtype.itemsize
         remaining = tensor_bytes(values)
+        if (ranged := ranged_file(self.path)) is not None:
+            ranged.read_into(position, remaining)
+            return values
         # preadv lets other threads run, and writes directly into the tensor: no second copy exists.
         try:
             with self.path.open("rb", buffering=0) as file:

@@ -1,11 +1,13 @@
 """Rollback to the newest checkpoint after a failed step."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import TrainingStopped
+from serried.configs.schema.sections import RunConfig
 from serried.parallel.layout.checks import with_values
-from serried.trainer.checkpoint.resume import Start, find_start, make_room
+from serried.trainer.checkpoint.resume import DamagedCheckpoint, Start, find_start, make_room
 from serried.trainer.metrics.meter import Meter
 from serried.trainer.metrics.run_log import RunLog
 from serried.trainer.monitor.heartbeat import SET_UP
@@ -50,11 +52,7 @@ class Rollback:
         context.console.doing("rolling back to a checkpoint")
         self._saver.wait()
         resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
-        start = find_start(with_values(config, {"checkpoint.resume": resume}), context.session)
-        if start.checkpoint is None:
-            raise TrainingStopped(f"{back}; there is no checkpoint to roll back to yet. Lower checkpoint.every")
-        self._state.parallel.reshard()
-        self._state.restore(start)
+        start = self._restore(with_values(config, {"checkpoint.resume": resume}), back)
         self._saver.go_back(self._newest_of_run(start))
         self._progress.resume(start)
         context.callbacks.load_state_dict(start.state)
@@ -64,6 +62,22 @@ class Rollback:
         self._log.rolled_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._progress.counts.tokens)
         return start.step
+
+    def _restore(self, config: RunConfig, back: GoBack) -> Start:
+        """Restore the newest checkpoint that is not damaged, and return it."""
+        context = self._context
+        damaged: dict[Path, str] = {}
+        while True:
+            start = find_start(config, context.session, folder=context.folder, known_damage=damaged)
+            if start.checkpoint is None:
+                raise TrainingStopped(f"{back}; there is no checkpoint to roll back to yet. Lower checkpoint.every")
+            self._state.parallel.reshard()
+            try:
+                self._state.restore(start)
+            except DamagedCheckpoint as error:
+                damaged[error.path] = error.damage
+            else:
+                return start
 
     def _newest_of_run(self, start: Start) -> int:
         """Return the step of ``start`` if it is a checkpoint of this run, else 0. Newer checkpoints, which cannot be

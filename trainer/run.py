@@ -1,5 +1,6 @@
 """A run from start to end: choose the checkpoint to start from, train, and record the result."""
 
+import gc
 import re
 import time
 import traceback
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.requirements import missing_compiler
@@ -29,7 +31,7 @@ from serried.runtime.session import Session
 from serried.trainer import compilation
 from serried.trainer.adapter_base_model import initial_weights
 from serried.trainer.callbacks import Callback, Callbacks
-from serried.trainer.checkpoint.resume import Start, check_data, find_start
+from serried.trainer.checkpoint.resume import DamagedCheckpoint, Start, check_data, find_start
 from serried.trainer.checkpoint.retention import weights_alone
 from serried.trainer.model import build_model, with_compile
 from serried.trainer.monitor.heartbeat import END, activity
@@ -113,6 +115,8 @@ class _Run:
         self.context, self._config_yaml = context, config_yaml
         self.start = Start()
         self._data: Data | None = None
+        self._damaged: dict[Path, str] = {}
+        """Damage of checkpoints that was found while they were read, by path."""
 
     def _configure(self, config: RunConfig) -> None:
         """Replace the configuration with ``config``, in which automatic values are resolved."""
@@ -134,7 +138,7 @@ class _Run:
         context = self.context
         context.console.doing("looking for a checkpoint")
         weights = partial(initial_weights, context.config, context.task, is_new=True)
-        self.start = find_start(context.config, context.session, weights)
+        self.start = find_start(context.config, context.session, weights, context.folder, self._damaged)
         for note in self.start.notes:
             context.console.say(note)
 
@@ -161,10 +165,20 @@ class _Run:
         """Resolve ``trainer.micro_batch=auto``, and build the trainer."""
         if self.context.config.trainer.micro_batch == AUTO:
             self._choose_micro_batch()
-        trainer = Trainer(self.context, self._config_yaml, self.start, self._data)
+        trainer = self._trainer()
         if (folder := self.context.folder) is not None:
             self.context.session.signals.last_words = partial(_last_words, self.context.console, folder, trainer)
         return trainer
+
+    def _trainer(self) -> Trainer:
+        """Return the trainer. If the checkpoint turns out to be damaged, it starts from an earlier one."""
+        while True:
+            try:
+                return Trainer(self.context, self._config_yaml, self.start, self._data)
+            except DamagedCheckpoint as error:
+                self._damaged[error.path] = error.damage
+            gc.collect()  # the model of the first try
+            self.find_start()
 
     def _choose_compile(self) -> None:
         context, device = self.context, self.context.session.device

@@ -38,7 +38,7 @@ class Saver:
         """
         config, layout = context.config, state.parallel.layout
         self._state_dict = state_dict
-        checkpoints = checkpoints_of(config, context.session)
+        checkpoints = checkpoints_of(config, context.session, context.folder)
         self.checkpointer = Checkpointer(
             checkpoints, config.checkpoint, layout, context.session, state.parts, write_files
         )

@@ -330,7 +330,7 @@ def _earlier_seconds(context: Context) -> float:
 
 def _begin(context: Context, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:
     """Start the records in the run folder after all checks of user input. Called on rank 0. Returns notes to print."""
-    folder, checkpoints = context.folder, checkpoints_of(context.config, context.session)
+    folder, checkpoints = context.folder, checkpoints_of(context.config, context.session, context.folder)
     assert folder is not None
     try:
         notes = checkpoints.sweep()

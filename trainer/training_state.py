@@ -13,9 +13,10 @@ from serried.parallel.distributed_model import DistributedModel
 from serried.parallel.layout.mesh import Layout
 from serried.parallel.layout.process_groups import gather_plain
 from serried.parallel.plan import Objective
+from serried.records.ranged_files import DamagedFile, has_ranged_files
 from serried.trainer.adapter_base_model import Base
 from serried.trainer.checkpoint.file_assignment import Part
-from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.resume import DamagedCheckpoint, Start
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.checkpoint.tensors import load_state, state_parts
 from serried.trainer.compilation import Compilation
@@ -79,10 +80,23 @@ class TrainingState:
             self.restore(start)
 
     def restore(self, start: Start) -> None:
-        """Load weights, optimizer state and step from a checkpoint."""
+        """Load weights, optimizer state and step from a checkpoint.
+
+        Raises ``DamagedCheckpoint`` on all ranks if a checkpoint in a bucket is damaged, which is found while it is
+        read. The state is then undefined.
+        """
         assert start.checkpoint is not None
-        averages = self._average.of if self._average is not None else None
-        load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
+        averages, damage = self._average.of if self._average is not None else None, None
+        try:
+            load_state(
+                start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, averages
+            )
+        except DamagedFile as error:
+            damage = str(error)
+        if has_ranged_files(start.checkpoint):
+            found = next(filter(None, self._session.gather(damage)), None)
+            if found is not None:
+                raise DamagedCheckpoint(start.checkpoint, found)
         with taking_from(start.checkpoint):
             self.load_state_dict(start.state["step_state"])
 

@@ -2,16 +2,30 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema.sections import CheckpointSection, RunConfig
+from serried.records.object_store import open_store
+from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
-from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from serried.trainer.checkpoint.retention import folder_name, partial_name, prune, sweep
+from serried.trainer.checkpoint.bucket_checkpoints import BucketCheckpoints
+from serried.trainer.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    FileRecord,
+    check_file,
+    fsync_folder,
+    read_manifest,
+    record_of,
+    write_manifest,
+)
+from serried.trainer.checkpoint.retention import best_checkpoint, folder_name, named, partial_name, prune, sweep
+from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.checkpoint.writer import NOT_SHARED, Files, FolderFiles
 
 CHECKPOINTS = "checkpoints"
@@ -20,10 +34,10 @@ _SPARE_BYTES = 64 * 2**20
 
 
 class Checkpoints(Protocol):
-    """Checkpoints of a run. Only ``files`` and ``path`` are called on all ranks, the other methods on rank 0."""
+    """Checkpoints of a run. ``path``, ``files`` and ``open`` are called on all ranks, the other methods on rank 0."""
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint of ``step``, for messages and for reading it."""
+        """Return the folder through which the checkpoint of ``step`` is read."""
 
     def begin(self, step: int, nbytes: int) -> tuple[str, str | None]:
         """Start a save of ``nbytes``. Returns the name of the attempt, and the reason if it cannot be written."""
@@ -51,6 +65,24 @@ class Checkpoints(Protocol):
 
     def sweep(self) -> list[str]:
         """Remove the remains of interrupted saves. Returns a message for each problem. Does not raise."""
+
+    def saved(self) -> list[Path]:
+        """Return the paths of the checkpoints, newest first, without verifying them. May raise ``OSError``."""
+
+    def open(self, path: Path) -> str | None:
+        """Make the checkpoint ``path`` readable, and verify what is not verified while it is read.
+
+        Returns a description of its damage, or None. This is a collective call.
+        """
+
+    def origin(self) -> str | None:
+        """Return the path that the run was started from, if it did not start from scratch."""
+
+    def best(self) -> tuple[Path, float] | None:
+        """Return the checkpoint that ``checkpoint.keep_best`` keeps, and its metric. None if there is none."""
+
+    def where(self, step: int) -> str:
+        """Return the path or URL of the checkpoint of ``step``, for messages."""
 
 
 class FolderCheckpoints:
@@ -117,10 +149,70 @@ class FolderCheckpoints:
     def sweep(self) -> list[str]:
         return sweep(self._folder)
 
+    def saved(self) -> list[Path]:
+        return named(self._folder)[::-1]
 
-def checkpoints_of(config: RunConfig, session: Session) -> Checkpoints:
-    """Return the checkpoints of the run that ``config`` describes."""
-    return FolderCheckpoints(config.run.dir / CHECKPOINTS, config.checkpoint, session)
+    def open(self, path: Path) -> str | None:
+        return damage(path, self._session)
+
+    def origin(self) -> str | None:
+        return origin_of(self.saved())
+
+    def best(self) -> tuple[Path, float] | None:
+        return best_checkpoint(self._folder, self._section)
+
+    def where(self, step: int) -> str:
+        return str(self.path(step))
+
+
+def origin_of(checkpoints: Sequence[Path]) -> str | None:
+    """Return the path that a run was started from, as recorded in its newest intact checkpoint.
+
+    ``checkpoints``: newest first.
+    """
+    for path in checkpoints:
+        try:
+            check_file(path, STATE, read_manifest(path)[STATE])
+            found = read_state(path).get("origin")
+        except (Damaged, KeyError, UserError):
+            continue
+        return str(found) if found else None
+    return None
+
+
+def damage(path: Path, session: Session) -> str | None:
+    """Return a description of a checkpoint's damage, or None if it is intact.
+
+    This is a collective call: each rank reads a share of its files.
+    """
+
+    def check() -> str | None:
+        try:
+            records = read_manifest(path)
+            if STATE not in records:
+                return f"{path / MANIFEST} does not list {STATE}"
+            by_size = sorted(records, key=lambda name: -records[name].size)
+            for name in by_size[session.rank :: session.world_size]:
+                check_file(path, name, records[name])
+        except Damaged as damaged:
+            return str(damaged)
+        return None
+
+    seen = session.gather(path.is_dir())
+    if any(seen) and not all(seen):
+        raise UserError(
+            f"{path} is visible on rank {seen.index(True)} but not on rank {seen.index(False)}; use a folder on a disk "
+            "that all nodes share"
+        )
+    return next((problem for problem in session.gather(check()) if problem), None)
+
+
+def checkpoints_of(config: RunConfig, session: Session, folder: RunFolder | None) -> Checkpoints:
+    """Return the checkpoints of the run that ``config`` describes. ``folder``: its folder on rank 0, else None."""
+    path, section = config.run.dir / CHECKPOINTS, config.checkpoint
+    if config.run.url is None:
+        return FolderCheckpoints(path, section, session)
+    return BucketCheckpoints(open_store(config.run.url), path, section, session, folder)
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:

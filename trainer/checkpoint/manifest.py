@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.plain_data import NotPlainData, parse_json, read_bytes
+from serried.records.ranged_files import block_sums
 
 MANIFEST = "MANIFEST.json"
-VERSION = 1
+VERSION = 2
+"""Version 2 has a checksum for each MiB of the tensor files, for checkpoints in a bucket. Others are of version 1."""
 
 _CHUNK_BYTES = 4 * 2**20
 _LARGEST_MANIFEST_BYTES = 64 * 2**20
@@ -33,6 +35,8 @@ class FileRecord(NamedTuple):
     """Size in bytes."""
     crc32: int
     """``zlib.crc32`` of the full file."""
+    blocks: str = ""
+    """Checksums of each MiB, see ``BlockSums``; empty for a file that is only read as a whole."""
 
 
 class Damaged(Exception):
@@ -50,7 +54,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
         if not _is_plain(name):
             raise ValueError(f"{name!r} cannot be in a manifest")
     with (folder / MANIFEST).open("wb") as file:
-        file.write(_canonical(files))
+        file.write(manifest_text(files))
         file.flush()
         os.fsync(file.fileno())
     fsync_folder(folder)
@@ -65,9 +69,17 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     try:
         text = read_bytes(path, _LARGEST_MANIFEST_BYTES)
-        content = parse_json(text)
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    except NotPlainData as error:
+        raise Damaged(f"{path} cannot be used: {error}") from None
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, path: Path | str) -> dict[str, FileRecord]:
+    """Return the records in the content of a manifest. ``path``: its place, for messages. Raises ``Damaged``."""
+    try:
+        content = parse_json(text)
     except NotPlainData as error:
         raise Damaged(f"{path} cannot be used: {error}") from None
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
@@ -77,7 +89,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Damaged(f"{path} does not list files with sizes and checksums") from None
     # The text is a function of its content, including the checksum, so every changed byte is detected, even a space.
-    if text != _canonical(files):
+    if text != manifest_text(files):
         raise Damaged(f"{path} has been changed: its {len(text)} bytes do not match its checksum")
     return files
 
@@ -93,7 +105,7 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
         found = record_of(folder / name)
     except OSError as error:
         raise Damaged(f"{folder / name} cannot be read: {error.strerror}") from None
-    if found != record:
+    if found[:2] != record[:2]:
         raise Damaged(f"{folder / name} has checksum {found.crc32:08x} instead of {record.crc32:08x}")
 
 
@@ -148,11 +160,16 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _canonical(files: Mapping[str, FileRecord]) -> bytes:
+def manifest_text(files: Mapping[str, FileRecord]) -> bytes:
     """Return the canonical text of a manifest of ``files``."""
-    entries = {name: {"size": files[name].size, "crc32": f"{files[name].crc32:08x}"} for name in sorted(files)}
+    entries = {
+        name: {"size": record.size, "crc32": f"{record.crc32:08x}"}
+        | ({"blocks": record.blocks} if record.blocks else {})
+        for name, record in sorted(files.items())
+    }
     crc32 = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
-    return (json.dumps({"version": VERSION, "files": entries, "crc32": crc32}, indent=2) + "\n").encode()
+    version = VERSION if any(record.blocks for record in files.values()) else 1
+    return (json.dumps({"version": version, "files": entries, "crc32": crc32}, indent=2) + "\n").encode()
 
 
 def _is_plain(name: str) -> bool:
@@ -165,4 +182,7 @@ def _record(name: str, entry: Any) -> FileRecord:
     has_values = type(size) is int and size >= 0 and re.fullmatch("[0-9a-f]{8}", crc32, re.ASCII)
     if not has_values or not _is_plain(name):
         raise ValueError(name)
-    return FileRecord(size, int(crc32, 16))
+    blocks = entry.get("blocks", "")
+    if blocks:
+        block_sums(blocks, size)
+    return FileRecord(size, int(crc32, 16), blocks)

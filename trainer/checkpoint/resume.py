@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +26,15 @@ from serried.configs.schema.run_config import CHOSEN
 from serried.configs.schema.sections import RunConfig
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
-from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
-from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
+from serried.trainer.checkpoint.bucket_checkpoints import set_aside
+from serried.trainer.checkpoint.checkpoints import (
+    CHECKPOINTS,
+    Checkpoints,
+    checkpoints_of,
+    damage,
+    origin_of,
+)
+from serried.trainer.checkpoint.manifest import MANIFEST, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import STEMS, named, step_of, weights_alone
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
@@ -65,24 +73,40 @@ class Start:
         return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
 
 
-def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None) -> Start:
+class DamagedCheckpoint(UserError):
+    """Raised on all ranks if a checkpoint turns out to be damaged while it is read."""
+
+    def __init__(self, path: Path, damage: str) -> None:
+        super().__init__(f"{damage}; use checkpoint.resume=PATH for another checkpoint")
+        self.path, self.damage = path, damage
+
+
+def find_start(
+    config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None,
+    folder: RunFolder | None = None, known_damage: Mapping[Path, str] = MappingProxyType({}),
+) -> Start:  # fmt: skip
     """Choose the starting point of a run, and verify it. This is a collective call: the ranks share the reading.
 
-    ``pretrained``: called on one rank, returns the folder of the initial weights of a new run, if any.
+    Args:
+        pretrained: Called on one rank, returns the folder of the initial weights of a new run, if any.
+        folder: The run folder on rank 0. Needed only for a run in a bucket.
+        known_damage: Damage of checkpoints that was found when they were read.
 
     Raises ``UserError`` if there is no checkpoint but ``checkpoint.resume`` requires one, all are damaged, or
     resuming would silently change the run.
     """
-    chosen = session.once(partial(_candidates, config, pretrained))
-    notes, damage = list(chosen["notes"]), []
+    checkpoints = checkpoints_of(config, session, folder)
+    chosen = session.once(partial(_candidates, config, checkpoints, pretrained))
+    notes, damages = list(chosen["notes"]), []
     for path in map(Path, chosen["candidates"]):
-        problem = _damage(path, session)
+        is_own = path.parent == config.run.dir / CHECKPOINTS
+        problem = known_damage.get(path) or (checkpoints.open(path) if is_own else damage(path, session))
         if problem is not None:
-            damage.append(problem)
+            damages.append(problem)
             continue
         state = session.once(partial(_state, path))
-        if damage:
-            notes.append(f"damaged: {'; '.join(damage)}; resuming from the newest complete checkpoint, {path}")
+        if damages:
+            notes.append(f"damaged: {'; '.join(damages)}; resuming from the newest complete checkpoint, {path}")
         if chosen["is_given"] and _takes_weights_only(state, config):
             return _with_weights(path, chosen["origin"], state, [*notes], config)
         with taking_from(path):
@@ -91,32 +115,33 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
             if path.parent == config.run.dir / CHECKPOINTS:
                 notes += session.once(partial(_edits, state, config))
         return Start(path, origin=chosen["origin"], state=state, notes=notes, changed=changed)
-    if damage:
+    if damages:
         raise UserError(
-            f"no checkpoint is complete: {'; '.join(damage)}; use checkpoint.resume=never to start again (the damaged "
+            f"no checkpoint is complete: {'; '.join(damages)}; use checkpoint.resume=never to start again (the damaged "
             "checkpoints are kept), or checkpoint.resume=PATH for another checkpoint"
         )
     weights = Path(chosen["weights"]) if chosen["weights"] else None
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
 
 
-def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dict[str, Any]:
+def _candidates(config: RunConfig, checkpoints: Checkpoints, pretrained: Callable[[], Path | None]) -> dict[str, Any]:
     """Return the checkpoints to try, newest first, or a folder of weights. Called on one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
-        own = [str(path) for path in _newest_first(own_folder)]
+        own = [str(path) for path in checkpoints.saved()]
         if resume == "must" and not own:
-            raise UserError(f"checkpoint.resume=must but {own_folder} has no checkpoint; use checkpoint.resume=auto")
+            place = own_folder if config.run.url is None else config.run.url
+            raise UserError(f"checkpoint.resume=must but {place} has no checkpoint; use checkpoint.resume=auto")
         if resume in ("auto", "must", "never"):
             own = [] if resume == "never" else own
             weights = pretrained() if not own else None
             return {
-                "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
-                "is_given": False,
+                "candidates": own, "weights": str(weights) if weights else None,
+                "origin": checkpoints.origin() if own else None, "notes": [], "is_given": False,
             }  # fmt: skip
         given = expanded(resume).absolute()
         origin = os.path.normpath(given)  # the same for every spelling of the path; links are not resolved
-        if own and _origin(own) == origin:
+        if own and checkpoints.origin() == origin:
             # The same command was run before. That run started from ``origin`` and has its own checkpoints now.
             note = f"this run started from {resume} and has its own checkpoints now: resuming from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note], "is_given": False}
@@ -200,49 +225,13 @@ def resumed_checkpoints(config: RunConfig) -> list[Path]:
         if resume in ("auto", "must", "never"):
             return [] if resume == "never" else own
         given = expanded(resume).absolute()
-        if own and _origin(list(map(str, own))) == os.path.normpath(given):
+        if own and origin_of(own) == os.path.normpath(given):
             return own
         found = _checkpoints_in(given)
         states = (read_if_there(checkpoint / STATE) for checkpoint in found)
         return [] if any(_takes_weights_only(state, config) for state in states) else found
     except OSError as error:
         raise _not_read(error, own_folder) from None
-
-
-def _origin(own: list[str]) -> str | None:
-    """Return the path that the run was started from, as recorded in its newest intact checkpoint."""
-    for path in own:
-        try:
-            check_file(Path(path), STATE, read_manifest(Path(path))[STATE])
-            origin = _state(Path(path)).get("origin")
-        except (Damaged, KeyError, UserError):
-            continue
-        return str(origin) if origin else None
-    return None
-
-
-def _damage(path: Path, session: Session) -> str | None:
-    """Return a description of a checkpoint's damage, or None if it is intact. Each rank reads a share of its files."""
-
-    def check() -> str | None:
-        try:
-            records = read_manifest(path)
-            if STATE not in records:
-                return f"{path / MANIFEST} does not list {STATE}"
-            by_size = sorted(records, key=lambda name: -records[name].size)
-            for name in by_size[session.rank :: session.world_size]:
-                check_file(path, name, records[name])
-        except Damaged as error:
-            return str(error)
-        return None
-
-    seen = session.gather(path.is_dir())
-    if any(seen) and not all(seen):
-        raise UserError(
-            f"{path} is visible on rank {seen.index(True)} but not on rank {seen.index(False)}; use a folder on a disk "
-            "that all nodes share"
-        )
-    return next((problem for problem in session.gather(check()) if problem), None)
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -265,7 +254,9 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
     """
     checkpoints = folder.path / CHECKPOINTS
     notes: list[str] = []
-    if start.continues(folder.path):
+    if folder.head is not None:
+        notes += set_aside(folder, folder.head, start.step if start.continues(folder.path) else None)
+    elif start.continues(folder.path):
         newer = [path.name for path in named(checkpoints) if (step_of(path) or 0) > start.step]
         if newer:
             aside = folder.set_aside([f"{CHECKPOINTS}/{name}" for name in newer])

@@ -8,8 +8,9 @@ with a dot is a complete checkpoint.
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from serried.configs.plain_data import NotPlainData, is_number, read_json
 from serried.configs.schema.sections import CheckpointSection
@@ -22,6 +23,7 @@ OPTIMIZER = "optimizer"
 STEMS = (MODEL, ADAPTER, OPTIMIZER)
 """Stems of the names of weight files, adapter weight files and optimizer state files."""
 
+_Key = TypeVar("_Key")
 _NAME = re.compile(r"step-([0-9]{8,255})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
 
@@ -113,12 +115,18 @@ def prune(
     except OSError as error:
         problems.append(f"cannot read {checkpoints}: {error.strerror}")
         return []
-    stay = {*intact[-keep:], *(path for path in intact if _step(path) in also)}
-    if keep_every:
-        stay |= {path for path in intact if _step(path) % keep_every == 0}
-    if best is not None and (found := _best(intact, *best)):
-        stay.add(found[0])
-    return [path for path in intact if path not in stay and _delete(path, problems)]
+    found = _best(intact, *best) if best is not None else None
+    best_step = _step(found[0]) if found else None
+    stay = kept_steps([*map(_step, intact)], keep=keep, keep_every=keep_every, also=also, best=best_step)
+    return [path for path in intact if _step(path) not in stay and _delete(path, problems)]
+
+
+def kept_steps(
+    steps: Sequence[int], *, keep: int, keep_every: int, also: Collection[int], best: int | None
+) -> set[int]:
+    """Return which of the ``steps`` with a checkpoint, in ascending order, ``prune`` keeps. ``best``: the best one."""
+    every = [step for step in steps if keep_every and step % keep_every == 0]
+    return {*steps[-keep:], *every, *(step for step in steps if step in also or step == best)}
 
 
 def best_checkpoint(checkpoints: Path, section: CheckpointSection) -> tuple[Path, float] | None:
@@ -133,8 +141,13 @@ def _best(paths: Sequence[Path], metric: str, mode: str) -> tuple[Path, float] |
     values = {path: value for path, value in found.items() if value is not None}
     if not values:
         return None
-    path = (max if mode == "max" else min)(values, key=lambda path: values[path])
+    path = best_of(values, mode)
     return path, values[path]
+
+
+def best_of(values: Mapping[_Key, float], mode: str) -> _Key:
+    """Return the key with the best value; the first of equally good ones. ``mode``: "min" or "max"."""
+    return (max if mode == "max" else min)(values, key=lambda key: values[key])
 
 
 def _delete(path: Path, problems: list[str]) -> bool:

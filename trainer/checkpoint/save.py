@@ -61,6 +61,9 @@ class Saved:
 
     step: int
     path: Path
+    """Folder through which the checkpoint is read."""
+    where: str
+    """Path or URL of the checkpoint on rank 0, for messages."""
     nbytes: int
     seconds: float
     """Duration of writing and commit in seconds, excluding the wait for an evaluation in between."""
@@ -361,7 +364,9 @@ class Checkpointer:
         if problem is not None and self._session.is_main:
             self._checkpoints.discard(self._attempt)
         seconds = written - started + time.perf_counter() - may_commit
-        return Saved(step, self._checkpoints.path(step), self._plan.total_bytes, seconds, 0.0, problem, notes)
+        where = self._checkpoints.where(step) if self._session.is_main else ""
+        path = self._checkpoints.path(step)
+        return Saved(step, path, where, self._plan.total_bytes, seconds, 0.0, problem, notes)
 
     def _await(self, final_state: "Future[dict[str, Any] | None]") -> dict[str, Any] | None:
         """Return the state that ``finish`` sets, or None as soon as another rank ends before that.

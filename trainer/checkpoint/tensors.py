@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -371,14 +373,24 @@ def _class_in(folder: Path) -> str:
 
 
 def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
-    for part in parts:
-        local, box = part.local, part.held.box
-        for fragment in part.fragments:
-            ours = box.overlap(fragment.ours)
-            if ours.numel:
-                into = local[ours.seen_from(box).indices()]
-                theirs = fragment.there(ours)
-                _read(folder, fragment.name, theirs, into.view(theirs.sizes))
+    if folder.reads_at_once == 1:
+        for part in parts:
+            _fill_part(folder, part)
+        return
+    with ThreadPoolExecutor(folder.reads_at_once, "read") as pool:
+        for _ in pool.map(partial(_fill_part, folder), parts):
+            pass
+
+
+@torch.no_grad()
+def _fill_part(folder: TensorFolder, part: Part) -> None:
+    local, box = part.local, part.held.box
+    for fragment in part.fragments:
+        ours = box.overlap(fragment.ours)
+        if ours.numel:
+            into = local[ours.seen_from(box).indices()]
+            theirs = fragment.there(ours)
+            _read(folder, fragment.name, theirs, into.view(theirs.sizes))
 
 
 def _fill_added_rows(folder: TensorFolder, parts: Iterable[Part]) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from serried.records.ranged_files import BlockSums
 from serried.records.safetensors_files import header, tensor_bytes
 from serried.trainer.checkpoint.file_assignment import Plan, Window
 from serried.trainer.checkpoint.manifest import FileRecord
@@ -23,6 +24,9 @@ _REMEMBERED_BYTES = 8 * _PUSH_BYTES
 
 class Files(Protocol):
     """Files of one checkpoint while they are written, each from front to back."""
+
+    has_block_sums: bool
+    """Whether the records of the files have a checksum for each MiB."""
 
     def open(self, name: str) -> None:
         """Create a file. Its predecessor is not appended to any more. Raises ``OSError``."""
@@ -39,6 +43,8 @@ class Files(Protocol):
 
 class FolderFiles:
     """Files in a folder that all nodes share. All are flushed to the disk at the end, when they are closed."""
+
+    has_block_sums = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,6 +104,7 @@ class Writer:
     def __init__(self, files: Files, plan: Plan) -> None:
         self._files, self._plan = files, plan
         self._records: dict[str, FileRecord] = {}
+        self._sums: dict[str, BlockSums] = {}
         self._problem: str | None = None
         self._file = -1
 
@@ -129,7 +136,11 @@ class Writer:
                 self._files.close(name, is_whole=self._problem is None)
             except OSError as error:
                 self._fail(name, error)
-        return self._records, self._problem
+        records = {
+            name: record._replace(blocks=self._sums[name].text()) if name in self._sums else record
+            for name, record in self._records.items()
+        }
+        return records, self._problem
 
     @property
     def _name(self) -> str:
@@ -144,12 +155,16 @@ class Writer:
         self._files.open(file.name)
         self._file = index
         self._records[file.name] = FileRecord(0, 0)
+        if self._files.has_block_sums:
+            self._sums[file.name] = BlockSums()
         start = memoryview(header(file.specs))
         self._count(start)
         return start
 
     def _count(self, content: memoryview) -> None:
-        record = self._records[self._name]
+        record, sums = self._records[self._name], self._sums.get(self._name)
+        if sums is not None:
+            sums.add(content)
         self._records[self._name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
 
     def _append(self, contents: list[memoryview]) -> None:

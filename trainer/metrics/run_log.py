@@ -10,9 +10,8 @@ from serried.configs.formats import duration, short, size
 from serried.parallel.layout.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.runtime.accelerator import device_name
-from serried.trainer.checkpoint.checkpoints import CHECKPOINTS
+from serried.trainer.checkpoint.checkpoints import CHECKPOINTS, checkpoints_of
 from serried.trainer.checkpoint.resume import Start
-from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.metrics.meter import peak_memory_bytes
 from serried.trainer.progress import MANY_SKIPPED, Progress
@@ -197,11 +196,11 @@ class RunLog:
         for note in saved.notes:
             self._console.say(f"WARNING    {note}")
         self._console.say(
-            f"saved      {saved.path}: {size(saved.nbytes)} in {saved.seconds:.1f} s, "
+            f"saved      {saved.where}: {size(saved.nbytes)} in {saved.seconds:.1f} s, "
             f"training waited {saved.stall_seconds:.2f} s"
         )
         self._record(
-            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
+            "checkpoint", step=saved.step, path=saved.where, seconds=saved.seconds,
             stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
         )  # fmt: skip
         self._callbacks.call("on_save", saved.step, checkpoint=saved.path)
@@ -246,15 +245,18 @@ class RunLog:
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
-        checkpoint, opens_in = f"{CHECKPOINTS}/{folder_name(step)}", self._task.opens_in
+        checkpoints = checkpoints_of(config, self._session, self._folder)
+        opens_in = self._task.opens_in
         if config.adapter.method != "none":
             opens_in = opens_in and "PEFT"
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
         # A tracker's process may not have created its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
-        of_best = ""
-        if self._folder is not None and (best := best_checkpoint(config.run.dir / CHECKPOINTS, config.checkpoint)):
-            of_best = f"; the best: {CHECKPOINTS}/{best[0].name} ({config.checkpoint.best_metric} {best[1]:.4g})"
+        checkpoint = of_best = ""
+        if self._folder is not None:
+            checkpoint = checkpoints.where(step).removeprefix(f"{config.run.place}/")
+            if best := checkpoints.best():
+                of_best = f"; the best: {CHECKPOINTS}/{best[0].name} ({config.checkpoint.best_metric} {best[1]:.4g})"
         self._console.say(
             f"files      {config.run.place}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
             f"{opens_in and f', opens in {opens_in}'}: {checkpoint}{of_best}"

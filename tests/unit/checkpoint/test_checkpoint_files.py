@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.records.ranged_files import BlockSums, block_sums
 from serried.records.safetensors_files import (
     DTYPES,
     TensorFolder,
@@ -427,12 +428,32 @@ def verify(folder: Path) -> None:
         check_file(folder, name, record)
 
 
+def test_manifest_with_a_checksum_for_each_mib_has_version_2_and_wrong_ones_are_damage(tmp_path: Path) -> None:
+    sums, content = BlockSums(), os.urandom(2 * 2**20 + 5)
+    for first in range(0, len(content), 700_000):
+        sums.add(memoryview(content)[first : first + 700_000])
+    expected = [zlib.crc32(content[first : first + 2**20]) for first in range(0, len(content), 2**20)]
+    assert list(block_sums(sums.text(), len(content))) == expected
+    files = {"a": FileRecord(len(content), zlib.crc32(content), sums.text()), "b": FileRecord(1, 2)}
+    write_manifest(tmp_path, files)
+    assert read_manifest(tmp_path) == files
+    text = json.loads((tmp_path / MANIFEST).read_text())
+    assert text["version"] == 2
+    (tmp_path / "a").write_bytes(content)
+    check_file(tmp_path, "a", files["a"])
+    for wrong in ("AAAA", "?", 7, "AAAAAAAAAAAAAAA="):
+        text["files"]["a"]["blocks"] = wrong
+        (tmp_path / MANIFEST).write_text(json.dumps(text))
+        with pytest.raises(Damaged):
+            read_manifest(tmp_path)
+
+
 @given(
     st.dictionaries(
         st.text(st.characters(categories=["L", "N", "P", "S"], exclude_characters="/\\"), min_size=1).filter(
             lambda name: name not in (".", "..", MANIFEST)
         ),
-        st.builds(FileRecord, st.integers(0, 2**63), st.integers(0, 2**32 - 1)),
+        st.builds(FileRecord, st.integers(0, 2**63), st.integers(0, 2**32 - 1), st.just("")),
     )
 )
 def test_manifest_is_read_as_written(files: dict[str, FileRecord]) -> None:

@@ -1,5 +1,5 @@
-# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make test-
-# slow: storms of kills and signals, and more of what make test has one of each kind of; make test-slurm and make
+# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make
+# test-slow: storms of kills and signals, and more of what make test has one of each kind of; make test-slurm and make
 # test-hosts: a real Slurm cluster, and two hosts, made on this machine, as root; make test-page: report.html in a
 # real browser, which it installs as root; make test-cloud: runs and data in a bucket of an S3 server on this machine;
 # make docs: the pages of docs/ as a site, in site/.

@@ -267,10 +267,18 @@ class ForkedWorkplace(Workplace):
     ) -> Path:  # fmt: skip
         del limit_seconds
         words = tuple(self.small_run(*words, f"launch.device={device or self.device}"))
-        done = typed_on(processes or self.ranks, str(self._script), *words, cwd=self.folder)
+        folder = Path(dict(word.split("=", 1) for word in words)["run.dir"])
+        return self._forked(folder, processes, str(self._script), *words, code=code)
+
+    def program(self, *words: str, processes: int | None = None, limit_seconds: float) -> Path:
+        del limit_seconds
+        run = (f"run.dir={self.new_folder()}", f"launch.device={self.device}")
+        return self._forked(Path(run[0][8:]), processes, "-m", "serried.program", *words, *run)
+
+    def _forked(self, folder: Path, processes: int | None, *arguments: str, code: int = 0) -> Path:
+        done = typed_on(processes or self.ranks, *arguments, cwd=self.folder)
         printed = "".join(rank.stdout + rank.stderr for rank in done)
         self.log.write_text(printed)
-        folder = Path(dict(word.split("=", 1) for word in words)["run.dir"])
         if {rank.returncode for rank in done} != {code}:
             raise RunFailed(reason_of(folder, printed))
         return folder
@@ -390,7 +398,7 @@ def test_check_fails_on_the_fault_it_is_for(
     if body is not None:
         script = tmp_path / "broken.py"
         script.write_text(f'{HEAD}{indent(body, "    ")}\nif __name__ == "__main__":\n    serried.main(Broken)\n')
-    kind = ForkedWorkplace if check in COMPARED.values() else Workplace
+    kind = Workplace if check is faults else ForkedWorkplace
     workplace = kind(tmp_path / "runs", tmp_path, 2, "cpu", script)
     (chosen,) = (case for case in check(workplace, Bounds(least_tokens_per_second=1e12)) if case.name == row)  # type: ignore[operator]
     report = verify(workplace, [Check("one", "", lambda *_: [chosen])], Bounds(), tmp_path / "out.json", print)

@@ -23,7 +23,7 @@ from serried.runtime import process
 from serried.runtime.accelerator import accelerator_type, device_identity, device_name, device_names
 from serried.runtime.process import choose_device, processes_per_node, refuse_shared_gpu
 from serried.runtime.session import open_session
-from testing.rank_pool import SPAWNED, Cluster
+from testing.rank_pool import Cluster
 
 
 class StandIn:
@@ -76,15 +76,15 @@ def join_on_stand_in(uuids: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def spawned() -> Iterator[Cluster]:
-    """Two ranks with torch of their own: a device is registered once in a process."""
-    ranks = Cluster(2, SPAWNED)
+def new_ranks() -> Iterator[Cluster]:
+    """Two new ranks: a device is registered once in a process."""
+    ranks = Cluster(2)
     yield ranks
     ranks.stop()
 
 
-def test_ranks_join_on_a_registered_accelerator_if_each_sees_its_own(spawned: Cluster) -> None:
-    answers = spawned.run(2, "tests.unit.test_accelerator:join_on_stand_in", uuids=["a", "b"])
+def test_ranks_join_on_a_registered_accelerator_if_each_sees_its_own(new_ranks: Cluster) -> None:
+    answers = new_ranks.run(2, "tests.unit.test_accelerator:join_on_stand_in", uuids=["a", "b"])
     assert [answer.value for answer in answers] == [
         {
             "device": "npu:0", "place": "2 processes on Stand-in 0 (stand_in)", "seeds": [7], "gathered": [0, 1],
@@ -93,8 +93,8 @@ def test_ranks_join_on_a_registered_accelerator_if_each_sees_its_own(spawned: Cl
     ] * 2  # fmt: skip
 
 
-def test_ranks_that_share_their_only_gpu_are_refused(spawned: Cluster) -> None:
-    answers = spawned.run(2, "tests.unit.test_accelerator:join_on_stand_in", uuids=["a", "a"])
+def test_ranks_that_share_their_only_gpu_are_refused(new_ranks: Cluster) -> None:
+    answers = new_ranks.run(2, "tests.unit.test_accelerator:join_on_stand_in", uuids=["a", "a"])
     for answer in answers:
         assert answer.value["refused"].startswith("ranks 0 and 1 on ")
         assert answer.value["refused"].endswith(

@@ -129,7 +129,7 @@ def test_installed_wheel_trains_reports_and_prints_a_slurm_script(installed: Pat
     printed("serried", "report", "runs/short")
     assert "uPlot" in page.read_text("utf-8")
     assert "fits" in printed("serried", "plan", "recipe=llama8b", "launch.processes=8", "plan.mode=formula")
-    assert "passed     2 passed" in printed("serried", "verify", "only=checkpoint", "launch.device=cpu")
+    assert "preflight: " in printed("serried", "verify", "list", "launch.device=cpu")
     nodes = ("launch=slurm", "launch.nodes=2", "slurm.gpus_per_node=8", "trainer.global_batch=128")
     script = printed("python", "-m", "serried.program", "recipe=tiny", *nodes, "slurm.dry_run=true")
     assert "#SBATCH --nodes=2" in script

@@ -13,7 +13,7 @@ from serried.configs.formats import size
 from serried.configs.schema.fields import parse_count, scratch_folder
 from serried.records.files import make_scratch
 from serried.records.head import Entry, HeadContent, read_head
-from serried.records.mirror import download, download_records, download_summary
+from serried.records.mirror import download_records, download_summary
 from serried.records.object_store import open_store
 from serried.records.store import Store, StoreError
 
@@ -116,18 +116,16 @@ def _download_checkpoints(store: Store, head: HeadContent, entries: Sequence[Ent
 
 
 def download_checkpoint(store: Store, entry: Entry, folder: Path) -> None:
-    """Download one checkpoint into ``folder`` under the name that it has in a run folder, and check its checksums.
+    """Download one checkpoint into ``folder``, under the name that it has in a run folder, unless it is there.
 
-    Raises:
-        UserError: It is damaged, or does not fit on the disk.
-        StoreError: The store does not answer.
+    Raises ``UserError`` if it is damaged or does not fit on the disk, or the store does not answer.
     """
-    from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
+    from serried.trainer.checkpoint.bucket_checkpoints import download
     from serried.trainer.checkpoint.retention import folder_name
 
-    name = folder_name(entry.step)
-    marker = folder / f".{name}.attempt"
-    if (folder / name).is_dir() and marker.exists() and marker.read_text() == entry.attempt:
+    path = folder / folder_name(entry.step)
+    marker = folder / f".{path.name}.attempt"
+    if path.is_dir() and marker.exists() and marker.read_text() == entry.attempt:
         return
     free = shutil.disk_usage(folder).free
     if free < entry.size_bytes:
@@ -136,21 +134,7 @@ def download_checkpoint(store: Store, entry: Entry, folder: Path) -> None:
             "set SERRIED_SCRATCH to a folder on another disk"
         )
     print(f"downloads  {store.where(entry.prefix)}, {size(entry.size_bytes)}", file=sys.stderr, flush=True)
-    partial = folder / f".{name}.partial"
-    for old in (partial, folder / name):
-        shutil.rmtree(old, ignore_errors=True)
-    partial.mkdir()
-    try:
-        manifest = store.get(f"{entry.prefix}/{MANIFEST}")
-        if manifest is None:
-            raise Damaged(f"{store.where(entry.prefix)} has no {MANIFEST}")
-        (partial / MANIFEST).write_bytes(manifest[0])
-        for file, record in read_manifest(partial).items():
-            download(store, f"{entry.prefix}/{file}", record.size, partial / file)
-            check_file(partial, file, record)
-    except Damaged as error:
-        raise UserError(f"{store.where(entry.prefix)} is damaged: {error}; use another one: checkpoint=STEP") from None
-    partial.rename(folder / name)
+    download(store, entry, folder)
     marker.write_text(entry.attempt)
 
 

@@ -53,6 +53,7 @@ def test_run_writes_its_records_to_the_bucket_and_commands_read_them(
     ended = run_here(tiny_overrides(text, url))
     assert ended.code == 0, ended.printed
     assert f"files      {url}: report.html" in ended.printed
+    assert str(tmp_path) not in ended.printed.replace(str(text), "")
     head = read_head(open_store(url))
     assert head is not None
     assert (head.state, head.epoch, head.records) == ("free", 1, 1)
@@ -132,7 +133,83 @@ class Raises(Callback):
     """A callback that fails."""
 
     def on_step(self, run: Run) -> None:
-        raise RuntimeError(f"in step {run.step}")
+        if run.step == 3:
+            raise RuntimeError("in step 3")
+
+
+def test_next_start_has_the_records_of_the_run_and_removes_the_old_copy(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_here(tiny_overrides(text, url, "trainer.stop_at=2")).code == 75
+    monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path / "another-node"))
+    ended = run_here(tiny_overrides(text, url))
+    assert ended.code == 0, ended.printed
+    assert [line["step"] for line in lines(server, folder, 2)] == [1, 2, 3, 4, 5, 6]
+    assert len(lines(server, folder, 2, "start")) == 2
+    assert not server.objects(f"{folder}/records/1/")
+
+
+def test_start_reads_the_head_once_and_lists_nothing_while_it_trains(
+    server: S3Server, folder: str, url: str, text: Path
+) -> None:
+    def sent() -> list[str]:
+        return [line for line in server.requests()[before:] if "/control" not in line]
+
+    before = len(server.requests())
+    started: list[str] = []
+
+    def train(trainer: Trainer, step: int) -> None:
+        del trainer
+        if step == 1:
+            started.extend(sent())
+
+    assert run_here(tiny_overrides(text, url), train).code == 0
+    head = f"/bucket/{folder}/head.json"
+    of_head = [line.removesuffix(f" {head}") for line in started if line.endswith(head)]
+    claim = ["GET", "PUT conditional", "PUT conditional"]
+    assert of_head[:3] == claim, "read, written, and written under a condition that no longer holds"
+    assert not [line for line in of_head[3:] if line.startswith("GET")]
+    training = sent()[len(started) :]
+    listings = [line for line in training if line.startswith("GET list")]
+    assert len(listings) <= 1, "of earlier records, after the first upload"
+    assert f"GET {head}" not in training
+    commits = [line for line in training if line == f"PUT conditional {head}"]
+    assert len(commits) >= 3 + 1 + 1, "three saves, the first upload, and the end"
+    manifests = [line for line in training if line.startswith("PUT") and line.endswith("/MANIFEST.json")]
+    assert len(manifests) == 3
+
+
+def test_run_killed_on_one_node_resumes_on_another_with_every_line_once(
+    server: S3Server, folder: str, url: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERRIED_JOB", "job-1")  # whose next process need not wait
+    words = tiny_overrides(text, url, "trainer.steps=100000", "schedule=constant", "checkpoint.every=10")
+    store = open_store(url)
+
+    def saved() -> int:
+        head = read_head(store)
+        return head.checkpoints[-1].step if head is not None and head.checkpoints else 0
+
+    with subprocess.Popen(
+        [sys.executable, "train.py", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            until(lambda: saved() >= 20)
+        finally:
+            process.kill()
+    newest = saved()
+    recorded = [line["step"] for line in lines(server, folder, 1)]
+    assert recorded[:newest] == [*range(1, newest + 1)], "no line up to the newest checkpoint is missing"
+    monkeypatch.setenv("SERRIED_SCRATCH", str(tmp_path / "another-node"))
+    last = newest + 5
+    assert run_here([*words, f"trainer.stop_at={last}"]).code == 75
+    resumed = lines(server, folder, 2)
+    assert [line["step"] for line in resumed] == [*range(1, last + 1)]
+    alone = [word for word in words if not word.startswith("run.dir=")]
+    assert run_here([*alone, f"run.dir={tmp_path / 'alone'}", f"trainer.stop_at={last}"]).code == 75
+    undisturbed = (tmp_path / "alone/metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, undisturbed) if line["event"] == "step"]
+    assert [line["loss"] for line in resumed] == losses
 
 
 LAUNCHER = """
@@ -163,20 +240,17 @@ def test_bucket_that_does_not_exist_is_refused_in_one_line(text: Path) -> None:
     )
 
 
-def test_no_file_object_or_line_has_a_credential(
+def test_no_file_object_or_line_of_a_failed_run_has_a_credential(
     server: S3Server, folder: str, url: str, text: Path, tmp_path: Path
 ) -> None:
     words = tiny_overrides(text, url, "launch=local", "launch.processes=2", "launch.device=cpu")
-    ended = ended_of(words)
-    assert ended.returncode == 0, ended.stderr
+    ended = ended_of([*words, "--callback", f"{__name__}:Raises"])
+    assert ended.returncode == 70, ended.stdout + ended.stderr
     assert "the launcher used the bucket" not in ended.stdout
     objects = server.objects(folder)
     assert len([key for key in objects if "/records/1/log/" in key]) == 2, "of both ranks, which the launcher forked"
-    crashed = ended_of([*words, "checkpoint.resume=never", "--callback", f"{__name__}:Raises"])
-    assert crashed.returncode == 70, crashed.stdout + crashed.stderr
-    objects |= server.objects(folder)
     assert any(b"Traceback" in content for content in objects.values())
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    printed = [output.encode() for run in (ended, crashed) for output in (run.stdout, run.stderr)]
+    printed = [output.encode() for output in (ended.stdout, ended.stderr)]
     for secret in (SECRET.encode(), b"server-key"):
         assert not [content for content in (*written, *printed, *objects.values()) if secret in content]

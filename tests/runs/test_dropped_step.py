@@ -31,7 +31,7 @@ from testing.rank_pool import Cluster
 from testing.runs import ObservedRecipe, checkpoint, different_tensors, metrics, status, steps_saved, tiny_overrides
 from tests.support.own_task import Points
 
-MICRO_BATCHES = 8
+MICRO_BATCHES = 4
 SECOND_OF_STEP_3 = 2 * MICRO_BATCHES + 2
 LAYOUTS = {  # ranks and keys
     "ddp": (2, "parallel=ddp"),

@@ -242,7 +242,7 @@ def test_output_gradients_and_bytes_equal_one_process(ranks: int, cluster: Clust
 
 
 def test_sinks_of_parts_equal_one_process(cluster: Cluster) -> None:
-    for answer in cluster.run(3, "tests.ranks.test_context:attention_to_sinks"):
+    for answer in cluster.run(2, "tests.ranks.test_context:attention_to_sinks"):
         assert max(found["difference"] for found in answer.value) < 1e-5
 
 

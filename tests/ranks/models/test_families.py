@@ -379,6 +379,40 @@ def test_presets_match_published_models(preset: str) -> None:
     assert {key: ours[key] for key in found} == found
 
 
+SHRUNK = {
+    "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 4096, "moe_intermediate_size": 24,
+    "n_routed_experts": 16, "num_attention_heads": 4, "num_hidden_layers": 4, "num_local_experts": 6,
+    "vocab_size": ROWS, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 14, "pad_token_id": PADDING, "head_dim": 16, "sliding_window": WINDOW,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["gpt_oss_20b", "deepseek_v3", "kimi_k2"])
+def test_small_model_with_published_keys_opens_both_ways(preset: str, tmp_path: Path) -> None:
+    import transformers
+
+    published = PUBLISHED[preset]
+    small = {key: SHRUNK.get(key, value) for key, value in published.items()}
+    small |= {"num_key_value_heads": 2 if preset == "gpt_oss_20b" else 4}
+    small |= {"layer_types": published["layer_types"][:4]} if "layer_types" in published else {}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    kind = "deepseek_v3" if preset == "kimi_k2" else published["model_type"]  # transformers has no kimi_k2
+    config = transformers.AutoConfig.for_model(kind, **{key: small[key] for key in small if key != "model_type"})
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "weights")
+    (tmp_path / "weights/model.safetensors").rename(tmp_path / "model.safetensors")
+    family, ours = opened(tmp_path)
+    written(family, ours, tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("preset", "changes", "reason"),
     [
@@ -389,6 +423,8 @@ def test_presets_match_published_models(preset: str) -> None:
             {"layer_types": ["full_attention", *["sliding_attention"] * 41]},
             "has layer_types where not every n-th layer is full",
         ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func softmax; only sigmoid is supported"),
+        ("gpt_oss_20b", {"swiglu_alpha": 2.0}, "has swiglu_alpha 2.0; only 1.702 is supported"),
         ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None is supported"),
         (
             "gemma3_1b",

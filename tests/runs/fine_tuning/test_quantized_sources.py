@@ -31,6 +31,12 @@ GPT_OSS = COMMON | {
     "sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
 
+DEEPSEEK = COMMON | {
+    "num_key_value_heads": 4, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
 
 def quantize_fp8(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Quantize linear layers in place. Returns the ``quantization_config``."""
@@ -157,6 +163,30 @@ def test_gpt_oss_in_mxfp4_trains_with_the_weights_of_transformers(folder: Path, 
     first, last = runs.losses(tmp_path / "run")
     assert last < first
     assert "quantization_config" not in json.loads((runs.checkpoint(tmp_path / "run") / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_deepseek_in_fp8_is_read_expert_by_expert(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "fp8")
+    file = tmp_path / "fp8/model.safetensors"
+    tensors = load_file(file)
+    settings = {"quantization_config": quantize_fp8(tensors)}
+    found = json.loads((tmp_path / "fp8/config.json").read_text()) | settings
+    (tmp_path / "fp8/config.json").write_text(json.dumps(found))
+    save_file(tensors, file)
+    ours = written(*opened(tmp_path / "fp8"), tmp_path / "back")
+    scales = {name.removesuffix("_scale_inv"): tensors.pop(name) for name in [*tensors] if name.endswith("_scale_inv")}
+    assert any(".experts.2.down_proj" in name for name in scales)
+    assert ours.keys() == tensors.keys()
+    for name, value in tensors.items():
+        expected = value.float()
+        if name in scales:
+            expected *= scales[name].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        assert torch.equal(ours[name], expected), name
 
 
 @pytest.mark.parametrize("choice", ["auto", "hf"])

@@ -5,7 +5,7 @@ import statistics
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from serried.configs.formats import columns, size
 from serried.configs.messages.suggestions import pasteable
 from serried.configs.schema.launch_plan_track import LaunchSection
 from serried.launch import probes
+from serried.launch.bucket_check import BucketReport, check_bucket, rates
 from serried.runtime.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
@@ -51,19 +52,21 @@ def preflight(
     needed_bytes: int | None,
     peaks: dict[str, float],
     excluded: str | None = None,
+    url: str | None = None,
 ) -> int:
     """Examine all nodes of this start, and print a table and a verdict. Return the exit code: 0 fit, 70 unfit.
 
     Args:
-        needed_bytes: size of the run's checkpoints.
+        needed_bytes: size of the run's checkpoints in ``run_dir``; None if unknown.
         peaks: specified FLOP/s of devices, by name.
         excluded: nodes that are already excluded, separated by commas.
+        url: URL of a run in a bucket, whose ``run_dir`` is the scratch folder of a node.
     """
     patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
     impatient = section.model_copy(update={"start_timeout_seconds": patience})
 
     def work(session: Session) -> int:
-        facts = session.gather(examine(session, run_dir))
+        facts = session.gather(examine(session, run_dir, url))
 
         def print_report() -> int:
             findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
@@ -75,7 +78,7 @@ def preflight(
     return run_in_session(impatient, work)
 
 
-def examine(session: Session, run_dir: Path) -> dict[str, Any]:
+def examine(session: Session, run_dir: Path, url: str | None = None) -> dict[str, Any]:
     """Return all measurements of this rank. This is a collective call: all ranks measure the network together.
     Everything else is measured by each rank on its own, at the same time."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
@@ -99,8 +102,13 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
     alone("open_files", probes.open_files)
-    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
+    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir) if url is None else None)
     is_first = hosts.index(facts["host"]) == session.rank
+    if url is not None:
+        found = check_bucket(url) if session.is_main else BucketReport()
+        facts["bucket"] = asdict(found)
+        is_usable = not session.gather(found.problems)[0]
+        alone("bucket_rates", lambda: rates(url) if is_first and is_usable else None)
     alone("disk", lambda: probes.disk(run_dir) if is_first else None)
     session.gather("measured")  # no rank measures the network while another still computes
     if session.world_size > 1:
@@ -150,6 +158,9 @@ def judge(
     _judge_collectives(facts, findings)
     _judge_node(facts, ranks_per_node, findings)
     _judge_disk(facts, run_dir, needed_bytes, findings)
+    for fact in facts:
+        findings.common += fact.get("bucket", {}).get("problems", [])
+        findings.warnings += fact.get("bucket", {}).get("warnings", [])
     return findings
 
 
@@ -286,6 +297,10 @@ def report(
     lines = columns(rows)
     versions: dict[str, str] = next((fact["versions"] for fact in facts if fact["versions"]), {})
     lines.append("versions   " + ", ".join(f"{name} {value}" for name, value in versions.items() if value))
+    for fact in facts:
+        if fact.get("bucket_rates"):
+            written, read = map(size, fact["bucket_rates"])
+            lines.append(f"bucket     {fact['host']} writes {written}/s and reads {read}/s, one object of 64 MiB")
     lines += [f"WARNING    {text}" for text in findings.warnings]
     lines += [f"unfit      {host}: {what}" for host, whats in findings.by_host.items() for what in whats]
     lines += [f"unfit      {what}" for what in findings.common]

@@ -35,7 +35,9 @@ def _preflight_here(config: RunConfig) -> int:
     from serried.trainer.metrics.peak_flops import PEAK_FLOPS
 
     peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # preflight measures in bf16
-    return examine(config.launch, config.run.dir, checkpoints_bytes(config), peaks, config.slurm.exclude)
+    url = config.run.url
+    needed_bytes = checkpoints_bytes(config) if url is None else None
+    return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude, url)
 
 
 def checkpoints_bytes(config: RunConfig) -> int:

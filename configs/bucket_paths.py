@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import serried
@@ -133,14 +134,31 @@ def answer_here(answer: Callable[[dict[str, Any]], Any]) -> None:
     _settings.answer = answer
 
 
-def upload(path: Path, url: str, key: str) -> None:
-    """Write the file or folder ``path`` to ``key=url``. Raises ``UserError`` if it cannot be written."""
-    _ask("upload", url, key, path=str(path))
+@contextmanager
+def output_path(out: str, *, replaces: bool = False) -> Iterator[Path]:
+    """Yield the path that ``out=`` names. For a URL of a bucket it is a temporary path: what was written is uploaded at
+    the end of the block, with other files that were written beside it.
 
-
-def refuse_taken(url: str, key: str) -> None:
-    """Raise ``UserError`` if there is an object at ``key=url`` or below it, or the bucket cannot be read."""
-    _ask("refuse_taken", url, key)
+    ``replaces``: existing objects may be replaced. Raises ``UserError`` if there are objects at the URL, or it cannot
+    be written.
+    """
+    if not is_bucket_url(out):
+        yield Path(out)
+        return
+    url, key = check_bucket_url(out, "out"), "out"
+    root, _, name = url.rpartition("/")
+    if not replaces:
+        _ask("refuse_taken", url, key)
+    with TemporaryDirectory(prefix="serried-", dir=os.environ.get("SERRIED_SCRATCH")) as folder:
+        _settings.downloaded[folder] = root
+        try:
+            yield Path(folder) / name
+            for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == name):  # what was named comes last
+                _ask("upload", f"{root}/{path.name}", key, path=str(path))
+        except UserError as error:
+            raise UserError(*(with_urls(str(each)) for each in error.args), head=with_urls(error.head)) from error
+        finally:
+            del _settings.downloaded[folder]
 
 
 def _default_cache() -> Path:

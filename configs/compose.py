@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from serried.configs.bucket_paths import forget_listings
+from serried.configs.bucket_paths import forget_listings, with_urls
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, files_of
 from serried.configs.hugging_face.adapter_settings import with_adapters
@@ -69,7 +69,7 @@ def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
         config = check(plain)
         late = _unknown_changes(config)
     except UserError as error:
-        late = error.args
+        late = [with_urls(str(said)) for said in error.args]
     except ValidationError as error:
         # If overrides were refused, the remaining ones may contradict each other only for that reason.
         origins = replace(_origins(line), of_folder=_of_folder(preset, plain))

@@ -13,6 +13,8 @@ from serried.configs.messages.suggestions import nearest, pasteable
 from serried.configs.schema.fields import parse_count
 
 _Number = TypeVar("_Number", int, float)
+_WRITE_TO_BUCKETS = ("export", "merge", "report")
+"""Commands whose ``out`` may be a URL of a bucket."""
 _ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": "tokens", "text": "prompt"}
 """Names that other programs give to keys of ``serried generate``."""
 
@@ -84,13 +86,17 @@ def pairs(
             close = nearest(key, keys)
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
-        elif key in ("out", "run.dir") and is_address(value) and not (key == "run.dir" and is_bucket_url(value)):
+        elif key in ("out", "run.dir") and is_address(value) and not _takes_bucket(command, key, value):
             mistakes.append(not_a_path(key, value))
         else:
             given[key] = value
     if mistakes:
         raise UserError(*mistakes)
     return given, overrides
+
+
+def _takes_bucket(command: str, key: str, value: str) -> bool:
+    return is_bucket_url(value) and (key == "run.dir" or command in _WRITE_TO_BUCKETS)
 
 
 def run_key(word: str) -> str:

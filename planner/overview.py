@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from serried.configs.bucket_paths import with_urls
 from serried.configs.formats import short, size
 from serried.configs.hugging_face.quantization import quantization_in
 from serried.configs.messages.invalid_values import shown
@@ -329,7 +330,7 @@ def _beginning(config: RunConfig, start: Start) -> str:
     if start.weights is not None:
         quantization = quantization_in(start.weights)
         how = f", dequantized from {quantization.method}," if quantization else ""
-        given.append(f"the weights of {start.weights}{how}")
+        given.append(f"the weights of {with_urls(str(start.weights))}{how}")
     given += [f"the adapters of {config.adapter.path or start.adapters}"] if start.adapters is not None else []
     return f"step 0 with {' and '.join(given)}".rstrip(",") if given else "step 0"
 

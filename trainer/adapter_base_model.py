@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from serried.configs.bucket_paths import with_urls
+from serried.configs.bucket_urls import is_bucket_url
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import PREFIX, adapter_config, base_of_adapters
 from serried.configs.hugging_face.adapter_settings import adapters_in
@@ -55,7 +57,7 @@ def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, s
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
     else:
-        base = Base(folder, {"path": str(folder.absolute()), "files": files_of(folder, checkpoint, session)})
+        base = Base(folder, {"path": with_urls(str(folder.absolute())), "files": files_of(folder, checkpoint, session)})
     if checkpoint is not None:
         _compare(base.record, checkpoint)
     return base
@@ -169,7 +171,7 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
     path = _recorded(checkpoint)["path"]
     if path is None:
         _compare({"path": None, "digest": _digest(module)}, checkpoint)
-    return None if path is None else Path(path)
+    return None if path is None else _local(path)
 
 
 def check_base(checkpoint: Path) -> Path | None:
@@ -181,9 +183,14 @@ def check_base(checkpoint: Path) -> Path | None:
     path = _recorded(checkpoint)["path"]
     if path is None:
         return None
-    folder = Path(path)
+    folder = _local(path)
     _compare({"path": path, "files": _checksums(folder, _weight_files(folder, checkpoint))}, checkpoint)
     return folder
+
+
+def _local(path: str) -> Path:
+    """Return the folder of a recorded base model, after downloading it if it is in a bucket."""
+    return model_folder(path, "*.safetensors", "*.json") if is_bucket_url(path) else Path(path)
 
 
 def check_same_base(adapters: Path, checkpoint: Path) -> None:

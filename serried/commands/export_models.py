@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from serried.configs.bucket_paths import output_path, with_urls
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
@@ -168,13 +169,14 @@ def _write_model(
     shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
-    out = Path(given["out"])
-    files = write(
-        checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
-        averaged_with=averaged_with, factors=factors,
-    )  # fmt: skip
+    with output_path(given["out"]) as out:
+        files = write(
+            checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
+            averaged_with=averaged_with, factors=factors,
+        )  # fmt: skip
+        written = f"{with_urls(str(out))}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
     what = ", ".join(map(str, factors or (*averaged_with, checkpoint)))
-    return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
+    return say(f"exported   {what} to {written}")
 
 
 def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Built | None":
@@ -241,27 +243,28 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         raise UserError(f"format={name} needs {', '.join(missing)}; use: pip install {' '.join(missing)}")
     if "out" not in given:
         raise UserError(f"out=FILE, the file to write, is missing; e.g. out=my-model.{kind.suffix}")
-    out = Path(given["out"])
-    if out.exists():
-        raise UserError(f"out={out} exists already; use another file{', or remove it' if out.is_file() else ''}")
-    if saved.run is not None:
-        task_of_text(saved.run, f"export format={name}")
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
-        written = partial / "written"
-        written.mkdir(parents=True)
-        difference = _write_and_compare(saved, written / out.name, name, kind, dtype)
-        total = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
-        _move_all(written, out.parent)
-    except OSError as error:
-        raise UserError(
-            f"cannot write out={out}: {error.strerror or error}; the incomplete files were removed; use out=FILE"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with output_path(given["out"]) as out:
+        if out.exists():
+            raise UserError(f"out={out} exists already; use another file{', or remove it' if out.is_file() else ''}")
+        if saved.run is not None:
+            task_of_text(saved.run, f"export format={name}")
+        partial = out.with_name(f".{out.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
+            written = partial / "written"
+            written.mkdir(parents=True)
+            difference = _write_and_compare(saved, written / out.name, name, kind, dtype)
+            total = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
+            _move_all(written, out.parent)
+        except OSError as error:
+            raise UserError(
+                f"cannot write out={out}: {error.strerror or error}; the incomplete files were removed; use out=FILE"
+            ) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        where = with_urls(str(out))
     return say(
-        f"exported   {saved.folder} to {out}: {name}, {dtype}, {size(total)}; largest difference of its logits from "
+        f"exported   {saved.folder} to {where}: {name}, {dtype}, {size(total)}; largest difference of its logits from "
         f"the model's: {difference:.1e} of the largest logit (limit {kind.bounds[dtype]:g})"
     )
 

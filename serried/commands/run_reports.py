@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from serried.configs.bucket_paths import output_path, with_urls
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, UserError
 from serried.configs.plain_data import read_if_there
 from serried.configs.subcommand_arguments import pairs
@@ -30,15 +31,17 @@ def report(words: list[str]) -> int:
     if not folders:
         raise UserError(f"serried report needs a run folder: serried report RUN; {existing_runs(Path('runs'), is_run)}")
     runs = list({run.resolve(): run for run in (run_folder(folder, is_run) for folder in folders)}.values())
-    out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
-    if out.is_dir():
-        raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
-    try:
-        write_report(runs, output_file(out) if "out" in given else out)
-    except OSError as error:
-        raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that exists") from None
+    usual = str(runs[0] / "report.html") if len(runs) == 1 else "report.html"
+    with output_path(given.get("out", usual), replaces=True) as out:
+        if out.is_dir():
+            raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
+        try:
+            write_report(runs, output_file(out) if "out" in given else out)
+        except OSError as error:
+            raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that exists") from None
+        written = f"{with_urls(str(out))}, {size(out.stat().st_size)}"
     what = f"{len(runs)} runs compared" if len(runs) > 1 else str(runs[0])
-    return say(f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser")
+    return say(f"report     {what}: {written}; open it in a browser")
 
 
 def send(words: list[str]) -> int:

@@ -25,6 +25,10 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1,
     },
     "deepseek_v3": {"qk_norm": False, "rotary_fraction": 1.0},
+    "qwen3_next": {"qk_norm": True, "attention_bias": False, "routed_scale": 1.0},
+    "qwen3_5_moe_text": {
+        "dense_layers": 0, "normalize_weights": True, "qk_norm": True, "attention_bias": False, "routed_scale": 1.0,
+    },
 }  # fmt: skip
 """Fixed values of the keys that a family's checkpoints cannot express, by family."""
 
@@ -51,6 +55,12 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
     },
     "mixtral": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
     "gpt_oss": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
+    "qwen3_next": {
+        "experts": "num_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "normalize_weights": "norm_topk_prob",
+    },
+    "qwen3_5_moe_text": {"experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"},
 }
 """Additional entries of ``MoESection.names``, by family."""
 
@@ -137,7 +147,7 @@ class MoESection(LlamaSection):
         if family == "mixtral":
             refuse_unless(found, sliding_window=None)
             found["attention_bias"] = False
-        elif family == "qwen3_moe":
+        elif family in ("qwen3_moe", "qwen3_next"):
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)

@@ -1,5 +1,7 @@
 """Cache of keys and values for text generation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ class LayerCache:
         self._capacity, self._length = capacity, 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self.state: Any = None
+        """State of a block that has one instead of keys and values, such as linear attention; None before the first
+        token."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store ``keys`` and ``values`` [B, K, S, E] of the next tokens. Return the keys and values of all tokens so
@@ -27,7 +32,7 @@ class LayerCache:
 
     def clear(self) -> None:
         """Remove all tokens from the cache."""
-        self._length = 0
+        self._length, self.state = 0, None
 
 
 class Cache:

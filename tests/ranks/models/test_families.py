@@ -41,6 +41,11 @@ LATENT = {
     "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 14,
 }  # fmt: skip
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+LINEAR = {
+    "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "full_attention_interval": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
@@ -82,6 +87,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3, direct queries": LATENT | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48},
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},

@@ -39,7 +39,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "longrope, all keys": {"factor": 3.0, "attention_factor": 1.3},
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }  # fmt: skip
-PARTIAL = ("glm4_moe", "phi3")
+PARTIAL = ("glm4_moe", "phi3", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 """Families that rotate a part of each head."""
 ALL = [
     (family, kind)

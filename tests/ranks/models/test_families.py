@@ -246,6 +246,10 @@ VISION = 416_866_032
         ("deepseek_v3", 671_026_419_200 - 58 * 256),
         ("kimi_k2", 1_026_408_232_448 - 60 * 384),
         ("gpt_oss_120b", 116_829_156_672),
+        ("qwen3_next_80b", 79_674_391_296),
+        ("qwen35_35b_a3b", 34_660_610_688),
+        ("qwen35_27b", 26_895_998_464),
+        ("qwen35_800m", 752_393_024),
     ],
 )
 def test_presets_have_their_published_number_of_parameters(preset: str, count: int) -> None:
@@ -499,6 +503,24 @@ ON_LAYOUTS["deepseek_v3"] = {
 }  # fmt: skip
 OF_MIXTURES = (*LAYOUTS, "fsdp x2 (ZeRO-3)", "hsdp 2x2", "expert x2", "expert x2 x tensor x2")
 NAMED = {cut.name: cut for cut in (*EXPERT_CUTS, *CUTS)}
+HYBRID = {
+    "model.full_every": "2", "model.rotary_fraction": "0.5", "model.linear_key_heads": "2",
+    "model.linear_value_heads": "4", "model.linear_key_dim": "8", "model.linear_value_dim": "12",
+}  # fmt: skip
+ON_LAYOUTS["qwen35_800m"] = HYBRID
+ON_LAYOUTS["qwen35_35b_a3b"] = HYBRID | {
+    "model.experts": "4", "model.experts_per_token": "2", "model.expert_hidden_dim": "24", "model.shared_experts": "2",
+}  # fmt: skip
+ON_LAYOUTS["qwen3_next_80b"] = ON_LAYOUTS["qwen35_35b_a3b"] | {"model.dense_layers": "1"}
+
+
+def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
+    if "model.full_every" in changes:  # linear attention has no context axis
+        axes = [axis for axis in OF_MIXTURES if "context" not in axis]
+        return tuple(axis for axis in axes if "model.experts" in changes or "expert" not in axis)
+    return LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2]
+
+
 SELECTIVE = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",)}
 WHOLLY = {"gpt_oss": "selective", "deepseek_v3": "none"}
 """Families with all layouts, and their activation checkpointing."""
@@ -513,9 +535,7 @@ DAILY = ("olmo2_7b",)
             for preset, layouts in SELECTIVE.items()
         ),
         *(
-            pytest.param(
-                preset, LAYOUTS if "model.sliding_window" in changes else LAYOUTS[:2], "none", marks=pytest.mark.slow
-            )
+            pytest.param(preset, layouts_of(changes), "none", marks=pytest.mark.slow)
             for preset, changes in ON_LAYOUTS.items()
             if preset not in WHOLLY
         ),

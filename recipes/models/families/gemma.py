@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.hugging_face.model_folder import CONFIG, model_folder
-from serried.configs.hugging_face.text_part import has_other_parts
 from serried.parallel.plan import Context
 from serried.recipes.models.families.gemma_config import GemmaSection
 from serried.recipes.models.families.llama import Attention, FeedForward, Llama, RMSNorm, Transformer
@@ -98,15 +96,6 @@ class Gemma(Llama):
 
     def initial_std(self, name: str) -> float | None:
         return 0.0 if name.endswith("norm.weight") else super().initial_std(name)
-
-    def notes(self) -> list[str]:
-        model = self.section
-        if model.path is None or not model.pretrained or not has_other_parts(model_folder(model.path, CONFIG)):
-            return []
-        return [
-            f"model.path={model.path} also reads images; only its text part (language_model) is trained, and saved as "
-            "Gemma3ForCausalLM; adapters do not fit the full model: export them with merge=true"
-        ]
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         model, plain = self.section, super().export_config(end_token)

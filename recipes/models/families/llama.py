@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from serried.configs.hugging_face.model_folder import CONFIG, model_folder
+from serried.configs.hugging_face.text_part import has_other_parts
 from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.family import PublishedFamily
@@ -342,6 +344,16 @@ class Llama(PublishedFamily):
             f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"
             f"{scaled}"
         )
+
+    def notes(self) -> list[str]:
+        model = self.section
+        if model.path is None or not model.pretrained or not has_other_parts(model_folder(model.path, CONFIG)):
+            return []
+        (saved_as,) = self.export_config(None)["architectures"]
+        return [
+            f"model.path={model.path} also reads images; only its text part (language_model) is trained, and saved as "
+            f"{saved_as}; adapters do not fit the full model: export them with merge=true"
+        ]
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """Return forward and backward FLOPs per token, by PaLM's formula (https://arxiv.org/abs/2204.02311, appendix

@@ -275,7 +275,7 @@ class MoE(Llama):
     """Families ``glm4_moe`` (GLM-4.5), ``qwen3_moe`` and ``mixtral``."""
 
     section: MoESection
-    transformer = MoETransformer
+    transformer: type[Transformer] = MoETransformer
 
     def describe(self) -> str:
         model, shared = self.section, self.section.shared_experts

@@ -27,6 +27,9 @@ from serried.recipes.models.layers.rope import rotate
 _LINEAR = 0
 """Stands for linear attention where ``Transformer.reaches`` returns the window of a block."""
 
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Matrices of ``LinearAttention``."""
+
 
 class GatedAttention(Attention):
     """``Attention`` whose output is multiplied by a gate. ``q_proj`` computes query and gate of each head."""
@@ -34,7 +37,8 @@ class GatedAttention(Attention):
     def __init__(self, config: Qwen35Section) -> None:
         super().__init__(config)
         self.q_proj = Linear(config.dim, 2 * config.heads * self.head_dim, bias=False)
-        self.q_norm, self.k_norm = (GemmaNorm(self.head_dim, config.norm_eps) for _ in range(2))
+        self.q_norm: nn.Module = GemmaNorm(self.head_dim, config.norm_eps)
+        self.k_norm: nn.Module = GemmaNorm(self.head_dim, config.norm_eps)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None
@@ -87,16 +91,12 @@ class LinearAttention(nn.Module):
 
     def add_projections(self, dim: int, keys: int, values: int, heads: int) -> None:
         """Create the matrices for ``projections``."""
-        sizes = {"q_proj": keys, "k_proj": keys, "v_proj": values, "in_proj_z": values}
-        for name, size in (sizes | {"in_proj_b": heads, "in_proj_a": heads}).items():
+        for name, size in zip(_PROJECTIONS, (keys, keys, values, values, heads, heads), strict=True):
             self.add_module(name, Linear(dim, size, bias=False))
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values, gates of the output, strengths and decays, [B, S, heads x width] each."""
-        return tuple(
-            projection(x)
-            for projection in (self.q_proj, self.k_proj, self.v_proj, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        )
+        return tuple(getattr(self, name)(x) for name in _PROJECTIONS)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, past: LayerCache | None = None
@@ -149,8 +149,7 @@ class HybridBlock(Block):
     norm = GemmaNorm
 
 
-_HEADS = ("q_proj", "k_proj", "v_proj", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
-_SHARDED = (*_HEADS, "conv_q", "conv_k", "conv_v", "decay")
+_SHARDED = (*_PROJECTIONS, "in_proj_qkvz", "in_proj_ba", "conv_q", "conv_k", "conv_v", "decay")
 _ROLES = {
     "layers.*.linear_attn": "region",
     **{f"layers.*.linear_attn.{name}": "column" for name in _SHARDED},
@@ -279,7 +278,7 @@ class Qwen3Next(Qwen35, MoE):
     """Families ``qwen3_next`` and ``qwen3_5_moe_text``."""
 
     section: Qwen3NextSection
-    transformer = HybridMoETransformer
+    transformer: type[HybridMoETransformer] = HybridMoETransformer
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         plain = super().export_config(end_token)

@@ -166,7 +166,11 @@ def documents(row: Tensor) -> list[Tensor]:
 POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SLOW = ("qwen3_5_moe_text", "qwen3_5_text")
+"""Families whose code another one runs too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])
 def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> None:
     import transformers
 
@@ -212,6 +216,28 @@ def test_family_computes_the_same_as_transformers(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(again.eval()(batches[0]).logits, whole, rtol=0, atol=1e-5)
         pieces = [ours(piece, cache=cache) for piece in batches[0].split([13, 2, *[1] * (LENGTH - 15)], 1)]
         torch.testing.assert_close(torch.cat(pieces, 1), whole[:, [12, *range(14, LENGTH)]], rtol=0, atol=1e-5)
+
+
+IMAGES = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_text_part_of_qwen_with_images_is_read(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    text = deepcopy(SIZES | FAMILIES[f"{kind}_text"])
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=IMAGES)
+    whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    whole.save_pretrained(tmp_path)
+    tokens = torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        expected = whole.eval()(input_ids=tokens).logits
+        torch.testing.assert_close(opened(tmp_path)[1](tokens), expected, rtol=0, atol=1e-5)
 
 
 def test_layer_of_glm_for_speculative_decoding_is_left_out(tmp_path: Path) -> None:
@@ -283,6 +309,16 @@ DEEPSEEK = {
     },
     "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
     "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+LINEAR_35 = {
+    "model_type": "qwen3_5_text", "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+    },
+    "vocab_size": 248320,
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
@@ -377,6 +413,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
     },
+    "qwen3_next_80b": {
+        "model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+        "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen35_35b_a3b": {
+        "model_type": "qwen3_5_moe",
+        "text_config": LINEAR_35 | {
+            "hidden_size": 2048, "linear_num_value_heads": 32, "model_type": "qwen3_5_moe_text",
+            "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8,
+            "num_hidden_layers": 40, "num_key_value_heads": 2, "shared_expert_intermediate_size": 512,
+        },
+    },
+    "qwen35_27b": {
+        "model_type": "qwen3_5",
+        "text_config": LINEAR_35 | {
+            "hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48, "num_attention_heads": 24,
+            "num_hidden_layers": 64, "num_key_value_heads": 4,
+        },
+    },
+    "qwen35_800m": {
+        "model_type": "qwen3_5", "tie_word_embeddings": True,
+        "text_config": LINEAR_35 | {
+            "hidden_size": 1024, "intermediate_size": 3584, "linear_num_value_heads": 16, "num_attention_heads": 8,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        },
+    },
 }  # fmt: skip
 """What the ``config.json`` of published models says, as transformers 4 wrote it."""
 
@@ -437,6 +506,16 @@ def test_small_model_with_published_keys_opens_both_ways(preset: str, tmp_path: 
         ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func softmax; only sigmoid is supported"),
         ("gpt_oss_20b", {"swiglu_alpha": 2.0}, "has swiglu_alpha 2.0; only 1.702 is supported"),
+        (
+            "qwen3_next_80b",
+            {"layer_types": ["full_attention"] * 47 + ["linear_attention"]},
+            "has layer_types where not every n-th layer is full_attention and the others linear_attention",
+        ),
+        (
+            "qwen3_next_80b",
+            {"shared_expert_intermediate_size": 700},
+            "has shared_expert_intermediate_size 700; only multiples of moe_intermediate_size 512 are supported",
+        ),
         ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None is supported"),
         (
             "gemma3_1b",
@@ -451,6 +530,16 @@ def test_model_that_a_family_would_compute_differently_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset] | changes))
     with pytest.raises(UserError, match=reason):
         compose(["model=auto", f"model.path={tmp_path}"])
+
+
+def test_context_axis_with_linear_attention_is_refused() -> None:
+    degrees = {"pipeline": 2, "context": 2, "tensor": 2, "expert": 1}
+    section = compose(["model=qwen35_27b", "data.tokenizer=bytes"]).model
+    assert list(section.layout_mistakes(degrees, sequence=True)) == [
+        "parallel.context=2 is not supported with model.family=qwen3_5_text, whose linear attention passes a state "
+        "from token to token; use parallel.context=1"
+    ]
+    assert not list(section.layout_mistakes(degrees | {"context": 1}, sequence=True))
 
 
 def test_the_table_of_families_is_up_to_date() -> None:

@@ -25,15 +25,18 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1,
     },
     "deepseek_v3": {"qk_norm": False, "rotary_fraction": 1.0},
-    "qwen3_next": {"qk_norm": True, "attention_bias": False, "routed_scale": 1.0},
+    "qwen3_next": {
+        "qk_norm": True, "attention_bias": False, "routed_scale": 1.0, "expert_groups": 1, "groups_per_token": 1,
+    },
     "qwen3_5_moe_text": {
         "dense_layers": 0, "normalize_weights": True, "qk_norm": True, "attention_bias": False, "routed_scale": 1.0,
+        "expert_groups": 1, "groups_per_token": 1,
     },
 }  # fmt: skip
 """Fixed values of the keys that a family's checkpoints cannot express, by family."""
 
 
-_SOFTMAX = ("qwen3_moe", "mixtral", "gpt_oss")
+_SOFTMAX = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 """Families whose router scores are a softmax, instead of sigmoids balanced by a bias."""
 _DEEPSEEK = {
     "experts": "n_routed_experts",

@@ -80,7 +80,7 @@ class BucketRun:
 
 def _replace_records(folder: Path, head: Head) -> None:
     """Replace the records in ``folder``, which may be of another start on this node, by those in the bucket."""
-    for name in RECORDS:
+    for name in {*RECORDS} - {"wandb"}:  # which only this node has
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -4,6 +4,7 @@
 segments: an object cannot be appended to, and only the last segment is written again and again.
 """
 
+import math
 import os
 import re
 import threading
@@ -26,6 +27,9 @@ SEGMENT_BYTES = 4 * 2**20
 _LOOK_SECONDS, _LOOK_AT_OTHERS_SECONDS = 10.0, 30.0
 """Interval in seconds between uploads of metrics and status, and of all other records."""
 _PIECE_BYTES = 8 * 2**20
+"""A larger file is uploaded in several requests."""
+_LARGE_FILE_SECONDS = 600.0
+"""Interval between two uploads of a file that is larger than ``_PIECE_BYTES``, except at the end of the run."""
 _SETTINGS = ("config.yaml", "environment.json")
 _OF_MAIN = (*_SETTINGS, STATUS, LOST_METRICS, "report.html", "log", "tensorboard", PROFILES, IMAGES)
 _OF_OTHER_NODES = ("log", PROFILES)
@@ -60,8 +64,8 @@ class Mirror:
         self._store, self._folder, self._say, self._is_main = store, folder, say, is_main
         self._prefix = records_folder(epoch)
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._sent: dict[str, tuple[int, int]] = {}
-        """Time of change and size of each file when it was uploaded."""
+        self._sent: dict[str, tuple[int, int, float]] = {}
+        """Time of change and size of each file when it was uploaded, and when that was, from ``time.monotonic``."""
         self._metrics = _Segments(store, self._prefix, folder / METRICS)
         self._is_failing = False
         self._thread = threading.Thread(target=self._look_again_and_again, daemon=True, name="records")
@@ -128,8 +132,9 @@ class Mirror:
         """Upload the file ``name`` if it has changed."""
         with suppress(FileNotFoundError), (self._folder / name).open("rb") as file:
             stat = os.fstat(file.fileno())
-            now = stat.st_mtime_ns, stat.st_size
-            if self._sent.get(name) == now:
+            *before, sent_at = self._sent.get(name, (0, 0, -math.inf))
+            is_soon = time.monotonic() < sent_at + _LARGE_FILE_SECONDS and not self._ended.is_set()
+            if before == [stat.st_mtime_ns, stat.st_size] or (stat.st_size > _PIECE_BYTES and is_soon):
                 return
             key = f"{self._prefix}/{name}"
             if stat.st_size <= _PIECE_BYTES:
@@ -143,7 +148,7 @@ class Mirror:
                     upload.abort()
                     raise
                 upload.finish()
-            self._sent[name] = now
+            self._sent[name] = stat.st_mtime_ns, stat.st_size, time.monotonic()
 
 
 class _Segments:

@@ -36,9 +36,11 @@ _READ_AT_THE_END_BYTES = 64 * 2**20
 class RunFolder:
     """``run.dir``, locked by at most one process. Only rank 0 has an instance."""
 
-    def __init__(self, path: Path) -> None:
-        """Create and lock the folder. Raises ``UserError`` if it cannot be written, contains unsafe links, or another
-        process is training there."""
+    def __init__(self, path: Path, url: str | None = None) -> None:
+        """Create and lock the folder. ``url``: the run in a bucket for which it is a scratch folder, for messages.
+
+        Raises ``UserError`` if it cannot be written, contains unsafe links, or another process is training there.
+        """
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
@@ -52,7 +54,7 @@ class RunFolder:
                 self._finish(unfinished)
         except BlockingIOError:
             raise UserError(
-                f"another process is training in {path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
+                f"another process is training in {url or path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
             ) from None
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None

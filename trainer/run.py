@@ -286,7 +286,7 @@ def _claimed_folder(
     def claim() -> int:
         if url is not None:
             make_scratch(config.run.dir)
-        claimed.append(RunFolder(config.run.dir))
+        claimed.append(RunFolder(config.run.dir, url))
         if url is None:
             return 0
         try:

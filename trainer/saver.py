@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serried.configs.errors import TrainingFailed
+from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.trainer.checkpoint.checkpoints import checkpoints_of
 from serried.trainer.checkpoint.save import Checkpointer, Saved
 from serried.trainer.metrics.meter import SAVING, Meter
@@ -51,6 +51,7 @@ class Saver:
         self._log = log
         self._meter = meter
         self._console = context.console
+        self._session, self._folder = context.session, context.folder
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)
         self._compares = config.health.replica_check_every > 0
         self._compared_step = -1
@@ -96,6 +97,7 @@ class Saver:
 
         Raises:
             TrainingFailed: The last checkpoint could not be saved.
+            TrainingStopped: It could not be saved since another process has taken over the run.
         """
         started = time.perf_counter()
         self.checkpointer.finish(self._state_dict() if is_evaluated else None)
@@ -124,6 +126,8 @@ class Saver:
             f"the newest checkpoint is from step {self.saved_step}" if self.saved_step else "no checkpoint exists yet"
         )
         if is_last:
+            if not self._session.once(lambda: self._folder is None or self._folder.is_ours):
+                raise TrainingStopped(saved.problem)
             raise TrainingFailed(
                 f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}. Fix the "
                 "cause, then run the same command again"

@@ -16,7 +16,8 @@ def report(words: list[str]) -> int:
     """Write one HTML page with the curves of one run, or of several runs compared.
 
     RUN          run folders: runs/tiny, or runs/sweep/*; the folder of the sweep itself is skipped
-    out          file to write; RUN/report.html by default, or report.html in the current folder for several runs
+    out          file to write; RUN/report.html by default, or report.html in the current folder for several runs or a
+                 run in a bucket
     """
     from serried.configs.formats import size
     from serried.records.report import write_report

@@ -119,6 +119,19 @@ def test_process_that_lost_the_run_ends_with_75_and_changes_nothing_more(
     }  # fmt: skip
 
 
+def test_process_that_lost_the_run_in_its_last_save_ends_with_75(url: str, text: Path) -> None:
+    def take(trainer: Trainer, step: int) -> None:
+        if step == 5:
+            trainer._shutdown._control.end()  # so that the save is the first to find out
+            taken.append(Head.claim(open_store(url), patience_seconds=0.0))
+
+    taken: list[Head] = []
+    ended = run_here(tiny_overrides(text, url, "checkpoint.every=0"), take)
+    assert ended.code == 75, ended.printed
+    assert f"has taken over {url}; this process writes nothing more" in ended.printed.splitlines()[-1], ended.printed
+    taken[0].release()
+
+
 def test_start_while_another_process_trains_is_refused_in_one_line(url: str, text: Path) -> None:
     other = Head.claim(open_store(url), renew_seconds=0.2)
     ended = run_here(tiny_overrides(text, url))

@@ -22,7 +22,7 @@ APT_INSTALL := flock .venv sh -c 'apt-get update --quiet=2 && DEBIAN_FRONTEND=no
 # Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test pytest test-slow test-slurm test-hosts test-page test-cloud lint docs clean
+.PHONY: train test pytest test-slow test-slurm test-hosts test-page test-cloud storm lint docs clean
 
 train: .venv/.ready
 	$(BIN)/python train.py launch=local launch.processes=$(PROCESSES) $(ARGS)
@@ -59,7 +59,10 @@ test-page: .venv/.ready-dev
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
 	$(BIN)/python -m pytest -m page tests/cli/test_page.py $(ARGS)
 
-# On the S3 server moto, through a proxy that cuts, delays and refuses.
+# On the S3 server moto, through a proxy that cuts, delays and refuses. storm: all kills, about 10 minutes.
+storm: .venv/.ready-dev
+	$(BIN)/python -m testing.bucket_storm kills=200 zombies=20 races=20 lanes=3 $(ARGS)
+
 test-cloud: .venv/.ready-dev
 	$(BIN)/python -m pytest -m cloud --numprocesses=2 --dist=loadfile $(ARGS)
 

@@ -23,6 +23,7 @@ _SMALL_BYTES = 2**20
 _SMALL_SECONDS, _PART_SECONDS, _CONNECT_SECONDS = 5.0, 20.0, 5.0
 """Limit in seconds of one request with at most ``_SMALL_BYTES``, with more, and of connecting."""
 _RETRY_SECONDS = 180.0
+_FIRST_WAIT_SECONDS = 0.5
 _READS = 5
 """Number of tries of a read: the library does not repeat all of those whose body breaks off."""
 _PARTS_AT_ONCE = 6
@@ -122,7 +123,7 @@ class ObjectStore:
         retries = {
             "max_retries": 1000, "retry_timeout": timedelta(seconds=self._retry_seconds),
             "backoff": {
-                "init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=15), "base": 3,
+                "init_backoff": timedelta(seconds=_FIRST_WAIT_SECONDS), "max_backoff": timedelta(seconds=15), "base": 3,
             },
         }  # fmt: skip
         from_url: Any = obstore.store.from_url

@@ -497,7 +497,7 @@ def test_partial_checkpoint_is_removed_before_the_space_check(
     def lack(*_: Any) -> None:
         asked.append(partial.exists())
 
-    monkeypatch.setattr("serried.trainer.trainer.lack_of_space", lack)
+    monkeypatch.setattr("serried.trainer.checkpoint.checkpoints.lack_of_space", lack)
     train(text, copy, "trainer.steps=8", "checkpoint.allow_changes=true")
     assert asked == [False]
 

@@ -499,7 +499,7 @@ def test_partial_checkpoint_is_removed_before_the_space_check(
 
     monkeypatch.setattr("serried.trainer.checkpoint.checkpoints.lack_of_space", lack)
     train(text, copy, "trainer.steps=8", "checkpoint.allow_changes=true")
-    assert asked == [False]
+    assert asked[0] is False
 
 
 @pytest.mark.parametrize(

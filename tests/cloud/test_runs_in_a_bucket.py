@@ -225,6 +225,42 @@ def test_run_killed_on_one_node_resumes_on_another_with_every_line_once(
     assert [line["loss"] for line in resumed] == losses
 
 
+def test_expired_credentials_cost_a_save_and_no_step(server: S3Server, folder: str, url: str, text: Path) -> None:
+    def expire(trainer: Trainer, step: int) -> None:
+        if step == 3:
+            trainer.saver.wait()
+            server.set_faults(expired=1.0)
+        if step == 5:
+            trainer.saver.wait()
+            server.set_faults()
+
+    ended = run_here(tiny_overrides(text, url), expire)
+    assert ended.code == 0, ended.printed
+    warnings = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]
+    assert warnings
+    assert all("the credentials have expired" in line for line in warnings), ended.printed
+    assert any("step 4" in line for line in warnings), ended.printed
+    assert [line["step"] for line in lines(server, folder, 1)] == [1, 2, 3, 4, 5, 6]
+    head = read_head(open_store(url))
+    assert head is not None
+    assert [entry.step for entry in head.checkpoints] == [2, 6]
+
+
+def test_process_that_used_a_bucket_is_not_forked(url: str) -> None:
+    code = """
+import sys
+from serried.configs.compose import compose
+from serried.launch.local.forks import load_to_fork
+from serried.records.object_store import open_store
+section = compose(["launch=local", "launch.device=cpu"]).launch
+print(load_to_fork(lambda: None, section))
+open_store(sys.argv[1]).get("nothing")
+print(load_to_fork(lambda: None, section))
+"""
+    ended = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["True", "False"]
+
+
 LAUNCHER = """
 import os, sys
 from serried.program import main

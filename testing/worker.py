@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from testing.forked_runs import settle, torchruns_variables
+from testing.forked_runs import set_aside, settle, torchruns_variables
 
 
 def serve(pipe: Connection) -> None:
@@ -32,6 +32,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     for key in torchruns_variables(0, 1, 0):
         os.environ.pop(key, None)
     os.environ |= task["environment"]
+    set_aside()
     torch.manual_seed(1)  # else what a task draws depends on those before it
     with Path(task["output"]).open("w") as output:
         os.dup2(output.fileno(), 1)

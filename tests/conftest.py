@@ -1,6 +1,5 @@
 """What many tests share: ranks, and a small text to train on."""
 
-import gc
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ from hypothesis import settings
 
 from serried.configs.schema.data import sources
 from serried.configs.schema.registry import models, optimizers, schedules, tasks
+from testing.forked_runs import set_aside
 from testing.rank_pool import Cluster
 
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
@@ -72,11 +72,9 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(1)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _nothing_of_earlier_tests_is_garbage() -> None:
-    """Set aside what was imported so far: a run looks for garbage when it begins, half of the time of a tiny one."""
-    gc.collect()
-    gc.freeze()
+    set_aside()
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ def check_bucket_url(url: str, key: str) -> str:
     scheme = url.partition(":")[0].lower()
     if "@" in url or "?" in url or "#" in url:
         raise UserError(
-            f"{key} contains a user, a query or a fragment; credentials belong into the environment "
-            f"({_ENVIRONMENT[scheme]}) or the instance, not into {key}; use {scheme}://BUCKET/PATH"
+            f"{key} contains a user, a query or a fragment; credentials belong in the environment "
+            f"({_ENVIRONMENT[scheme]}) or the instance, not in {key}; use {scheme}://BUCKET/PATH"
         )
     bucket, _, path = url.partition("://")[2].rstrip("/").partition("/")
     if not bucket or scheme not in SCHEMES or not url.startswith(f"{scheme}://"):

@@ -325,7 +325,7 @@ def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelP
 
 def _beginning(config: RunConfig, start: Start) -> str:
     if start.checkpoint is not None:
-        return f"resuming from {start.checkpoint} at step {start.step}"
+        return f"resuming from {config.run.shown(start.checkpoint)} at step {start.step}"
     given = []
     if start.weights is not None:
         quantization = quantization_in(start.weights)

@@ -54,8 +54,9 @@ def open_store(url: str, key: str = "run.dir", *, retry_seconds: float = _RETRY_
     _refuse_plain_http(url, key)
     if url.startswith("s3:") and not _has_aws_credentials():
         raise UserError(
-            f"no credentials for {key}={url}, and files of other tools are not read; set {credentials_of(url)}, or use "
-            "an instance or a service account with a role for this bucket"
+            f"no credentials for {key}={url}; set {credentials_of(url)}, with the AWS CLI by "
+            'eval "$(aws configure export-credentials --format env)", or use an instance or a service account with a '
+            "role for this bucket"
         )
     return ObjectStore(url, retry_seconds=retry_seconds)
 

@@ -353,13 +353,14 @@ def _lacks_evaluation(config: RunConfig, start: Start) -> bool:
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
+    assert start.checkpoint is not None
+    checkpoint = config.run.shown(start.checkpoint)
     if not start.continues(config.run.dir):
-        assert start.checkpoint is not None
         end = f"trainer.steps={config.trainer.steps}"
         if start.step < config.trainer.steps:
             end = f"trainer.stop_at={config.trainer.stop_at}"
         raise UserError(
-            f"{start.checkpoint} is at step {start.step}, so {end} leaves nothing to train; raise it, or use "
+            f"{checkpoint} is at step {start.step}, so {end} leaves nothing to train; raise it, or use "
             f"{weights_alone(start.checkpoint)}"
         )
     early = saved_early_stop(start.state, config.trainer.early_stopping_patience)
@@ -369,7 +370,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         if folder is not None:  # batch scripts read the status to decide whether to requeue the job
             folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
         console.say(
-            f"{start.checkpoint} is at step {start.step}, {end}. Nothing to do.\nto resume: remove trainer.stop_at, or "
+            f"{checkpoint} is at step {start.step}, {end}. Nothing to do.\nto resume: remove trainer.stop_at, or "
             f"raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
@@ -378,7 +379,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
     console.say(
-        f"{config.run.place} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
+        f"{config.run.place} is finished: {start.step} steps, the model is in {checkpoint}. Nothing to do."
         f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.place}/earlier-N) "
         f"· elsewhere: {config.another_run}"
     )

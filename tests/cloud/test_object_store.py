@@ -137,8 +137,8 @@ def test_lost_answer_to_the_end_of_an_upload_is_no_error(server: S3Server, folde
         ("s3://", "no bucket in run.dir=s3://; use s3://BUCKET/PATH"),
         ("S3:/b/x", "no bucket in run.dir=S3:/b/x; use s3://BUCKET/PATH"),
         ("s3://b/../x/y", "not the URL of a folder"),
-        ("s3://key:secret@b/x", "credentials belong into the environment (AWS_ACCESS_KEY_ID"),
-        ("s3://b/x?AWSAccessKeyId=secret", "credentials belong into the environment (AWS_ACCESS_KEY_ID"),
+        ("s3://key:secret@b/x", "credentials belong in the environment (AWS_ACCESS_KEY_ID"),
+        ("s3://b/x?AWSAccessKeyId=secret", "credentials belong in the environment (AWS_ACCESS_KEY_ID"),
     ],
 )
 def test_invalid_url_is_refused_in_one_line_without_its_secret(url: str, message: str) -> None:

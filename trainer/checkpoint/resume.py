@@ -386,7 +386,7 @@ def _allowed_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> 
     if not any(key.startswith("model.") and key != "model.path" for key in named):
         ways.append(f"{_allowing(named, config)} to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
-    raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
+    raise UserError(f"resuming from {config.run.shown(path)} would change the run: {told}; use {', or '.join(ways)}")
 
 
 def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:

@@ -678,7 +678,7 @@ def test_mistake_in_the_url_of_a_bucket_names_its_key(key: str) -> None:
     words = {"data.path": ["data=text"], "model.path": ["model=auto"]}.get(key, [])
     assert refusal(*words, f"{key}=s3://") == f"no bucket in {key}=s3://; use s3://BUCKET/PATH"
     said = refusal(*words, f"{key}=s3://name:secret@bucket/folder")
-    assert said.startswith(f"{key} contains a user, a query or a fragment; credentials belong into the environment ")
+    assert said.startswith(f"{key} contains a user, a query or a fragment; credentials belong in the environment ")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs/one", "gs://bucket/runs/one/", "az://bucket/runs/one"])
@@ -690,6 +690,11 @@ def test_run_in_a_bucket_has_a_scratch_folder_and_keeps_its_url(
     assert config.run.url == url.rstrip("/")
     assert config.run.dir.parent == tmp_path
     assert config.run.dir != compose([f"run.dir={url}2"]).run.dir
+    assert (
+        config.run.shown(config.run.dir / "checkpoints" / "step-00000003")
+        == f"{config.run.url}/checkpoints/step-00000003"
+    )
+    assert config.run.shown(tmp_path / "other") == str(tmp_path / "other")
     assert str(tmp_path) not in config_yaml(config)
     assert check(yaml.safe_load(config_yaml(config))) == config
 
@@ -702,7 +707,7 @@ def test_run_in_a_bucket_has_a_scratch_folder_and_keeps_its_url(
         ("s3://b/a/../x", "run.dir=s3://b/a/../x is not the URL of a folder in a bucket; use s3://BUCKET/PATH"),
         (
             "s3://AKIA:hush@b/x",
-            "run.dir contains a user, a query or a fragment; credentials belong into",
+            "run.dir contains a user, a query or a fragment; credentials belong in",
         ),
         ("s3://b/x?X-Amz-Security-Token=hush", "run.dir contains a user, a query or a fragment; credentials belong"),
         ("'s3://b/x?secret_key=hush'", "run.dir contains a user, a query or a fragment; credentials belong"),

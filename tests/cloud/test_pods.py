@@ -1,14 +1,19 @@
 """Pods of a run in a bucket: processes that share nothing but the bucket."""
 
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from serried.launch.kubernetes.pod import Node
 from serried.program import main
-from testing.runs import tiny_overrides
-from testing.s3_server import S3Server
+from testing.disturb import send
+from testing.runs import losses, run_here, tiny_overrides
+from testing.s3_server import SECRET, S3Server
 from tests.support.job_controller import JobController
 
 pytestmark = pytest.mark.cloud
@@ -24,6 +29,55 @@ def job_of(capsys: pytest.CaptureFixture[str], text: Path, url: str, *argv: str)
     assert main([*small, *given]) == 0, capsys.readouterr().err
     *_, job = yaml.safe_load_all(capsys.readouterr().out)
     return dict(job)
+
+
+def steps_recorded(server: S3Server, path: str) -> list[dict[str, Any]]:
+    """Return the step lines of the newest records in the bucket."""
+    objects = server.objects(path)
+    head = json.loads(objects[f"{path}/head.json"])
+    segments = [content for key, content in objects.items() if key.startswith(f"{path}/records/{head['records']}/metr")]
+    lines = [json.loads(line) for content in segments for line in content.decode().splitlines()]
+    return [line for line in lines if line["event"] == "step"]
+
+
+def step_in_logs(controller: JobController) -> int:
+    """Return the last step that the pods printed."""
+    lines = [line for line in controller.logs().splitlines() if line.startswith("step ")]
+    return max((int(line.split()[1].partition("/")[0]) for line in lines), default=0)
+
+
+def test_drained_pods_are_replaced_and_the_run_has_the_undisturbed_losses(
+    server: S3Server, folder: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ("trainer.steps=20", "checkpoint.every=5")
+    assert run_here(tiny_overrides(text, tmp_path / "alone", *steps)).code == 0
+    workspace = tmp_path / "nodes"
+    workspace.mkdir()
+    job = job_of(capsys, text, server.url(folder), "launch.nodes=2", "parallel=fsdp", *steps)
+    controller = JobController(job, workspace)
+    disturbed: list[int] = []
+
+    def drain(running: JobController) -> None:
+        if not disturbed and step_in_logs(running) >= 6:
+            disturbed.append(1)
+            send(running.pods[1].process.pid, signal.SIGTERM)
+
+    outcome = controller.run(drain)
+    assert outcome == "Complete", controller.logs()
+    assert [end.code for end in controller.ended] == [75, 75, 0, 0], (controller.ended, controller.logs())
+    assert {end.message for end in controller.ended[:2]} == {controller.ended[0].message}
+    assert "stopped at step" in controller.ended[0].message
+    assert "SIGTERM" in controller.ended[0].message
+    found = [line["loss"] for line in steps_recorded(server, folder)]
+    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    (last,) = [json.loads(line) for line in server.objects(folder)[f"{folder}/kubernetes/ends.jsonl"].splitlines()][-1:]
+    assert (last["state"], last["step"]) == ("finished", 20)
+    written = [path for path in workspace.rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+    # A pod that is replaced after the end has nothing to do.
+    environment = {"SERRIED_RUN_DIR": server.url(folder), "SERRIED_JOB": "uid-of-the-job", "JOB_COMPLETION_INDEX": "1"}
+    assert str(Node({**os.environ, **environment}).earlier_end()).startswith("finished at step 20")
+    assert Node({**os.environ, **environment, "SERRIED_JOB": "another"}).earlier_end() is None
 
 
 def test_mistake_in_the_command_fails_the_job_at_once(

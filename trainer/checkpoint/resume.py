@@ -98,7 +98,8 @@ def find_start(
     checkpoints = checkpoints_of(config, session, folder)
     chosen = session.once(partial(_candidates, config, checkpoints, pretrained))
     notes, damages = list(chosen["notes"]), []
-    for path in map(Path, chosen["candidates"]):
+    # Scratch folders may differ between nodes, so own checkpoints are names.
+    for path in (config.run.dir / CHECKPOINTS / name for name in chosen["candidates"]):
         is_own = path.parent == config.run.dir / CHECKPOINTS
         problem = known_damage.get(path) or (checkpoints.open(path) if is_own else damage(path, session))
         if problem is not None:
@@ -128,7 +129,7 @@ def _candidates(config: RunConfig, checkpoints: Checkpoints, pretrained: Callabl
     """Return the checkpoints to try, newest first, or a folder of weights. Called on one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
-        own = [str(path) for path in checkpoints.saved()]
+        own = [path.name for path in checkpoints.saved()]
         if resume == "must" and not own:
             place = own_folder if config.run.url is None else config.run.url
             raise UserError(f"checkpoint.resume=must but {place} has no checkpoint; use checkpoint.resume=auto")
@@ -180,8 +181,8 @@ def _not_read(error: OSError, folder: Path) -> UserError:
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     if found := _checkpoints_in(path):
         own_folder = config.run.dir / CHECKPOINTS
-        if found[0].resolve().parent == own_folder.resolve():  # use the run's own spelling of the path
-            found = [own_folder / checkpoint.resolve().name for checkpoint in found]
+        if found[0].resolve().parent == own_folder.resolve():  # an own checkpoint, by any spelling of its path
+            found = [Path(checkpoint.resolve().name) for checkpoint in found]
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():
         raise UserError(

@@ -6,7 +6,12 @@ from typing import Any
 
 from serried.configs.plain_data import read_json
 
-_FAMILIES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_FAMILIES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Maps the ``model_type`` of a model that also reads images to the ``model_type`` of its text part."""
 _EQUAL = {"kimi_k2": "deepseek_v3"}
 """Maps a ``model_type`` that transformers lacks to the one with the same architecture."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from serried.parallel.plan import Context
 from serried.recipes.models.families.gemma_config import GemmaSection
 from serried.recipes.models.families.llama import Attention, FeedForward, Llama, RMSNorm, Transformer
+from serried.recipes.models.families.llama_config import LlamaSection
 from serried.recipes.models.layers.attention import attend, attend_with_logsumexp
 from serried.recipes.models.layers.kv_cache import LayerCache
 from serried.recipes.models.layers.lm_head import LanguageModelHead
@@ -52,14 +53,17 @@ class GemmaFeedForward(FeedForward):
 class GemmaBlock(nn.Module):
     """Attention and feed-forward, each between two norms and added to the residual stream."""
 
-    def __init__(self, config: GemmaSection) -> None:
+    norm: type[RMSNorm] = GemmaNorm
+    """Class of the norms."""
+
+    def __init__(self, config: LlamaSection, attention: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = GemmaNorm(config.dim, config.norm_eps)
-        self.self_attn = GemmaAttention(config)
-        self.post_attention_layernorm = GemmaNorm(config.dim, config.norm_eps)
-        self.pre_feedforward_layernorm = GemmaNorm(config.dim, config.norm_eps)
+        self.input_layernorm = self.norm(config.dim, config.norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = self.norm(config.dim, config.norm_eps)
+        self.pre_feedforward_layernorm = self.norm(config.dim, config.norm_eps)
         self.mlp = GemmaFeedForward(config.dim, config.hidden_dim)
-        self.post_feedforward_layernorm = GemmaNorm(config.dim, config.norm_eps)
+        self.post_feedforward_layernorm = self.norm(config.dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cos, sin, mask, past))
@@ -70,15 +74,20 @@ class GemmaTransformer(Transformer):
     """``Transformer`` of ``GemmaBlock``."""
 
     config: GemmaSection
+    norm_type: type[RMSNorm] = GemmaNorm
+    """Class of the last norm."""
 
     def __init__(self, config: GemmaSection, vocab_size: int) -> None:
         super().__init__(config, vocab_size)
-        self.norm = GemmaNorm(config.dim, config.norm_eps)
+        self.norm = self.norm_type(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, config.tie_embeddings, config.logit_soft_cap)
 
     def block(self, number: int) -> GemmaBlock:
+        return GemmaBlock(self.config, self.attention(number))
+
+    def attention(self, number: int) -> nn.Module:
         del number  # blocks differ only in the arguments of forward
-        return GemmaBlock(self.config)
+        return GemmaAttention(self.config)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)

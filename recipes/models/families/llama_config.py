@@ -161,7 +161,7 @@ class LlamaSection(ModelSection):
         if scaling and scaling.rope_type not in self.rope_types:
             yield (
                 f"model.rope_scaling.rope_type={scaling.rope_type} with model.family={self.family}, for which "
-                f"transformers computes only {', '.join(self.rope_types)}; use model.rope_scaling=null"
+                f"transformers computes only {', '.join(self.rope_types) or 'its own'}; use model.rope_scaling=null"
             )
         elif scaling and (mistake := scaling.pairs_mistake(self.rotary_dim // 2)):
             yield mistake

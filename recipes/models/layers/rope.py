@@ -28,6 +28,7 @@ def rope_frequencies(dim: int, rope: Rope, *, is_long: bool = False) -> Tensor:
     powers = rope.base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     frequencies = 1.0 / powers
     if scaling is None or scaling.rope_type == "dynamic":
+        frequencies[int(rope.fraction * dim // 2) :] = 0
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
@@ -84,7 +85,7 @@ class RotaryEmbedding:
         key = (device, rope, is_long)
         if key not in self.tables or self.tables[key][0].shape[0] < length:
             with torch.autocast(device.type, enabled=False):
-                frequencies = rope_frequencies(self._dim, rope, is_long=is_long)
+                frequencies = rope_frequencies(rope.dim or self._dim, rope, is_long=is_long)
                 cos, sin = _rotation(torch.outer(torch.arange(length).float(), frequencies), rope)
                 self.tables[key] = (cos.to(device), sin.to(device))
         cos, sin = self.tables[key]

@@ -46,6 +46,14 @@ LINEAR = {
     "linear_num_value_heads": 4, "full_attention_interval": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 24, "sliding_window": WINDOW, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": GPT2,
@@ -102,6 +110,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "gemma4_text": GEMMA4,
+    "gemma4_text, keys are values": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": WINDOW,
@@ -116,14 +127,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Any:
-    """A random model of transformers, saved in ``folder``; norms, biases and corrections of routers are random too."""
+    """A random model of transformers, saved in ``folder``; norms, biases and buffers are random too."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name.partition(",")[0], **deepcopy(SIZES | FAMILIES[name] | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        corrections = (each for name, each in model.named_buffers() if name.endswith("correction_bias"))
+        loaded = ("correction_bias", "layer_scalar")
+        corrections = (each for name, each in model.named_buffers() if name.endswith(loaded))
         for tensor in (*model.parameters(), *corrections):
             tensor += 0.1 * torch.randn_like(tensor)
     model.save_pretrained(folder)
@@ -166,7 +178,7 @@ def documents(row: Tensor) -> list[Tensor]:
 POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)])
 
 
-SLOW = ("qwen3_5_moe_text", "qwen3_5_text")
+SLOW = ("gemma4_text", "qwen3_5_moe_text", "qwen3_5_text")
 """Families whose code another one runs too."""
 
 
@@ -272,6 +284,7 @@ VISION = 416_866_032
         ("deepseek_v3", 671_026_419_200 - 58 * 256),
         ("kimi_k2", 1_026_408_232_448 - 60 * 384),
         ("gpt_oss_120b", 116_829_156_672),
+        ("gemma4_31b", 30_697_345_280),
         ("qwen3_next_80b", 79_674_391_296),
         ("qwen35_35b_a3b", 34_660_610_688),
         ("qwen35_27b", 26_895_998_464),
@@ -413,6 +426,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
     },
+    "gemma4_31b": {
+        "model_type": "gemma4",
+        "text_config": {
+            "attention_bias": False, "attention_k_eq_v": True, "enable_moe_block": False,
+            "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+            "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
+            "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4,
+            "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 1024, "tie_word_embeddings": True, "use_double_wide_mlp": False, "vocab_size": 262144,
+        },
+    },
     "qwen3_next_80b": {
         "model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4,
         "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120,
@@ -507,6 +539,16 @@ def test_small_model_with_published_keys_opens_both_ways(preset: str, tmp_path: 
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func softmax; only sigmoid is supported"),
         ("gpt_oss_20b", {"swiglu_alpha": 2.0}, "has swiglu_alpha 2.0; only 1.702 is supported"),
         (
+            "gemma4_31b",
+            {"text_config": {**PUBLISHED["gemma4_31b"]["text_config"], "num_kv_shared_layers": 20}},
+            "has num_kv_shared_layers 20: keys and values shared by layers of Gemma 4 are not supported",
+        ),
+        (
+            "gemma4_31b",
+            {"text_config": {**PUBLISHED["gemma4_31b"]["text_config"], "hidden_size_per_layer_input": 256}},
+            "has hidden_size_per_layer_input 256: inputs of each layer of Gemma 4 are not supported",
+        ),
+        (
             "qwen3_next_80b",
             {"layer_types": ["full_attention"] * 47 + ["linear_attention"]},
             "has layer_types where not every n-th layer is full_attention and the others linear_attention",
@@ -596,6 +638,10 @@ HYBRID = {
     "model.full_every": "2", "model.rotary_fraction": "0.5", "model.linear_key_heads": "2",
     "model.linear_value_heads": "4", "model.linear_key_dim": "8", "model.linear_value_dim": "12",
 }  # fmt: skip
+ON_LAYOUTS["gemma4_31b"] = {
+    "model.layers": "4", "model.global_every": "2", "model.global_head_dim": "12", "model.global_kv_heads": "2",
+    "model.sliding_window": "6", "model.logit_soft_cap": "3", "model.tie_embeddings": "true",
+}  # fmt: skip
 ON_LAYOUTS["qwen35_800m"] = HYBRID
 ON_LAYOUTS["qwen35_35b_a3b"] = HYBRID | {
     "model.experts": "4", "model.experts_per_token": "2", "model.expert_hidden_dim": "24", "model.shared_experts": "2",
@@ -604,6 +650,8 @@ ON_LAYOUTS["qwen3_next_80b"] = ON_LAYOUTS["qwen35_35b_a3b"] | {"model.dense_laye
 
 
 def layouts_of(changes: dict[str, str]) -> tuple[str, ...]:
+    if "model.global_head_dim" in changes:
+        return tuple(axis for axis in OF_MIXTURES if "expert" not in axis)
     if "model.full_every" in changes:  # linear attention has no context axis
         axes = [axis for axis in OF_MIXTURES if "context" not in axis]
         return tuple(axis for axis in axes if "model.experts" in changes or "expert" not in axis)

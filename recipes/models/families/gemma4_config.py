@@ -1,0 +1,133 @@
+"""Config section of the text model of Gemma 4."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from serried.configs.schema.fields import Number, Size
+from serried.configs.schema.models import completed, refuse_unless
+from serried.configs.schema.registry import models
+from serried.recipes.models.families.gemma_config import GemmaSection
+from serried.recipes.models.families.llama_config import AlternatingSection, global_every
+from serried.recipes.models.layers.rope_config import Rope
+
+_WIDTHS = ("head_dim", "num_key_value_heads")
+"""Keys of ``per_layer_config`` that may differ in blocks without a window."""
+
+
+class Gemma4Section(AlternatingSection):
+    """Architecture of the dense text model of Gemma 4, without per-layer inputs and shared keys and values."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        **AlternatingSection.names,
+        "keys_are_values": "attention_k_eq_v",
+        "logit_soft_cap": "final_logit_softcapping",
+    }
+    opens_as = ("gemma4_text", "Gemma4ForCausalLM")
+    plain = GemmaSection.plain
+    normalizes_heads = True
+    rope_types = ()
+
+    global_head_dim: Size = 512
+    """Width of one head in blocks without a window."""
+    global_kv_heads: Size | None = None
+    """Number of key/value heads in blocks without a window, if ``keys_are_values``; ``kv_heads`` when null."""
+    keys_are_values: bool = False
+    """Use the keys, before they are normalized, as values in blocks without a window."""
+    global_rotary_fraction: Number = Field(default=0.25, gt=0, le=1)
+    """Fraction of the rotary pairs that are rotated in blocks without a window."""
+    local_rope_theta: Number = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies in blocks with a window."""
+    logit_soft_cap: Number | None = Field(default=None, gt=0)
+    """Soft cap c of logits: a logit x becomes ``c * tanh(x / c)``. Null for none."""
+
+    def is_global(self, layer: int) -> bool:
+        """Return whether block ``layer`` attends to all tokens, whatever the window."""
+        return (layer + 1) % self.global_every == 0
+
+    def sizes(self, layer: int) -> tuple[int, int]:
+        """Return the width of a head and the number of key/value heads in block ``layer``."""
+        if self.is_global(layer):
+            return self.global_head_dim, self.global_kv_heads or self.kv_heads
+        return self.attention_head_dim, self.kv_heads
+
+    def rope(self, layer: int) -> Rope:
+        if not self.is_global(layer):
+            return Rope(self.local_rope_theta, None)
+        return Rope(self.rope_theta, None, self.global_head_dim, self.global_rotary_fraction)
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = super().divisible()
+        return {"tensor": {**sizes["tensor"], "model.global_kv_heads": self.global_kv_heads or self.kv_heads}}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        found = completed(found, cls)
+        refuse_unless(found, use_bidirectional_attention=None)
+        for key, what in {
+            "hidden_size_per_layer_input": "inputs of each layer",
+            "num_kv_shared_layers": "keys and values shared by layers",
+            "enable_moe_block": "experts",
+        }.items():
+            if found[key]:
+                raise ValueError(
+                    f"has {key} {found[key]}: {what} of Gemma 4 are not supported, only its dense model without them; "
+                    "use model=hf"
+                )
+        rope = found.get("rope_parameters") or {}
+        full, sliding = ({**(rope.get(f"{kind}_attention") or {})} for kind in ("full", "sliding"))
+        refuse_unless(sliding, rope_type="default")
+        refuse_unless(full, rope_type="proportional", factor=1.0)
+        layers, every = found["num_hidden_layers"], found["sliding_window_pattern"]
+        keys = super().keys_from({
+            **found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": None,
+            "rope_theta": full.get("rope_theta", found["rope_theta"]),
+        })  # fmt: skip
+        return keys | {
+            "global_every": global_every(found, layers, every),
+            "global_rotary_fraction": full.get("partial_rotary_factor", 1.0 if full else 0.25),
+            "local_rope_theta": float(sliding.get("rope_theta", found["rope_local_base_freq"])),
+            **_global_sizes(found),
+        }
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if self.layers % self.global_every:
+            yield (
+                f"model.layers={self.layers} is not a multiple of model.global_every={self.global_every}, and "
+                "transformers gives the last block of Gemma 4 no window; use "
+                f"model.layers={-(-self.layers // self.global_every) * self.global_every}"
+            )
+        if self.global_kv_heads and not self.keys_are_values:
+            yield (
+                f"model.global_kv_heads={self.global_kv_heads} needs model.keys_are_values=true; use "
+                "model.global_kv_heads=null"
+            )
+        if self.global_kv_heads and self.heads % self.global_kv_heads:
+            yield (
+                f"model.global_kv_heads={self.global_kv_heads} does not divide model.heads={self.heads}; use "
+                "model.global_kv_heads=null"
+            )
+        if self.global_head_dim % 2:
+            yield (
+                f"model.global_head_dim={self.global_head_dim} is odd, but rotary embeddings rotate pairs; use "
+                f"model.global_head_dim={self.global_head_dim + 1}"
+            )
+
+
+def _global_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of blocks without a window: of ``per_layer_config``, which transformers writes, or of the keys
+    of published models."""
+    by_layer = found.get("per_layer_config")
+    if by_layer is None:
+        heads = found.get("num_global_key_value_heads") if found["attention_k_eq_v"] else None
+        return {"global_head_dim": found.get("global_head_dim") or 512, "global_kv_heads": heads}
+    own = list(by_layer.values())
+    if any(sizes != own[0] for sizes in own) or set(own[0] if own else ()) - {*_WIDTHS}:
+        raise ValueError("has a per_layer_config with different sizes; only blocks without a window can differ")
+    width, heads = (own[0].get(key) if own else None for key in _WIDTHS)
+    return {"global_head_dim": width or found["head_dim"], "global_kv_heads": heads}
+
+
+models.register("gemma4_text", Gemma4Section, "serried.recipes.models.families.gemma4:Gemma4")

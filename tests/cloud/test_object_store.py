@@ -183,7 +183,7 @@ def test_missing_credentials_and_missing_obstore_are_refused(monkeypatch: pytest
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(object_store, "_is_amazon_instance", lambda: False)
-    with pytest.raises(UserError, match=r"no credentials for data\.path=s3://b/x, .*; set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(UserError, match=r"no credentials for data\.path=s3://b/x; set AWS_ACCESS_KEY_ID, .* by eval"):
         open_store("s3://b/x", "data.path")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     script = "import sys; sys.modules['obstore'] = None\n"

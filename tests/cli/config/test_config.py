@@ -750,7 +750,7 @@ def test_every_key_that_names_a_file_or_folder_is_among_those_that_refuse_addres
         (
             "data.cache_dir",
             "gs://user:secret@bucket/x",
-            "data.cache_dir=gs://***@bucket/x (command line) is an address",
+            "data.cache_dir contains a user, a query or a fragment; credentials belong in the environment",
         ),
     ],
 )

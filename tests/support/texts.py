@@ -16,7 +16,15 @@ from serried.recipes.data.tokenizers.tokenizer import BytesTokenizer
 
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:
-    return data_section(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
+    return data_section(
+        **{
+            "name": "text",
+            "path": str(path),
+            "sequence_length": 16,
+            "cache_dir": None if cache is None else str(cache),
+            **changes,
+        }
+    )
 
 
 def everything(prepared: Prepared, split: str) -> np.ndarray:

@@ -73,7 +73,7 @@ class BucketRun:
 
     def close(self) -> None:
         """Upload what is left, and end the claim."""
-        if self._folder.has_begun and self.head.is_ours:
+        if (self._folder.has_begun or self._folder.has_new_status) and self.head.is_ours:
             self._mirror.close()
         self.head.release()
 

@@ -210,7 +210,7 @@ class Head:
             if content.state == "held":
                 raise UserError(
                     f"{_name(content)} trains in {store.url}; it renewed its claim within {waited + 1:.0f} s; wait for "
-                    "it, or use run.name=OTHER"
+                    "it, or use run.dir=OTHER"
                 )
             break
         return content, tag
@@ -224,7 +224,7 @@ class Head:
             self.swap(take)
         except Fenced as error:
             raise UserError(
-                f"another start of this run was first: {error}; wait for it, or use run.name=OTHER"
+                f"another start of this run was first: {error}; wait for it, or use run.dir=OTHER"
             ) from None
 
     def _refuse_without_conditions(self, stale: Expect | str) -> None:

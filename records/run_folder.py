@@ -87,6 +87,11 @@ class RunFolder:
         """Whether this start has written records here."""
         return self._metrics is not None
 
+    @property
+    def has_new_status(self) -> bool:
+        """Whether the status differs from what it was when the folder was claimed."""
+        return read_status(self.path) != self._earlier
+
     def holds_a_run(self) -> bool:
         """Return whether an earlier run left more files here than the log of a start that ended at once."""
         has_records = any((self.path / name).exists() for name in (METRICS, STATUS))

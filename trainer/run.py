@@ -378,9 +378,10 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         progress = Progress(Counts(skipped=saved_skipped(start.state)), early_stop=early)
         reason = progress.finished_because(start.step)
         folder.status("finished", step=start.step, reason=reason, exit_code=EXIT_FINISHED)
+    kept = f"in {config.run.dir}/earlier-N" if config.run.url is None else "in the bucket"
     console.say(
         f"{config.run.place} is finished: {start.step} steps, the model is in {checkpoint}. Nothing to do."
-        f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.place}/earlier-N) "
+        f"\nstart again: checkpoint.resume=never (keeps these files {kept}) "
         f"· elsewhere: {config.another_run}"
     )
     return EXIT_FINISHED

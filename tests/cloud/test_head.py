@@ -74,7 +74,7 @@ def test_released_run_and_run_of_the_same_job_are_claimed_without_waiting(store:
 def test_renewed_run_refuses_a_second_start_which_names_the_owner(store: ObjectStore) -> None:
     head = claim(store, renew_seconds=0.1)
     said: list[str] = []
-    with pytest.raises(UserError, match=rf"process {head.content.owner[:8]} on \S+ trains in s3://.*run\.name=OTHER"):
+    with pytest.raises(UserError, match=rf"process {head.content.owner[:8]} on \S+ trains in s3://.*run\.dir=OTHER"):
         Head.claim(store, "another job", patience_seconds=30.0, say=said.append)
     assert said[0].startswith("waiting    30 s for process")
     head.release()

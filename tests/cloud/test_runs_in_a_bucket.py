@@ -162,6 +162,21 @@ def test_next_start_has_the_records_of_the_run_and_removes_the_old_copy(
     assert not server.objects(f"{folder}/records/1/")
 
 
+def test_start_of_a_run_that_was_killed_after_its_last_save_records_its_end(
+    server: S3Server, folder: str, url: str, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(tiny_overrides(text, url)).code == 0
+    key = f"{folder}/records/1/status.json"
+    open_store(url).put("records/1/status.json", server.objects(key)[key].replace(b"finished", b"running"))
+    ended = run_here(tiny_overrides(text, url))
+    assert ended.code == 0
+    assert f"{url} is finished: 6 steps, the model is in {url}/checkpoints/00000006-1-" in ended.printed
+    capfd.readouterr()
+    assert serried(["status", url]) == 0
+    assert "state   finished" in capfd.readouterr().out
+    assert [line["step"] for line in lines(server, folder, 2)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_start_reads_the_head_once_and_lists_nothing_while_it_trains(
     server: S3Server, folder: str, url: str, text: Path
 ) -> None:

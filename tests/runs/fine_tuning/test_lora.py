@@ -177,6 +177,7 @@ def losses(cluster: Cluster, ranks: int, argv: list[str], run_dir: Path, code: i
 
 LAYOUTS = {
     "ddp": ["parallel=ddp"],
+    "uneven": ["parallel=ddp", "parallel.uneven=true", "trainer.micro_batch=1"],
     "tensor": ["parallel=fsdp", "parallel.tensor=2"],
     "pipeline": ["parallel=fsdp", "parallel.pipeline=2", "trainer.micro_batch=1"],
 }
@@ -192,12 +193,13 @@ def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 @pytest.mark.parametrize(
-    "layout", ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "pipeline"))]
+    "layout", ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "uneven", "pipeline"))]
 )
 def test_losses_of_two_ranks_equal_those_of_one(
     cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
 ) -> None:
-    found = losses(cluster, 2, lora(models, tmp_path / "run", *LAYOUTS[layout]), tmp_path / "run")
+    ranks = 3 if layout == "uneven" else 2
+    found = losses(cluster, ranks, lora(models, tmp_path / "run", *LAYOUTS[layout]), tmp_path / "run")
     assert found == pytest.approx(single[1], abs=1e-5)
 
 

@@ -228,6 +228,8 @@ class ObjectStore:
     def _tag(self, meta: Any) -> str:
         """Return what a later write may expect. Google compares the version (generation), others the e_tag."""
         e_tag, version = meta.get("e_tag") or "", meta.get("version") or ""
+        if e_tag.startswith("0x"):  # in listings of Azure
+            e_tag = f'"{e_tag}"'
         return f"{e_tag}|{version}" if self._is_google else e_tag
 
 

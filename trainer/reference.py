@@ -25,7 +25,7 @@ from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
 from serried.runtime.console import Console
 from serried.trainer.adapter_base_model import initial_weights, same_files
-from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.resume import Start, download_on_all_nodes
 from serried.trainer.data.loader import Reader, evaluation_batches
 from serried.trainer.data.sampler import BatchShare, evaluation_samples, sample_order
 from serried.trainer.evaluation.evaluate import Kept
@@ -56,6 +56,7 @@ class ReferencePass:
         if not folder:
             raise UserError("the reference needs a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
+        download_on_all_nodes(self.folder, lambda: initial_weights(context.config, context.task), session)
         """Folder of the pretrained model."""
         before = Start() if context.config.checkpoint.allows("model.path") else start
         self.files = same_files("reference", self.folder, before, context)

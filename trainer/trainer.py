@@ -31,7 +31,14 @@ from serried.trainer.adapter_base_model import (
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.checkpoint_size import copied_bytes, saved_bytes
 from serried.trainer.checkpoint.checkpoints import checkpoints_of
-from serried.trainer.checkpoint.resume import Start, check_data, make_room, plain, steps_before_changes
+from serried.trainer.checkpoint.resume import (
+    Start,
+    check_data,
+    download_on_all_nodes,
+    make_room,
+    plain,
+    steps_before_changes,
+)
 from serried.trainer.compilation import check_compiler
 from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.loop import Loop
@@ -248,10 +255,14 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
                 f"adapter.method={config.adapter.method} needs a base model, since only the adapters are trained: "
                 "model.path=FOLDER_OR_NAME"
             )
+        if folder:
+            download_on_all_nodes(Path(folder), lambda: initial_weights(config, task), session)
         base = find_base(Path(folder) if folder else None, model.module, start.checkpoint, session)
         if start.checkpoint is None:
             adapters = session.once(partial(_adapters_to_start_with, config, model.adapters, start, base))
             base = replace(base, adapters=adapters and Path(adapters))
+            if base.adapters is not None and (path := config.adapter.path) is not None:
+                download_on_all_nodes(base.adapters, lambda: adapters_in(path), session)
         weights = base.folder
     elif weights is not None and session.once((weights / ADAPTER_CONFIG).is_file):
         raise UserError(

@@ -183,7 +183,11 @@ def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) ->
 
 
 def shared(path: str, cache_url: str, **more: Any) -> Prepared:
-    return prepare(data_section(name="text", path=path, sequence_length=128, cache_dir=cache_url, **more))
+    shown: list[str] = []
+    section = data_section(name="text", path=path, sequence_length=128, cache_dir=cache_url, **more)
+    found = prepare(section, shown.append)
+    assert shown[-1] == ""
+    return found
 
 
 def own_disk(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:

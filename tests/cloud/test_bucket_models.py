@@ -1,6 +1,10 @@
 """Models, images, token files and outputs in a bucket."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +134,60 @@ def test_prepared_folder_in_a_bucket_is_opened(server: S3Server, folder: str, tm
     bucket_paths.forget_listings()
     with pytest.raises(UserError, match=r"^prepared data s3://bucket/.* does not exist or is not complete"):
         tokens(server.url(folder))
+
+
+# nodes with their own disks -------------------------------------------------------------------------------------------
+
+_NODE = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
+
+
+def start_nodes(tmp_path: Path, disks: list[str], words: list[str]) -> list[tuple[int, str]]:
+    """Run two nodes of one process each, whose caches are on their own disks. Return their exit codes and output."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("needs root, for mount namespaces")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for number, disk in enumerate(disks):
+        (tmp_path / f"disk-{number}").mkdir()
+        (tmp_path / disk).mkdir(exist_ok=True)
+        command = [
+            "unshare", "--mount", "--propagation", "private", "sh", "-c", _NODE, "sh",
+            str(tmp_path / f"disk-{number}"), str(tmp_path / disk),
+            sys.executable, "train.py", *words,
+        ]  # fmt: skip
+        place = {
+            "RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": number,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": tmp_path / disk,
+        }  # fmt: skip
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        nodes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2], **pipes))
+    ended = [node.communicate(timeout=240)[0] for node in nodes]
+    return [(node.returncode, printed) for node, printed in zip(nodes, ended, strict=True)]
+
+
+@pytest.mark.slow
+def test_nodes_without_a_common_disk_train_from_a_model_in_a_bucket(
+    server: S3Server, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, base = write_text(tmp_path / "text"), server.url(f"{folder}/base")
+    put_folder(server, f"{folder}/text", text)
+    small = [*overrides(text, tmp_path / "trained", "trainer.steps=1", "launch.device=cpu")]
+    assert train(small) == 0
+    assert command(["export", f"run.dir={tmp_path / 'trained'}", f"out={base}"]) == 0
+    capsys.readouterr()
+    words = [
+        "recipe=tiny", "data=text", f"data.path={server.url(f'{folder}/text')}", "model=auto", f"model.path={base}",
+        f"data.cache_dir={server.url(f'{folder}/prepared')}", "data.sequence_length=32", "trainer.steps=2",
+        "trainer.global_batch=4", "trainer.micro_batch=2", "trainer.eval_every=0", "launch.device=cpu",
+        "adapter=lora", "trainer.sample_tokens=0",
+    ]  # fmt: skip
+    ended = start_nodes(tmp_path, ["disk", "disk"], [*words, f"run.dir={tmp_path / 'run'}"])
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert len(losses(tmp_path / "run")) == 2
+    prepared = [list((tmp_path / f"disk-{number}" / "serried").glob("*/summary.json")) for number in range(2)]
+    assert [len(folders) for folders in prepared] == [1, 1]
+    weights = [list((tmp_path / f"disk-{number}").rglob("downloads/*/contents/*")) for number in range(2)]
+    assert len(weights[0]) == len(weights[1]) + 30  # the text is on the node that prepared alone

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from serried.configs.bucket_paths import with_urls
 from serried.configs.errors import UserError
 from serried.configs.hugging_face.adapter_folder import ADAPTER_CONFIG
 from serried.configs.hugging_face.model_folder import adapters_alone
@@ -122,7 +123,20 @@ def find_start(
             "checkpoints are kept), or checkpoint.resume=PATH for another checkpoint"
         )
     weights = Path(chosen["weights"]) if chosen["weights"] else None
+    if weights is not None and not chosen["is_given"]:
+        download_on_all_nodes(weights, pretrained, session)
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
+
+
+def download_on_all_nodes(folder: Path, find: Callable[[], Path | None], session: Session) -> None:
+    """Call ``find`` on the other nodes too, if it downloaded ``folder`` from a bucket on rank 0. This is a collective
+    call.
+
+    Raises ``UserError`` if the nodes have different versions, or different folders for downloads.
+    """
+    url = session.once(lambda: with_urls(str(folder)))
+    if url != str(folder):
+        session.same_everywhere(f"the copy of {url}", session.once_per_node(lambda: str(find())))
 
 
 def _candidates(config: RunConfig, checkpoints: Checkpoints, pretrained: Callable[[], Path | None]) -> dict[str, Any]:

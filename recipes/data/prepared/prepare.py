@@ -187,7 +187,10 @@ def _prepared_by_process(section: DataSection, show: Show | None, threads: int |
 
     def show_line(line: Mapping[str, Any]) -> None:
         if show is not None:
-            show(line.get("show") or f"preparing data: downloading {size(line['done'])} of {size(line['total'])}")
+            total = (
+                f"preparing data: downloading {size(line['done'])} of {size(line['total'])}" if "done" in line else ""
+            )
+            show(line.get("show", total))
 
     try:
         folder = ask_process(_PROCESS, request, show_line)

@@ -14,6 +14,7 @@ from serried.configs import bucket_paths
 from serried.configs.errors import UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import Prepared, prepare
+from serried.records.bucket_files import _check_space
 from testing.s3_server import BUCKET, S3Server
 
 pytestmark = pytest.mark.cloud
@@ -179,6 +180,25 @@ def test_wrong_url_is_one_line(server: S3Server, folder: str, tmp_path: Path) ->
         assert "\n" not in str(error.value)
 
 
+def test_lack_of_library_rights_and_space_is_one_line(
+    server: S3Server, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server.url(folder)
+    server.set_faults("expired")
+    with pytest.raises(UserError) as error:
+        bucket_paths.bucket_files(url, "data.path")
+    assert str(error.value) == f"data.path={url}: these credentials may not access it (access denied)"
+    with pytest.raises(
+        UserError, match=r"^data.path=s3://b/x: 8.9PiB to download, but only .* are free in .*; choose "
+    ):
+        _check_space(tmp_path, 10**16, "s3://b/x", "data.path")
+    (tmp_path / "obstore.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        bucket_paths.bucket_files(url, "data.path")
+    assert str(error.value) == f"data.path={url} needs obstore; pip install 'serried[cloud]'"
+
+
 # a shared cache -------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +233,12 @@ def test_second_node_downloads_the_tokens_and_not_the_text(
     assert names == {file.name: file.read_bytes() for file in first.folder.iterdir()}
     assert names == {file.name: file.read_bytes() for file in second.folder.iterdir()}
     assert not server.objects(f"{folder}/cache/claims")
+    put(server, f"{folder}/text", {"chats.jsonl": lines([*CHATS, {"messages": 3}])})
+    with pytest.raises(UserError) as error:
+        shared(url, cache, format="chat")
+    assert str(error.value).startswith(f"{url}/chats.jsonl line 61")
+    assert not server.objects(f"{folder}/cache/claims")
+    put(server, f"{folder}/text", {"chats.jsonl": lines(CHATS)})
     before = len(server.requests())
     shared(url, cache, format="chat")
     assert not [line for line in server.requests()[before:] if line.startswith(("GET /", "PUT"))]

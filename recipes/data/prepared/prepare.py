@@ -187,10 +187,8 @@ def _prepared_by_process(section: DataSection, show: Show | None, threads: int |
 
     def show_line(line: Mapping[str, Any]) -> None:
         if show is not None:
-            total = (
-                f"preparing data: downloading {size(line['done'])} of {size(line['total'])}" if "done" in line else ""
-            )
-            show(line.get("show", total))
+            loading = "" if "show" in line else f"downloading {size(line['done'])} of {size(line['total'])}"
+            show(line.get("show", f"preparing data: {loading}"))
 
     try:
         folder = ask_process(_PROCESS, request, show_line)

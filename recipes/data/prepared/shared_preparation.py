@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from serried.configs.bucket_paths import answer_here, downloads
+from serried.configs.bucket_paths import answer_here, downloads, with_urls
 from serried.configs.errors import UserError
 from serried.configs.schema.data import data_section
 from serried.recipes.data.prepared.prepare import cache_folder, prepare_source
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         write_line({"answer": _prepare(request)})
     except UserError as error:
-        write_line({"errors": [str(each) for each in error.args], "head": error.head})
+        write_line({"errors": [with_urls(str(each)) for each in error.args], "head": with_urls(error.head)})
     return 0
 
 

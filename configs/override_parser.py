@@ -251,6 +251,7 @@ class CommandLine:
             self.typed[key.path], self.values[key.path] = typed, value
 
 
+@functools.lru_cache(maxsize=1024)  # the runs of a sweep repeat most overrides
 def _parsed(key: str, value: str) -> Override | None:
     try:
         return _parser().parse_override(f"{key}={value}")

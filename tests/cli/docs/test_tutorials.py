@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT
 from testing.runs import write_text
+from testing.s3_server import S3Server
 from tests.cli.docs.test_docs import BLOCK
 from tests.runs.fine_tuning.test_sft import write_chats
 from tests.support.chat_templates import QWEN3
@@ -75,7 +77,14 @@ def write_agent_chats(page: str, file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen commands, on a busy machine
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_tutorial_run(page: str, tmp_path: Path) -> None:
+def test_commands_of_a_tutorial_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with S3Server() if page == "tutorials/spot" else nullcontext() as server:
+        for name, value in (server.environment if server else {}).items():
+            monkeypatch.setenv(name, value)
+        _run_commands(page, tmp_path)
+
+
+def _run_commands(page: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "train.py", tmp_path)
     write_text(tmp_path / "books")
     write_chats(tmp_path / "chats.jsonl", 24)

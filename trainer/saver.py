@@ -50,8 +50,7 @@ class Saver:
         self._state = state
         self._log = log
         self._meter = meter
-        self._console = context.console
-        self._session, self._folder = context.session, context.folder
+        self._context = context
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)
         self._compares = config.health.replica_check_every > 0
         self._compared_step = -1
@@ -110,9 +109,13 @@ class Saver:
         try:
             self._report(self.checkpointer.close())
         except Exception:  # most likely a consequence of the failure already reported
-            self._console.log(traceback.format_exc())
+            self._context.console.log(traceback.format_exc())
         if self.saved_step:
             self._log.interrupted(step, self.saved_step)
+
+    def _is_ours(self) -> bool:
+        """Return whether no other process has taken over the run. Called on rank 0."""
+        return self._context.folder is None or self._context.folder.is_ours
 
     def _report(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Report ``saved``, the result of a save. Does nothing if it is None."""
@@ -126,7 +129,7 @@ class Saver:
             f"the newest checkpoint is from step {self.saved_step}" if self.saved_step else "no checkpoint exists yet"
         )
         if is_last:
-            if not self._session.once(lambda: self._folder is None or self._folder.is_ours):
+            if not self._context.session.once(self._is_ours):
                 raise TrainingStopped(saved.problem)
             raise TrainingFailed(
                 f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}; {newest}. Fix the "

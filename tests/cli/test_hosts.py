@@ -268,6 +268,8 @@ def test_run_in_a_bucket_resumes_on_one_host_after_the_other_is_lost(hosts: Host
             for host in range(2):
                 started.append(start_plain(hosts, host, outputs[host], argv, program, **environment))
             wait_for(lambda: len(steps("checkpoint")) >= 2, "two checkpoints of two hosts", printed)
+            log = "runs/hosts/records/1/log/rank-1.log"
+            wait_for(lambda: log in server.objects("runs/hosts/records/1/log"), "the log of node1", printed)
             started[1].kill()
             assert started[0].wait(3 * _NOTICED_SECONDS + 60) != 0, printed()
             alone = [word for word in argv if not word.startswith("trainer.steps=")]

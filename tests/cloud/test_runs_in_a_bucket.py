@@ -162,6 +162,19 @@ def test_next_start_has_the_records_of_the_run_and_removes_the_old_copy(
     assert not server.objects(f"{folder}/records/1/")
 
 
+def test_run_that_starts_again_keeps_the_earlier_one(server: S3Server, folder: str, url: str, text: Path) -> None:
+    assert run_here(tiny_overrides(text, url, "trainer.stop_at=4")).code == 75
+    assert run_here(tiny_overrides(text, url, "checkpoint.resume=never", "trainer.stop_at=2")).code == 75
+    head = read_head(open_store(url))
+    assert head is not None
+    (earlier,) = head.earlier
+    assert (head.records, [entry.step for entry in head.checkpoints]) == (2, [2])
+    assert (earlier.records, [entry.step for entry in earlier.checkpoints]) == (1, [2, 4])
+    assert [line["step"] for line in lines(server, folder, 1)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(server, folder, 2)] == [1, 2]
+    assert server.objects(f"{folder}/{earlier.checkpoints[1].prefix}/MANIFEST.json")
+
+
 def test_start_of_a_run_that_was_killed_after_its_last_save_records_its_end(
     server: S3Server, folder: str, url: str, text: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

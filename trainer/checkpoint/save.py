@@ -130,7 +130,7 @@ class HostCopies:
     def __init__(self, parts: Callable[[], Iterable[tuple[str, Part]]], session: Session, mode: str) -> None:
         """``parts``: see ``Checkpointer``. ``mode``: ``checkpoint.mode``."""
         self._parts, self._session = parts, session
-        self._mode = mode
+        self.mode = mode
         self._planned: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
         self._kept: set[str] = set()
         self._copies: dict[str, Tensor] = {}
@@ -175,7 +175,7 @@ class HostCopies:
         Raises ``UserError`` if there is not enough memory.
         """
         on_device = self._session.device.type != "cpu"
-        if self._mode == "sync":
+        if self.mode == "sync":
             parts = [part for part in parts if part.local.device.type != "cpu"]
         staged: dict[str, Tensor] = {}
         chunk, used = torch.empty(0, dtype=torch.uint8), 0
@@ -190,7 +190,7 @@ class HostCopies:
                 staged[part.name] = flat.view(part.local.shape)
                 used, left = used + room, left - room
         except RuntimeError as error:
-            smaller = "checkpoint.mode=sync, or " if self._mode == "async" else ""
+            smaller = "checkpoint.mode=sync, or " if self.mode == "async" else ""
             raise UserError(
                 f"rank {self._session.rank} cannot copy its {size(total)} of state to host memory: "
                 f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
@@ -218,7 +218,6 @@ class Checkpointer:
         """
         self._checkpoints = checkpoints
         self._attempt = ""
-        self._section = section
         self._session = session
         self._write_extras = write_extras
         self._ranks = _Ranks(session, layout)
@@ -259,7 +258,7 @@ class Checkpointer:
         writing = self._thread.submit(self._write_all, step, self._copies.take())
         self._final_state = Future()
         self._running = self._thread.submit(self._save, step, state, writing, self._final_state, started)
-        if self._section.mode == "sync":
+        if self._copies.mode == "sync":
             with suppress(Exception):  # wait() raises it
                 writing.result()
         self._stall_seconds = time.perf_counter() - started
@@ -273,7 +272,7 @@ class Checkpointer:
         assert self._running is not None
         started = time.perf_counter()
         self._final_state.set_result(state)
-        if self._section.mode == "sync":
+        if self._copies.mode == "sync":
             with suppress(Exception):  # wait() raises it
                 self._running.result()
         self._stall_seconds += time.perf_counter() - started

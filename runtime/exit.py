@@ -31,7 +31,7 @@ from serried.runtime.signals import Signals
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
 _MOST_WAITED_SECONDS, _LOOK_SECONDS = 10.0, 0.05
-_LOSS_KNOWN_SECONDS = 5.0
+_LOSS_KNOWN_SECONDS = 10.0
 _NO_ANSWER = (  # messages of Gloo and NCCL
     "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
 )  # fmt: skip
@@ -223,7 +223,7 @@ class Cause:
         return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
 
     def _await_loss(self) -> str | None:
-        """Return the clause on the lost rank, which the watchdog knows after about two seconds."""
+        """Return the clause on the lost rank, which the watchdog knows after about four seconds."""
         deadline = time.monotonic() + _LOSS_KNOWN_SECONDS * self.hears_of_losses
         while self.lost is None and time.monotonic() < deadline and not self._is_reported_elsewhere():
             time.sleep(_LOOK_SECONDS)

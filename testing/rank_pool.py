@@ -52,8 +52,13 @@ class Cluster:
         self._workers: list[_Worker] = []
         self._start(ranks)
 
-    def run(self, world_size: int, function: str, timeout_seconds: float = 120, **arguments: Any) -> list[Answer]:
+    def run(
+        self, world_size: int, function: str, timeout_seconds: float = 120, after_death_seconds: float = 2,
+        **arguments: Any,
+    ) -> list[Answer]:  # fmt: skip
         """Call ``module:function`` with ``arguments`` on ``world_size`` ranks at once.
+
+        ``after_death_seconds``: time for the other ranks once a rank has died, because they may be waiting for it.
 
         Raises:
             AssertionError: A rank raised an exception, died or timed out. The message contains the output of each rank.
@@ -68,7 +73,7 @@ class Cluster:
                 environment=environment if world_size > 1 else {},
             )  # fmt: skip
         deadline = time.monotonic() + timeout_seconds
-        answers = self._answers(world_size, deadline)
+        answers = self._answers(world_size, deadline, after_death_seconds)
         printed = [output.read_text() if output.exists() else "" for output in outputs]
         errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
         if errors:
@@ -77,11 +82,8 @@ class Cluster:
             raise AssertionError("\n".join([*errors, *texts]))
         return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
 
-    def _answers(self, world_size: int, deadline: float) -> list[dict[str, Any]]:
-        """Return one answer per rank.
-
-        After a rank has died, the other ranks have 2 more seconds, because they may be waiting for it.
-        """
+    def _answers(self, world_size: int, deadline: float, after_death_seconds: float) -> list[dict[str, Any]]:
+        """Return one answer per rank."""
         answers: dict[int, dict[str, Any]] = {}
         while len(answers) < world_size:
             for rank, worker in enumerate(self._workers[:world_size]):
@@ -90,7 +92,7 @@ class Cluster:
                     continue
                 answers[rank] = answer
                 if worker.is_dead:
-                    deadline = min(deadline, time.monotonic() + 2)
+                    deadline = min(deadline, time.monotonic() + after_death_seconds)
         return [answers[rank] for rank in range(world_size)]
 
     def stop(self) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from serried.recipes.models.families.llama import Transformer
 from serried.runtime.console import Console
 from serried.runtime.exit import leave
 from serried.runtime.peer_sockets import PeerSockets
-from serried.runtime.session import open_session
+from serried.runtime.session import Session, open_session
 from serried.trainer.data.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.monitor import rank_report
@@ -32,7 +33,7 @@ from serried.trainer.monitor.diagnosis import Beat, diagnose, judge_silent_by_ot
 from serried.trainer.monitor.first_node import FirstNodeWatch
 from serried.trainer.monitor.heartbeat import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
 from serried.trainer.monitor.rank_report import RankReport, last_collectives, queued_collectives
-from serried.trainer.monitor.watchdog import Watchdog
+from serried.trainer.monitor.watchdog import Watchdog, _Neighbours
 from testing.forked_runs import typed
 from testing.rank_pool import ROOT, Cluster
 from testing.runs import metrics, status, steps_saved, tiny_overrides
@@ -421,6 +422,23 @@ def train_on_nodes(argv: list[str], how: str, rank: int, step: int) -> int:
         return train_hanging(argv, how, rank, step)
 
 
+@pytest.mark.parametrize(
+    ("phase", "beats", "is_lost"), [(TRAIN, False, True), (TRAIN, True, False), (END, False, False)]
+)
+def test_rank_without_connections_is_gone_only_if_its_heartbeat_has_stopped_before_the_end(
+    phase: str, beats: bool, is_lost: bool
+) -> None:
+    """A network may close connections that are not in use."""
+    store = dist.HashStore()
+    session = Session((0, 0, 2, 1), torch.device("cpu"), LaunchSection())
+    neighbours = _Neighbours(session)
+    neighbours._sockets = SimpleNamespace(closed=lambda _: [1])
+    for look in range(9):
+        store.set("beat/1", json.dumps(vars(beat(1, phase)) | {"number": 1 + look * beats}))
+        assert (neighbours.lost(store) is not None) == (is_lost and look >= 3)
+    assert session.cause.hears_of_losses
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "killed unheard"])
 def test_killed_rank_of_another_node_is_named_at_once_and_the_run_resumes(
@@ -429,7 +447,7 @@ def test_killed_rank_of_another_node_is_named_at_once_and_the_run_resumes(
     """Also if the training threads hear nothing of its end, as on a GPU. The time limit of a step is ten minutes."""
     argv = short(text, tmp_path, step_timeout_seconds=600)
     with pytest.raises(AssertionError) as ended:
-        cluster.run(3, "tests.runs.test_watchdog:train_on_nodes", argv=argv, how=how, rank=1, step=5)
+        cluster.run(3, "tests.runs.test_watchdog:train_on_nodes", 120, 60, argv=argv, how=how, rank=1, step=5)
     printed = str(ended.value)
     assert "Traceback" not in printed
     assert printed.count("the process ended with 75") == (2 if how == "killed unheard" else 0), printed

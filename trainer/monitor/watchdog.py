@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _LEAVES_WITHIN_SECONDS = 10.0
 """Time for the training thread to notice that a rank is gone. On a GPU, it may wait for the rank forever."""
+_SILENT_LOOKS = 3
 _WARN_AT = 0.2
 _STARVED_AT = 0.1
 
@@ -208,7 +209,8 @@ class _Neighbours:
         self._peers = [(session.rank + per_node * nodes) % ranks for nodes in (1, 2) if per_node * nodes < ranks]
         session.cause.hears_of_losses = bool(self._peers)
         self._sockets: PeerSockets | None = None
-        self._suspects: set[int] = set()
+        self._silent: dict[int, tuple[int, int]] = {}
+        """Number of the latest report of each rank without connections, and the looks since it arrived."""
 
     def lost(self, store: "Store") -> dict[str, Any] | None:
         """Return the first rank that is known to be gone, and the reason to report; None if there is none."""
@@ -216,17 +218,22 @@ class _Neighbours:
             return None
         if self._sockets is None:
             self._sockets = PeerSockets(store, self._rank, self._peers)
-        closed = set(self._sockets.closed(store))
-        # A rank that fails or finishes reports its end before it closes its connections.
-        for peer in sorted(closed & self._suspects):
+        for peer in self._sockets.closed(store):
             if store.check([_key(peer)]):
-                beat = Beat(**json.loads(store.get(_key(peer))))
-                if beat.phase != END:
-                    how = f"is gone without an error message; its last heartbeat was in {beat.doing()}"
-                    lost = {"rank": peer, "step": beat.step, "reason": f"{beat.place()} {how}"}
-                    store.compare_set("lost", "", json.dumps(lost))
-        self._suspects = closed
+                self._look_at(store, Beat(**json.loads(store.get(_key(peer)))))
         return json.loads(store.get("lost")) if store.check(["lost"]) else None
+
+    def _look_at(self, store: "Store", beat: Beat) -> None:
+        """Report the rank of ``beat``, to which all connections are closed, once its heartbeat has stopped too.
+
+        A network may close connections that are not in use. A rank that fails or finishes reports its end before.
+        """
+        number, looks = self._silent.get(beat.rank, (0, 0))
+        self._silent[beat.rank] = beat.number, looks + 1 if number == beat.number else 0
+        if self._silent[beat.rank][1] == _SILENT_LOOKS and beat.phase != END:
+            how = f"is gone without an error message; its last heartbeat was in {beat.doing()}"
+            lost = {"rank": beat.rank, "step": beat.step, "reason": f"{beat.place()} {how}"}
+            store.compare_set("lost", "", json.dumps(lost))
 
 
 def _key(rank: int) -> str:
